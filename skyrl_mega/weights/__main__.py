@@ -1,13 +1,14 @@
-"""`python -m skyrl_mega.weights plan`: what a weight sync moves, over which links, in what time. Needs no GPU.
+"""The commands of `python -m skyrl_mega.weights`.
 
-`python -m skyrl_mega.weights check`: whether the engines compute with what the policy holds, after real syncs.
-`python -m skyrl_mega.weights logprobs`: whether engine, policy and transformers find the same log-probs with it.
+`plan` prints the bytes, links and predicted time of a weight sync, without a GPU.
+`check` compares the engines' weights with the policy's after real syncs.
+`logprobs` compares the log-probs of engine, policy and transformers with these weights.
 """
 
 from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
     driver.start("nothing is left of it, and the same command begins again")
-    from skyrl_mega.cli.weights import main  # only the driver needs what it imports
+    from skyrl_mega.cli.weights import main  # imported late: only the driver needs its packages
 
     driver.run(main)

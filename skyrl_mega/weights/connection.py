@@ -1,6 +1,6 @@
-"""What all parties of a weight sync agree on, and how one of them joins.
+"""The agreement between all processes of a weight sync, and how a process joins.
 
-Policy ranks and engine workers get the same `Connection`, make the same transfer plan from it, and meet at its store.
+Policy ranks and engine workers receive the same `Connection`, compute the same transfer plan, and meet at a store.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from skyrl_mega.weights.transports.ipc import hosts
 
 @dataclass(frozen=True)
 class Connection:
-    """What every party must agree on. Plain values only: it travels as JSON would."""
+    """Settings shared by every process of a weight sync. Contains only plain values, as JSON does."""
 
     host: str
     port: int
-    """Where the store is that all meet at."""
+    """Port of the store at `host` where all processes meet."""
     meeting: str
-    """Names this meeting; no other at the same store is called so."""
+    """Name of this process group, unique at the store."""
     inputs: dict[str, Any]
-    """Fields of `SyncInputs`: all that the plan follows from."""
+    """Fields of `SyncInputs`: everything the plan depends on."""
     bucket_bytes: int
     timeout_s: float
     plans: str
-    """Folder where plans are kept."""
+    """Folder of cached transfer plans."""
 
     @property
     def plan_inputs(self) -> SyncInputs:
-        """All that the plan follows from."""
+        """The plan's inputs as `SyncInputs`."""
         return SyncInputs(**self.inputs)
 
     @property
     def workers(self) -> int:
-        """Workers of one engine."""
+        """Number of workers per engine."""
         return self.plan_inputs.workers
 
     @property
     def size(self) -> int:
-        """Processes that meet: policy ranks first, then the workers of each engine that takes part."""
+        """Number of processes: policy ranks first, then the workers of each participating engine."""
         return len(self.plan_inputs.sources) + len(self.plan_inputs.members) * self.workers
 
     def plan(self, expected: Plan | None = None) -> Plan:
-        """From one end to the other; made once for all processes that share `plans`, and for later runs.
+        """Returns the transfer plan from policy to engines, computed once for all processes and later runs sharing
+        `plans`.
 
         Args:
-            expected: What the inputs give, where the caller has it: a file with another plan is replaced.
+            expected: The plan of these inputs, if known; a cached file with another plan is replaced.
         """
         folder = Path(self.plans)
         if expected is None:
@@ -64,12 +65,12 @@ class Connection:
         return cached_plan(folder, self.inputs, lambda: expected, expected.digest)
 
     def join(self, device: torch.device, *, source: int | None = None, target: int | None = None) -> Exchange:
-        """Joins as policy rank `source`, or as engine worker `target` counted over the engines that take part.
+        """Joins as policy rank `source`, or as engine worker `target` (counted over the participating engines).
 
-        Returns when all have joined.
+        Returns after all processes joined.
 
         Raises:
-            TransportError: Somebody did not come; says who.
+            TransportError: A process did not join; names the missing ranks.
         """
         inputs = self.plan_inputs
         ranks = len(inputs.sources)
@@ -80,7 +81,7 @@ class Connection:
             engine, worker = inputs.members[target // inputs.workers], target % inputs.workers
             rank, name = ranks + target, f"engine {engine} worker {worker}"
         ends, wire = inputs.endpoints()
-        plan = self.plan()  # before the meeting, so that nobody waits for it in there
+        plan = self.plan()  # before the meeting, so that no process waits there for planning
         where = hosts(plan.topology, 0, ranks)
         guests = {guest for guest, host in where.items() if guest != host}
         transport = join(
@@ -108,5 +109,5 @@ class Connection:
 
 
 def _largest_of_all(amax: Tensor) -> None:
-    """Takes the element-wise maximum over the policy's ranks."""
+    """Replaces `amax` in place by the element-wise maximum over the policy ranks."""
     dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -1,6 +1,6 @@
-"""Weight sync, every step, as the driver sees it: who is brought together, when, and what follows from a fault.
+"""The driver's side of the weight sync of every step: connecting policy and engines, transferring, handling failures.
 
-Each engine worker's shard comes straight from the policy ranks that hold it; `connection` has the two ends of that.
+Each engine worker receives a shard directly from policy ranks; `connection` implements both ends.
 """
 
 from __future__ import annotations
@@ -28,42 +28,44 @@ from skyrl_mega.weights.transports.group import TransportError, call_off, host_s
 log = logging.getLogger(__name__)
 
 PARTS = ("quantise", "pack", "wire", "load", "checksum")
-"""What a transfer's time is spent on; they overlap between processes, and each is the slowest process's."""
+"""Parts of a transfer's time. Parts overlap between processes; each metric is the slowest process's time."""
 PLAN_S = 20.0
-"""How long a process may take for a plan that it does not find made."""
+"""Seconds allowed for computing a transfer plan missing from the cache."""
 MARGIN_S = 15.0
-"""The driver waits so much longer than the transports do: their errors name rank and tensor."""
+"""Seconds added to the transports' timeout in the driver's waits, so transport errors, naming rank and tensor, arrive
+first.
+"""
 SETTLE_S = 10.0
-"""After a first failure: how long the other ends may take to notice it."""
+"""Seconds for the other processes to notice a failure after the first error."""
 PROBE_S = 10.0
-"""How long an engine may take to show that all its workers are alive."""
+"""Seconds for an engine to show that all of its workers are alive."""
 BLAMELESS = 3
-"""Transfers that may fail one after the other without a cause that can be found."""
+"""Consecutive failed transfers without an identifiable cause before the sync raises."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What one engine worker computes with, beside what the policy holds."""
+    """A comparison of an engine worker's weights with the policy's."""
 
     engine: int
     worker: int
     parameters: int
-    """Parameters of the worker that were compared, bit for bit, as its kernels read them."""
+    """Parameters of the worker compared bit for bit, as read by the kernels."""
     bytes: int
     different: list[str]
-    """Names of those that differ."""
+    """Names of the differing parameters."""
 
 
 class WeightSync:
-    """Brings the policy's weights to the engines.
+    """Transfers the policy's weights to the engines.
 
     Args:
         policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> Report`, `disconnect_weights()`.
         fleet: The engines.
-        hf: config.json.
-        config: The run's settings, the device decided.
-        plans: Folder where transfer plans are kept.
-        say: Takes lines for people.
+        hf: The model's config.json.
+        config: The run's settings, with the device decided.
+        plans: Folder of cached transfer plans.
+        say: Function for user-facing lines.
     """
 
     def __init__(
@@ -79,33 +81,33 @@ class WeightSync:
         self.policy, self.fleet = policy, fleet
         self.hf, self.config, self.plans, self.say = hf, config, plans, say
         self.placement: RunPlacement | None = None
-        """Where policy and engines are."""
+        """Actual placement of policy and engines."""
         self.digest = ""
-        """The present plan's."""
+        """Digest of the present plan."""
         self.store: TCPStore | None = None
         self.members: list[int] = []
-        """Engines that are connected."""
+        """Connected engines."""
         self.meetings = 0
         self.transfers = 0
         self.failures = 0
-        """Transfers that have failed, over the whole run."""
+        """Failed transfers over the whole run."""
 
     @property
     def meeting(self) -> str:
-        """What the present group is called."""
+        """Name of the present process group."""
         return f"weights-{self.meetings}"
 
     def sync(self, version: int) -> dict[str, float]:
-        """One sync, after which the engines compute with the policy's present weights, as `version`.
+        """Performs a sync. Afterwards the engines serve the policy's present weights as `version`.
 
-        An engine that dies or stalls is taken out of service and started again; the others are brought up to date and
-        the run goes on. Engines that have come back since the last sync are part of this one.
+        A dead or stalled engine is retired and restarted; the other engines are updated and the run continues. Engines
+        restarted since the last sync take part in this sync.
 
         Returns:
             Metrics: `time/sync/*` in seconds and `sync/*`.
 
         Raises:
-            ActorFailed: A policy rank failed, or no engine could be brought up to date: the root cause.
+            ActorFailed: A policy rank failed, or no engine could be updated; carries the root cause.
         """
         blameless = 0
         while True:
@@ -135,16 +137,16 @@ class WeightSync:
             }
 
     def _connect(self, members: list[int]) -> None:
-        """Brings the policy and these engines together, in a group that replaces any former one.
+        """Connects the policy and these engines in a new process group, replacing any former group.
 
         Raises:
-            _Failed: Somebody did not come.
+            _Failed: A process did not join.
         """
         import ray
 
         config = self.config
         self.members = []
-        if self.store is None:  # it lives as long as the run: nobody else listens at its port
+        if self.store is None:  # kept for the whole run: no other process may take its port
             self.store = host_store(ray.util.get_node_ip_address(), config.cluster.start_timeout_s)
         self.meetings += 1
         inputs = replace(SyncInputs.of(config, self.hf, self._placed()), members=tuple(members))
@@ -157,7 +159,7 @@ class WeightSync:
             timeout_s=config.weights.timeout_s,
             plans=str(self.plans),
         )
-        made = self._plan(connection)  # kept on disk, where the others find it
+        made = self._plan(connection)  # cached on disk for the other processes
         self.ideal, self.nic = max(made.bytes_in), cost(made)
         info = asdict(connection)
         calls = self.policy.submit_all("connect_weights", info)
@@ -167,7 +169,7 @@ class WeightSync:
         self.members = members
 
     def _placed(self) -> RunPlacement:
-        """Where policy and engines are; says where that is not what was planned."""
+        """Returns the actual placement of policy and engines; reports differences from the planned placement."""
         placement, planned = actual(self.config, self.policy.where, self.fleet.group.where), place(self.config)
         if placement not in (planned, self.placement):
             self.say(f"placed otherwise than planned: {differences(planned, placement)}")
@@ -175,7 +177,10 @@ class WeightSync:
         return placement
 
     def _plan(self, connection: Connection) -> Plan:
-        """The plan of these engines, which is the dry run's where all are in it and sit as planned."""
+        """Returns the transfer plan of the connected engines.
+
+        For the first sync with all engines placed as planned, a cached plan other than the dry run's is replaced.
+        """
         whole = len(connection.plan_inputs.members) == self.config.rollout.engines
         expected = None
         if whole and not self.digest and self.placement == place(self.config):
@@ -213,12 +218,12 @@ class WeightSync:
         }
 
     def check(self) -> list[Compared]:
-        """Sends the policy's weights once more and compares them with what the engines compute with.
+        """Sends the policy's weights again and compares them with the weights used by the engines.
 
-        Nothing that an engine computes with is changed. Needs memory for a layer's weights in every worker.
+        Changes no engine weights. Every worker needs memory for a layer's weights.
 
         Raises:
-            ActorFailed: Somebody failed; the root cause.
+            ActorFailed: A process failed; carries the root cause.
         """
         limit = self.config.weights.timeout_s + MARGIN_S
         sends = self.policy.submit_all("send_weights", True)
@@ -237,7 +242,7 @@ class WeightSync:
 
         outcomes = settle(calls, limit, SETTLE_S, failed)
         late = [call for call in outcomes.silent if call.actor.startswith(f"{self.policy.name}-")]
-        if outcomes.failures and late:  # no policy rank can be done without, and their own waits are bounded
+        if outcomes.failures and late:  # every policy rank is needed, and its own waits are bounded
             more = settle(late, limit, limit)
             outcomes.answers.update(more.answers)
             outcomes.failures.extend(more.failures)
@@ -247,10 +252,10 @@ class WeightSync:
         return [outcomes.answers[call] for call in calls]
 
     def _blame(self, failed: _Failed, members: list[int]) -> dict[int, str]:
-        """Engines that are the cause of a failure, each with why.
+        """Returns the engines to blame for a failure, each with the reason.
 
-        The policy's ranks complain of the engine that they waited for, and others of them; whoever still answers in
-        all its workers is none of the causes.
+        Policy ranks complain about the engine waited for, or about each other. An engine with all workers answering a
+        probe is not a cause.
 
         Raises:
             ActorFailed: A policy rank is the cause.
@@ -268,9 +273,9 @@ class WeightSync:
         return {engine: f"{cause} ({first})" if first else cause for engine, cause in blamed.items()}
 
     def _part(self, members: list[int], blamed: Collection[int]) -> None:
-        """Ends the group and the update at those who are well; what they received so far is never served.
+        """Disconnects the policy and abandons the update at healthy engines; data received so far is never served.
 
-        An engine that fails here fails again in the next attempt, and is blamed then.
+        An engine failing here fails again in the next attempt, and is blamed then.
 
         Raises:
             ActorFailed: A policy rank did not answer.
@@ -284,7 +289,7 @@ class WeightSync:
 
 
 class _Failed(Exception):
-    """A part of a sync that did not come to its end everywhere."""
+    """An incomplete phase of a sync."""
 
     def __init__(self, outcomes: Outcomes) -> None:
         super().__init__("a weight sync failed")

@@ -1,4 +1,4 @@
-"""Buckets: the parts of every route, cut and put together into messages of a bounded size."""
+"""Buckets: the parts of every route, cut and grouped into messages of bounded size."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from skyrl_mega.weights.plan.intersect import Ints, TransferTable
 from skyrl_mega.weights.plan.plan import Plan
 
 ALIGNMENT = 16
-"""A part begins at a multiple of this many bytes of its bucket, so that it can be seen as any type."""
+"""Alignment of parts within a bucket, in bytes, so that a part can be viewed as any dtype."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """All messages of a plan, in the order in which they should arrive."""
+    """All messages of a plan, in the intended order of arrival."""
 
     parts: TransferTable
-    """The plan's parts, those larger than a bucket cut."""
+    """The plan's parts, cut if larger than a bucket."""
     route: list[int]
-    """By bucket, the index of its route."""
+    """Route index of each bucket."""
     members: list[Ints]
-    """By bucket, ascending indices into `parts`."""
+    """Ascending indices into `parts`, for each bucket."""
     phase: list[int]
-    """By bucket, 0 or 1: a receiver has everything of phase 0 before anything of phase 1."""
+    """Phase of each bucket, 0 or 1. A receiver gets every bucket of phase 0 before any of phase 1."""
 
     def offsets(self, bucket: int) -> Ints:
-        """Where each member begins, in bytes."""
+        """Returns the byte offset of each part in the bucket, [members]."""
         return _ends(self.parts.nbytes[self.members[bucket]])[:-1]
 
     def nbytes(self, bucket: int) -> int:
-        """Size of one bucket, what fills up its parts included."""
+        """Returns the size of one bucket in bytes, padding included."""
         return int(_ends(self.parts.nbytes[self.members[bucket]])[-1])
 
 
 def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> Buckets:
-    """Cuts every route into buckets of at most `bucket_bytes` (one element at least).
+    """Cuts every route into buckets of at most `bucket_bytes` (at least one element).
 
     Args:
-        first: tensors of phase 0.
+        first: Tensors of phase 0.
     """
     room = max(ALIGNMENT, bucket_bytes // ALIGNMENT * ALIGNMENT)
     parts, begin = cut(plan.parts, room)
@@ -60,10 +60,10 @@ def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> 
 
 
 def cut(parts: TransferTable, room: int) -> tuple[TransferTable, Ints]:
-    """Parts of at most `room` bytes (one element at least), cut along their leading axes, in the same order.
+    """Cuts parts to at most `room` bytes (at least one element) along the leading axes, keeping the order.
 
     Returns:
-        The finer table, and where in it each part begins [parts + 1].
+        The finer table, and the index of each part's first piece in the table [parts + 1].
     """
     large = np.flatnonzero(parts.nbytes > room)
     count = np.ones(len(parts), np.int64)
@@ -89,7 +89,7 @@ def cut(parts: TransferTable, room: int) -> tuple[TransferTable, Ints]:
 
 
 def _slabs(shape: tuple[int, ...], room: int) -> tuple[Ints, Ints]:
-    """A box of `shape` in even slabs of at most `room` elements: start and shape of each [slabs, axes]."""
+    """Cuts a box of `shape` into even slabs of at most `room` elements; returns starts and shapes [slabs, axes]."""
     if int(np.prod(shape)) <= room:
         return np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64)
     axis = next(i for i, n in enumerate(shape) if n > 1)
@@ -106,5 +106,5 @@ def _slabs(shape: tuple[int, ...], room: int) -> tuple[Ints, Ints]:
 
 
 def _ends(nbytes: Ints) -> Ints:
-    """Where parts of these sizes begin when each is filled up to the alignment, and where the last one ends."""
+    """Returns the aligned offset of each part, followed by the total size [parts + 1]."""
     return np.concatenate([[0], np.cumsum(-(-nbytes // ALIGNMENT) * ALIGNMENT)])

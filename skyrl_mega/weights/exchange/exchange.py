@@ -1,10 +1,9 @@
-"""Carries a plan out: packs boxes into flat buckets, moves them, and unpacks them where they belong.
+"""The execution of a plan: packing boxes into flat buckets, moving the buckets, and unpacking into parameters.
 
-`Exchange` is built once in every process: `buckets` cuts the plan's routes into messages, `rounds` gives them one
-order that all share, `rank_program` picks what this process has to do, `tensors` finds it in the parameters, `executor`
-does it.
-Extra memory is `in_flight` buckets at most, those that are sent, received and handed on together, and on a GPU the
-tables of `kernels.boxes`: about a thousandth of the bytes that a process sends or receives. Both stay over all runs.
+`Exchange` is built once in every process: `buckets` cuts the plan's routes into messages, `rounds` gives all messages
+one shared order, `rank_program` selects the work of this process, `tensors` finds the parameters, `executor` runs the
+steps. Extra memory is at most `in_flight` buckets, for sending, receiving and forwarding together, and on a GPU the
+tables of `kernels.boxes`: about a thousandth of the bytes sent or received by a process. Both are kept between runs.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ Params = Mapping[str, Tensor]
 
 
 class Lane:
-    """A process's stream and buffers, over all runs of an exchange, or of several that run one after the other.
+    """A process's stream and buffers, for all runs of an exchange, or of several exchanges run in sequence.
 
-    One stream: the allocator keeps what is freed for the stream that it was used on. The buffers are made when they are
-    first asked for, as large as the largest that somebody has wanted until then.
+    There is a single stream because the allocator keeps freed memory for the stream of last use. Buffers are allocated
+    on first use, in the largest size requested until then.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -47,10 +46,14 @@ class Lane:
         self._shared = False
         self._made: Buffers | None = None
         self.device = torch.empty(0, device=transport.device).device
-        """The transport's, and with a number."""
+        """The transport's device, with an index."""
 
     def want(self, size: int, count: int, shared: bool = False) -> None:
-        """What an exchange needs: bytes of a buffer, how many, and whether guests are to see them."""
+        """Requests `count` buffers of `size` bytes, shared with device peers if `shared`.
+
+        Raises:
+            RuntimeError: The buffers are already allocated.
+        """
         if self._made is not None:
             raise RuntimeError("the lane's buffers are made; an exchange that shares a lane is built before any runs")
         self._size, self._count = max(size, self._size), max(count, self._count)
@@ -58,7 +61,7 @@ class Lane:
 
     @property
     def buffers(self) -> Buffers:
-        """All of them."""
+        """All buffers, allocated on first access."""
         if self._made is None:
             with self.entered():
                 self._made = Buffers(self._size, self._count, self._given, self._shared)
@@ -66,9 +69,10 @@ class Lane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """On a GPU, on the lane's own stream: after what the current one has to do, and before what it gets next.
+        """Runs the context, on a GPU, on the lane's own stream: after earlier and before later work of the current
+        stream.
 
-        Also where that fails: what was written until then must not be overtaken.
+        The order also holds after an error, so that later work cannot overtake pending writes.
         """
         if self._stream is None:
             yield
@@ -82,31 +86,31 @@ class Lane:
             outside.wait_stream(self._stream)
 
     def close(self) -> None:
-        """Gives the buffers back. Closing it twice does no harm."""
+        """Frees the buffers. Closing twice is harmless."""
         if self._made is not None:
             self._made.close()
 
 
 class Exchange:
-    """A plan as one process sees it, cut into messages once and run as often as wanted.
+    """A plan as seen by a process, cut into messages once and run any number of times.
 
     Args:
-        plan: all transfers; every process of the transport has the same one.
-        transport: the group; source rank s of the plan is its process `source_base + s`, target rank t
-            `target_base + t`. Its guests are those of `ipc.hosts`. Building connects guests with their hosts.
-        wire: the types on the wire; the sender converts to them, the receiver from them.
-        source, target: this process's ranks in the two layouts; None where it has no part.
-        source_layout, target_layout: with scales where the wire quantises (`fp8.format.with_scales`).
-        bucket_bytes: size of one message at most.
-        in_flight: buffers of a process, 2 at least: one is packed or loaded while others are on the wire.
-        agree: for a source of an FP8 wire, see `fp8.scales.Agree`.
-        lane: shared with exchanges that are built before any of them runs, and run one after the other; all processes
-            have devices of their own. None: it has its own.
+        plan: All transfers; the same in every process of the transport.
+        transport: The group; source rank s of the plan is process `source_base + s`, target rank t `target_base + t`.
+            Device peers are given by `ipc.hosts`. Construction connects device owners and peers.
+        wire: The types on the wire; the sender converts to them, the receiver from them.
+        source, target: This process's ranks in the two layouts; None without a part in a layout.
+        source_layout, target_layout: With scales if the wire quantises (`fp8.format.with_scales`).
+        bucket_bytes: Maximum size of a message.
+        in_flight: Buffers of a process, at least 2: packing or loading of a bucket overlaps with transfers.
+        agree: Maximum over ranks, for a source of an FP8 wire; see `fp8.scales.Agree`.
+        lane: Stream and buffers shared with other exchanges. All of these are built before any runs, and run in
+            sequence; no two processes may share a device. None creates a lane.
 
     Raises:
-        ValueError: fewer than 2 buffers; two sources on one device; blocks that straddle, and no `agree`; a shared lane
-            for processes that share a device.
-        TransportError: a process of this device did not come.
+        ValueError: Fewer than 2 buffers; two sources on the same device; straddling blocks without `agree`; a shared
+            lane for processes on a shared device.
+        TransportError: A process of this device did not connect.
     """
 
     def __init__(
@@ -178,18 +182,18 @@ class Exchange:
         """Moves every box from the sources' parameters to the targets'. A collective of all processes in the plan.
 
         Args:
-            source: this process's parameters by local name. What is worked out for them in the first run serves the
-                later ones as long as their types, shapes and strides are the same, wherever they lie.
-            target: likewise. A parameter is asked for when parts of it have arrived, and not held in between; so the
-                mapping may make it then, and `loaded` may give it back. Scales may be absent.
-            checksums: whether every part is proved where it has arrived; alike in all processes.
-            loaded: called with a target parameter's name when its last part has been written; on a GPU when the copies
-                are on the current stream, which it may use.
+            source: This process's parameters by local name. Views from the first run are reused while types, shapes
+                and strides stay the same, at any address.
+            target: Likewise. Parameters are looked up when parts arrive and are not held in between, so the mapping
+                may create a parameter then, and `loaded` may free the memory. Scales may be absent.
+            checksums: True to verify every part after arrival; the same in all processes.
+            loaded: Called with a target parameter's name after the last part is written. On a GPU the copies are then
+                queued on the current stream, free for use by the callback.
 
         Raises:
-            TransportError: a peer went away or did not answer within the transport's timeout, which bounds the whole
-                run; it names peer and tensor. After it, or any other error, the transport is closed.
-            ChecksumError: a part is not what its sender packed; it names tensor, box and both processes.
+            TransportError: A peer left, or did not answer within the transport's timeout for the whole run; names peer
+                and tensor. After this or any other error the transport is closed.
+            ChecksumError: A part differs from the data packed by the sender; names tensor, box and both processes.
         """
         given, wanted = source or {}, target or {}
         run = self._begin(given, wanted, loaded or (lambda name: None), checksums=checksums)
@@ -209,7 +213,7 @@ class Exchange:
         return run.report
 
     def close(self) -> None:
-        """Leaves the group and gives the buffers back. The exchange is over; closing it twice does no harm."""
+        """Leaves the group and frees the buffers for good. Closing twice is harmless."""
         self.transport.close()
         for guest in self._guests.values():
             guest.close()
@@ -218,7 +222,7 @@ class Exchange:
         self._lane.close()
 
     def _begin(self, given: Params, wanted: Params, loaded: Callable[[str], None], *, checksums: bool) -> Run:
-        """A run that begins now, between these parameters and the tables of scales that are beside them."""
+        """Returns a new run between these parameters and the tables of scales."""
 
         def taken(name: str) -> Tensor:
             return self._scales.tables[name] if self._scales and name in self._scales.tables else given[name]
@@ -242,8 +246,9 @@ class Exchange:
         )
 
     def _prepare(self, run: Run, given: Params, wanted: Params) -> None:
-        """All that comes before the first message: scales, and in the first run a look at every source parameter, so
-        that what lacks shows at once."""
+        """Computes scales and, in the first run, looks up every source parameter, so missing parameters fail before
+        the first message.
+        """
         with run.report.timed("pack_s"):
             self._make_scales(wanted)
             if not self._runs:
@@ -261,13 +266,17 @@ class Exchange:
             visit(run, self._host, self._host.buffers, self._visits, self._host_rank)
 
     def _leave(self, what: str) -> None:
-        """Whoever waits for this process learns at once that it will not come."""
+        """Closes the exchange; waiting processes are informed at once."""
         if self.transport.group is not None or self._host is not None:
             self.transport.give_up(what)
         self.close()
 
     def _make_scales(self, target: Params) -> None:
-        """Tables for scales that the receiver wants only to dequantise."""
+        """Allocates tables for scales used by the receiver only to dequantise.
+
+        Raises:
+            ValueError: Parts arrive for a parameter missing in `target`.
+        """
         shard = self._target_shard
         self._target_scales = {name: t for name, t in self._target_scales.items() if name not in target}
         for name in self._places.keys() - target.keys() - self._target_scales.keys():
@@ -282,7 +291,7 @@ def _shard(layout: Layout | None, rank: int | None) -> Shard | None:
 
 
 def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, targets: Sequence[Params]) -> None:
-    """Carries out a plan whose ranks are all in this process."""
+    """Executes a plan with all ranks in this process."""
     with torch.no_grad():
         for route in plan.routes:
             taken = plan.parts.locate(source.shards[route.source], route.parts)

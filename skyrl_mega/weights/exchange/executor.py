@@ -1,8 +1,7 @@
-"""One run of an exchange in one process: pack, wire and load overlapped, with a fixed number of buffers.
+"""A run of an exchange in a process: packing, transfer and loading overlap within a fixed number of buffers.
 
-A member of the process group goes through its steps in the order of rounds (`schedule`). It starts a step, loads what
-came `in_flight` - 1 steps before, and gives a buffer back only when the next step needs one. A guest loads from its
-host's buffers.
+A member of the process group executes steps in round order (`rounds`): start a step, load the buckets received
+`in_flight` - 1 steps ago, free buffers on demand. A peer on the same device loads from the owner's buffers.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from skyrl_mega.weights.transports.group import Deadline, Message, Transport
 from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer
 
 LOOK_S = 0.5
-"""How often a process that waits for its GPU looks whether somebody has left."""
+"""Seconds between checks for departed processes while waiting for the GPU."""
 
 
 class ChecksumError(RuntimeError):
-    """A box arrived otherwise than it was sent, or was put in the wrong place.
+    """A box differing from the data sent, or was written to the wrong place.
 
-    `tensor` and `box` say what, `source` and `target` are the names of the processes that packed and unpacked it.
+    `tensor` and `box` identify the data; `source` and `target` are the names of the packing and the unpacking process.
     """
 
     def __init__(self, tensor: str, box: object, source: str, target: str) -> None:
@@ -40,31 +39,31 @@ class ChecksumError(RuntimeError):
 
 @dataclass
 class Report:
-    """One run in one process. Seconds are the host's: on a GPU those of starting the work, except for the wire's."""
+    """Times and bytes of a run in a process. Seconds are host time; on a GPU, to launch work, except `wire_s`."""
 
     pack_s: float = 0.0
     wire_s: float = 0.0
-    """Waiting for messages, and for who shares the device."""
+    """Waiting for messages and for processes sharing the device."""
     load_s: float = 0.0
     quantise_s: float = 0.0
-    """Scales, to FP8, and from it where the receiver stores another type."""
+    """Computing scales, quantising to FP8, and dequantising if the receiver stores another type."""
     checksum_s: float = 0.0
     sent: int = 0
-    """Bytes of parts that this process packed and sent."""
+    """Bytes of parts packed and sent by this process."""
     received: int = 0
-    """Bytes of parts that other devices packed and this process loaded."""
+    """Bytes of parts packed on other devices and loaded by this process."""
     handed_on: int = 0
-    """Bytes of parts that others packed and this process sent on."""
+    """Bytes of parts packed elsewhere and forwarded by this process."""
     local: int = 0
-    """Bytes of parts that were packed on this process's device and loaded here."""
+    """Bytes of parts packed on this process's device and loaded by this process."""
     extra_bytes: int = 0
-    """Memory of the buffers."""
+    """Bytes of the buffers."""
     table_bytes: int = 0
-    """Memory of the tables of parts, on a GPU."""
+    """Bytes of the tables of parts, on a GPU."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the time spent inside to one of the seconds."""
+        """Adds the time spent in the context to the field `what`."""
         start = time.perf_counter()
         try:
             yield
@@ -73,31 +72,31 @@ class Report:
 
 
 Bound = Callable[[RankBucket], tuple[BucketViews, list[Tensor]]]
-"""A bucket's views, and the parameters that they are views of."""
+"""Function from a bucket to its views and the parameters behind the views."""
 
 
 @dataclass
 class Run:
-    """What a run needs, and how far it is."""
+    """The inputs and the progress of a run."""
 
     transport: Transport
     deadline: Deadline
     report: Report
     with_checksums: bool
     sources: Bound
-    """What a bucket is packed from."""
+    """Function for the packing side of a bucket."""
     targets: Bound
-    """What a bucket is unpacked to; asked when it is there, so that nothing is held before or after."""
+    """Function for the unpacking side of a bucket. Called on arrival; no parameter is held before or after."""
     remaining: Counter[str]
-    """By target parameter, the places still to be written."""
+    """Places still to be written, by target parameter."""
     loaded: Callable[[str], None]
     under_way: str = ""
-    """The last bucket that was touched, for errors."""
+    """Description of the last bucket handled, for errors."""
     _proofs: list[tuple[RankBucket, Tensor]] = field(default_factory=list)
-    """By bucket, which of its parts are not what was sent."""
+    """Masks of the parts differing from the data sent, by bucket."""
 
     def pack(self, cargo: RankBucket, flat: Tensor) -> None:
-        """Fills a bucket, and its trailer of checksums."""
+        """Fills a bucket and the trailing checksums."""
         self.under_way = cargo.what
         with self.report.timed("pack_s"):
             views, params = self.sources(cargo)
@@ -110,7 +109,7 @@ class Run:
                 _trailer(cargo, flat).copy_(views.checksums(params, flat))
 
     def load(self, cargo: RankBucket, flat: Tensor, *, local: bool) -> None:
-        """Empties a bucket into the target's parameters, and looks whether all is there as it was sent."""
+        """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent."""
         self.under_way = cargo.what
         with self.report.timed("load_s"):
             views, params = self.targets(cargo)
@@ -128,17 +127,18 @@ class Run:
                 if cargo.places != list(range(cargo.parts)):
                     sent = sent[upload(np.array(cargo.places), sent.device)]
                 self._proofs.append((cargo, views.unlike(params, flat, sent)))
-        del params  # who is told may give the memory back
+        del params  # `loaded` may free the memory
         for name, places in cargo.writes.items():
             self.remaining[name] -= places
             if not self.remaining[name]:
                 self.loaded(name)
 
     def prove(self) -> None:
-        """Sees that every part is where it belongs. Once, at the end: on a GPU the host waits for the answer.
+        """Checks that every part arrived in the right place. Called once, at the end: on a GPU the host waits for the
+        result.
 
         Raises:
-            ChecksumError: for the first that is not.
+            ChecksumError: A part is wrong; names the first.
         """
         if not self._proofs:
             return
@@ -154,13 +154,13 @@ class Run:
 
 
 def _trailer(cargo: RankBucket, flat: Tensor) -> Tensor:
-    """The checksums behind a bucket's parts, int64 [parts]."""
+    """Returns the checksums behind a bucket's parts, int64 [parts]."""
     return flat[cargo.nbytes : cargo.size(True)].view(torch.int64)
 
 
 @dataclass
 class _Started:
-    """A step that is under way."""
+    """A step in progress."""
 
     step: Step
     incoming: int | None
@@ -170,7 +170,7 @@ class _Started:
 
 @dataclass
 class Member:
-    """A process of the group: sends, receives, hands on, and serves its guests."""
+    """A member of the process group: sends, receives, forwards, and serves device peers."""
 
     run: Run
     steps: Sequence[Step]
@@ -184,7 +184,7 @@ class Member:
     _marks: list[tuple[torch.cuda.Event, Step]] = field(default_factory=list)
 
     def go(self) -> None:
-        """All steps."""
+        """Executes all steps."""
         self._free = list(range(self.buffers.count))
         for step in self.steps:
             while len(self._free) < len(step.new):
@@ -230,14 +230,14 @@ class Member:
         self._started.append(_Started(step, incoming, sending))
 
     def _arrive(self, cargo: RankBucket) -> None:
-        """Waits until a bucket is here."""
+        """Waits for a bucket to arrive."""
         ticket = self._arriving.pop(cargo.number, None)
         if ticket is not None:
             with self.run.report.timed("wire_s"):
                 self.run.transport.wait(ticket, self.run.deadline)
 
     def _deliver(self, started: _Started) -> None:
-        """Loads what a step brought, and lets guests load it."""
+        """Loads the buckets of a step and announces each to device peers."""
         started.delivered = True
         for cargo in started.step.new:
             self._arrive(cargo)
@@ -250,7 +250,7 @@ class Member:
                 self.run.load(cargo, self._flat(cargo), local=cargo.packed)
 
     def _release(self) -> None:
-        """Ends the oldest step: what it holds is given back."""
+        """Completes the oldest step and frees the buffers no longer needed."""
         started = self._started[0]
         if not started.delivered:
             self._deliver(started)
@@ -268,7 +268,7 @@ class Member:
             self._marks.append((mark, started.step))
 
     def _settle(self, step: Step) -> None:
-        """Lets a GPU finish, because another process reads its memory next."""
+        """Waits for the GPU, because another process reads the buffers next."""
         if self.run.transport.on_streams:
             mark = torch.cuda.Event()
             mark.record()
@@ -279,7 +279,11 @@ class Member:
             self._until(mark, step)
 
     def _until(self, mark: torch.cuda.Event, step: Step) -> None:
-        """Waits for a point of the current stream, which only the deadline bounds."""
+        """Waits for an event of the current stream.
+
+        Raises:
+            TransportError: The deadline passed or a process left the group.
+        """
         transport, deadline = self.run.transport, self.run.deadline
         looked = time.monotonic()
         with self.run.report.timed("wire_s"):
@@ -292,7 +296,7 @@ class Member:
                 looked = time.monotonic() if due else looked
 
     def _waited_for(self, step: Step) -> tuple[int, str]:
-        """The peer of a step, or of the oldest one under way that has one, and the tensors."""
+        """Returns the peer and the tensors of a step, or of the oldest step in progress with a peer."""
         for at in (step, *(started.step for started in self._started)):
             if at.receive is not None:
                 return at.sender, at.receive.what
@@ -302,10 +306,10 @@ class Member:
 
 
 def visit(run: Run, host: ToOwner, buffers: Tensor, cargos: Sequence[RankBucket], host_rank: int) -> None:
-    """A guest's run: it loads its host's buckets where they lie.
+    """Executes a run as device peer: loads the owner's buckets in place.
 
     Args:
-        buffers: its host's, uint8, where both see them.
+        buffers: The owner's buffers, uint8, shared by both processes.
     """
     for cargo in cargos:
         with run.report.timed("wire_s"):
@@ -313,5 +317,5 @@ def visit(run: Run, host: ToOwner, buffers: Tensor, cargos: Sequence[RankBucket]
         flat = buffers[at : at + cargo.size(run.with_checksums)]
         run.load(cargo, flat, local=cargo.source == host_rank)
         if run.transport.on_streams:
-            torch.cuda.current_stream().synchronize()  # copies of this device alone: they do not hang
+            torch.cuda.current_stream().synchronize()  # only copies on this device, which cannot hang
         host.read(cargo.number, cargo.what, run.deadline)

@@ -1,4 +1,4 @@
-"""The bucket's ends: boxes of local parameters, copied into a flat buffer of bytes and out of it."""
+"""The ends of a bucket: copies of boxes between local parameters and a flat buffer of bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skyrl_mega.kernels.boxes import Boxes, Region, upload
 from skyrl_mega.parallel.box import Box
 
 STRIP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""What is quantised at a time: conversion needs extra memory of this many elements, of 4 bytes on a CPU."""
+"""Elements quantised at a time. Conversion needs extra memory for this many elements, 4 bytes each on a CPU."""
 
 
 def local_view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
-    """The part of a local parameter that holds `box`."""
+    """Returns the part of a local parameter that holds `box`."""
     stack = len(offset) - len(box.shape)
     inner = tuple(slice(a, a + n) for a, n in zip(offset[stack:], box.shape, strict=True))
     index: Any = (*offset[:stack], *inner)
@@ -30,7 +30,11 @@ def local_view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
 def region(
     owner: int, param: Tensor, offset: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], place: int
 ) -> Region:
-    """A box of a local parameter that begins `start` behind `offset`, and lies at byte `place` of a bucket."""
+    """Returns the region of a box in a local parameter, `start` behind `offset`, and at byte `place` of a bucket.
+
+    Args:
+        owner: Number of the parameter.
+    """
     stack, strides = len(offset) - len(shape), param.stride()
     at = sum(o * step for o, step in zip(offset, strides, strict=True))
     at += sum(a * step for a, step in zip(start, strides[stack:], strict=True))
@@ -39,27 +43,27 @@ def region(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of a local parameter, and its place in a bucket. It holds no memory."""
+    """A part of a local parameter and its position in a bucket. Holds no memory."""
 
     region: Region
     dtype: torch.dtype
-    """On the wire."""
+    """Type on the wire."""
     scale: Region | None
-    """Scales of the blocks touched, [I, J], where this end converts between FP8 and another type."""
+    """Scales of the touched blocks, [I, J], if this end converts between FP8 and another type."""
     start: tuple[int, ...]
-    """Of the box, in the global tensor."""
+    """Start of the box in the global tensor."""
 
     @property
     def plain(self) -> bool:
-        """Whether the part is on the wire what it is in the parameter."""
+        """True if the part is the same on the wire and in the parameter."""
         return self.scale is None and self.region.dtype == self.dtype
 
     def local(self, params: Sequence[Tensor]) -> Tensor:
-        """The part where it lies."""
+        """Returns the part inside the parameter."""
         return self.region.of(params[self.region.owner])
 
     def packed(self, flat: Tensor) -> Tensor:
-        """The part in the bucket, in the wire's type."""
+        """Returns the part in the bucket, in the wire's type."""
         return flat[self.region.offset : self.region.offset + self.nbytes].view(self.dtype).view(self.region.shape)
 
     @property
@@ -69,16 +73,16 @@ class View:
 
 
 class BucketViews:
-    """All views of one bucket at one end: those that only copy, in one launch on a GPU, and those that convert.
+    """All views of a bucket at one end: plain copies, in a single launch on a GPU, and conversions.
 
-    Holds no parameter, and serves as long as the parameters keep their form: `params` of every method are those of
-    `names`, in order, wherever they lie.
+    Holds no parameter. Valid while the parameters keep type, shape, strides and device; addresses may change. In every
+    method, `params` are the parameters called `names`, in order.
 
     Args:
-        views: the bucket's parts, in its order.
-        names: the parameters that they are parts of.
-        params: these parameters.
-        device: where buckets lie. Parts of parameters that lie elsewhere are copied one by one.
+        views: The bucket's parts, in order.
+        names: Parameters containing the parts.
+        params: Tensors of these parameters.
+        device: Device of the buckets. Parts of parameters on other devices are copied individually.
     """
 
     def __init__(
@@ -93,56 +97,57 @@ class BucketViews:
         self.conversions = [view for view in rest if view.scale is not None]
         self._rest = rest
         self._boxes = Boxes(together, device) if together else None
-        # What checksums are of, in the bucket's order; the bucket is one more tensor beside the parameters.
+        # Regions to checksum, in bucket order; the bucket is one more tensor after the parameters.
         summed = [_in_bucket(v, len(params)) if apart else v.region for v, apart in zip(views, alone, strict=True)]
         self._summed = Boxes(summed, device) if rest else self._boxes
         self._order: Tensor | None = None
-        if together and rest:  # from those that only copy, then the others, to the bucket's order
+        if together and rest:  # from the order (plain copies, others) to bucket order
             self._order = upload(np.argsort(np.argsort(alone, kind="stable")), device)
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the tables on the device."""
+        """Bytes of the tables on the device."""
         return sum(boxes.table_bytes for boxes in {self._boxes, self._summed} if boxes is not None)
 
     def pack(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Parameters → bucket, those that are as they are on the wire or nearly."""
+        """Copies parameters into the bucket, except parts with FP8 conversion."""
         if self._boxes is not None:
             self._boxes.pack(params, flat)
         for view in self.copies:
             view.packed(flat).copy_(view.local(params))
 
     def unpack(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Bucket → parameters, likewise."""
+        """Copies the bucket into parameters, except parts with FP8 conversion."""
         if self._boxes is not None:
             self._boxes.unpack(params, flat)
         for view in self.copies:
             view.local(params).copy_(view.packed(flat))
 
     def quantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Parameters → E4M3 in the bucket."""
+        """Quantises parameters to E4M3 in the bucket."""
         for view in self.conversions:
             packed, local = view.packed(flat), view.local(params)
             for rows, scale, row, column in _strips(view, params):
                 packed[rows].copy_(quantise(local[rows], scale, row, column))
 
     def dequantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """E4M3 in the bucket → parameters."""
+        """Dequantises E4M3 values from the bucket into parameters."""
         for view in self.conversions:
             _dequantise(view, params, flat, view.local(params))
 
     def checksums(self, params: Sequence[Tensor], flat: Tensor) -> Tensor:
-        """Of every part as it is on the wire, int64 [views]: of what lies in the parameter, or, where that is of
-        another type, of what lies in the bucket. One launch on a GPU.
+        """Returns a checksum of every part as sent on the wire, int64 [views], in one launch on a GPU.
+
+        The checksum covers the parameter's bytes, or the bucket's bytes if the parameter's type differs.
         """
-        assert self._summed is not None  # a bucket has parts
+        assert self._summed is not None  # a bucket is never empty
         return self._summed.checksums([*params, flat] if self._rest else params)
 
     def unlike(self, params: Sequence[Tensor], flat: Tensor, sent: Tensor) -> Tensor:
-        """Whether each part is in the parameter otherwise than it was sent: bool [views], on the device.
+        """Returns a mask of the parts differing from the data sent, bool [views], on the device.
 
         Args:
-            sent: its sender's checksums, int64 [views].
+            sent: The sender's checksums, int64 [views].
         """
         different = self.checksums(params, flat) != sent
         if not self._rest:
@@ -154,12 +159,14 @@ class BucketViews:
 
 
 def _in_bucket(view: View, owner: int) -> Region:
-    """A part as it lies in the bucket, which is tensor `owner`."""
+    """Returns a part's region in the bucket, with `owner` as the bucket's tensor number."""
     return Region(owner, view.region.offset, (view.nbytes,), (1,), torch.uint8, view.region.offset)
 
 
 def _unlike(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """Whether a parameter that has not the wire's type holds anything but what the bucket's values become in it."""
+    """Returns True, as a tensor, if a parameter of another type than the wire's differs from the converted bucket
+    values.
+    """
     local = view.local(params)
     if view.scale is None:
         expected = view.packed(flat).to(local.device, local.dtype)
@@ -176,7 +183,7 @@ def _dequantise(view: View, params: Sequence[Tensor], flat: Tensor, local: Tenso
 
 
 def _strips(view: View, params: Sequence[Tensor]) -> list[tuple[slice, Tensor, int, int]]:
-    """Whole rows of blocks, a bounded number of elements at a time: rows, their scales, and where they begin."""
+    """Returns strips of whole block rows, each of bounded size: rows, scales, and the strip's start."""
     assert view.scale is not None
     scales = view.scale.of(params[view.scale.owner])
     (rows, columns), (row, column) = view.region.shape, view.start

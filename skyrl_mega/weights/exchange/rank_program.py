@@ -1,4 +1,4 @@
-"""A plan as one process sees it: the buckets that pass through its hands, and its steps, round by round."""
+"""A plan as seen by a process: the buckets handled and the steps taken, round by round."""
 
 from __future__ import annotations
 
@@ -21,75 +21,75 @@ CHECKSUM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One part of a bucket, and where it lies in this process's parameters."""
+    """A part of a bucket, with places in this process's parameters."""
 
     tensor: str
     box: Box
     dtype: torch.dtype
-    """On the wire."""
+    """Type on the wire."""
     offset: int
-    """Bytes from the bucket's beginning."""
+    """Byte offset in the bucket."""
     taken: Place | None
-    """Where it is packed from."""
+    """Source of packing; None if this process does not pack the bucket."""
     put: tuple[Place, ...]
-    """Where it is unpacked to."""
+    """Destinations of unpacking."""
     taken_scale: Piece | None
-    """For a quantised tensor, a piece of the source shard with the scales of all blocks touched."""
+    """Piece of the source shard with the scales of all touched blocks, for a quantised tensor."""
     put_scale: Piece | None
-    """Likewise of the target shard."""
+    """Piece of the target shard with the scales of all touched blocks, for a quantised tensor."""
 
 
 @dataclass(slots=True)
 class RankBucket:
-    """One bucket in this process's hands."""
+    """A bucket handled by this process."""
 
     number: int
     source: int
-    """The process that packs it."""
+    """Number of the packing process."""
     packed: bool
-    """Whether that is this one."""
+    """True if this process packs the bucket."""
     items: list[Item]
-    """None for who only hands it on."""
+    """Parts packed or unpacked here; empty for a bucket only forwarded."""
     what: str
-    """For errors: its first tensor, and how many more."""
+    """Description for errors: the first tensor and the number of further parts."""
     payload: int
-    """Bytes of its parts."""
+    """Bytes of the parts, without padding."""
     nbytes: int
-    """Bytes of its parts and what fills them up."""
+    """Bytes of the parts, with padding."""
     parts: int
     unpacked: bool
-    """Whether this process wants it."""
+    """True if this process wants the bucket."""
     guests: tuple[int, ...]
-    """Guests of this process that want it."""
+    """Peers on this process's device wanting the bucket."""
     places: list[int]
-    """For each place that is unpacked to, which of the parts."""
+    """Index of the part written to each target place."""
     writes: Counter[str]
-    """By target parameter, the places that are unpacked to."""
+    """Number of target places in each target parameter."""
 
     def size(self, checksums: bool) -> int:
-        """Bytes of the message."""
+        """Returns the size of the message in bytes."""
         return self.nbytes + (CHECKSUM_BYTES * self.parts if checksums else 0)
 
 
 @dataclass(slots=True)
 class Step:
-    """What this process does in one round."""
+    """The actions of this process in one round."""
 
     round: int
     receive: RankBucket | None = None
     sender: int = -1
     send: RankBucket | None = None
-    """Packed here or handed on; without a receiver it is only packed, for this device."""
+    """Bucket packed here or forwarded. Without a receiver, the bucket is packed for this device only."""
     receiver: int = -1
     new: list[RankBucket] = field(default_factory=list)
-    """Take a buffer in this step."""
+    """Buckets taking a buffer in this step."""
     over: list[RankBucket] = field(default_factory=list)
-    """Give theirs back after it."""
+    """Buckets freeing a buffer after this step."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """This process: its number, its ranks in the two layouts and what it holds as such."""
+    """A process: number, ranks in the two layouts, and shards."""
 
     process: int
     source: int | None
@@ -109,7 +109,15 @@ def rank_program(
     target_base: int,
     hosts: dict[int, int],
 ) -> tuple[list[Step], list[RankBucket]]:
-    """This process's steps in the order of rounds; for a guest only what its host lets it read, in order."""
+    """Returns this process's steps in round order, and the buckets to read from the device owner.
+
+    A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order.
+
+    Args:
+        in_flight: Number of buffers of a process.
+        source_base, target_base: Process numbers of source rank 0 and target rank 0.
+        hosts: Device owner of each process.
+    """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [source_base + plan.routes[route].source for route in buckets.route]
@@ -130,7 +138,7 @@ def rank_program(
         cargo = _rank_bucket(
             number, buckets, packed_by[number], wanted_by[number], hosts=hosts, me=me, items=items, names=names
         )
-        # Hops that the host takes part in: (round, the peer, whether it sends).
+        # The device owner's hops: (round, peer, True for a send).
         hops: list[tuple[int, int, bool]] = []
         if host == chain[0]:
             hops.append((at[0], chain[1] if len(chain) > 1 else -1, True))
@@ -149,7 +157,7 @@ def rank_program(
         steps[hops[-1][0]].over.append(cargo)
     ordered = [steps[t] for t in sorted(steps)]
     for step in ordered:
-        # Received first, then packed: the order in which a host delivers.
+        # The received bucket before the packed one: the owner's order of delivery.
         step.new.sort(key=lambda cargo: cargo is not step.receive)
     if host == me:
         return ordered, []
@@ -187,7 +195,7 @@ def _rank_bucket(
 
 
 def _items(buckets: Buckets, wire: Wire, role: Role, packs: list[int], unpacks: list[int]) -> dict[int, list[Item]]:
-    """The parts of the buckets that this process packs or unpacks."""
+    """Returns the parts of every bucket packed or unpacked by this process."""
     taken = _located(buckets, role.source_shard, packs)
     put = _located(buckets, role.target_shard, unpacks)
     source_scales, target_scales = _scale_pieces(role.source_shard, wire), _scale_pieces(role.target_shard, wire)
@@ -214,7 +222,7 @@ def _items(buckets: Buckets, wire: Wire, role: Role, packs: list[int], unpacks: 
 
 
 def _located(buckets: Buckets, shard: Shard | None, numbers: list[int]) -> dict[int, list[list[Place]]]:
-    """By bucket, where each of its parts lies in a shard."""
+    """Returns, by bucket, the places of each part in a shard."""
     if not numbers:
         return {}
     assert shard is not None, "a rank that sends or receives needs its shard"
@@ -228,7 +236,7 @@ def _located(buckets: Buckets, shard: Shard | None, numbers: list[int]) -> dict[
 
 
 def _scale_pieces(shard: Shard | None, wire: Wire) -> dict[str, list[Piece]]:
-    """By quantised tensor, the pieces of a shard that hold scales of it."""
+    """Returns the scale pieces of a shard, by quantised tensor."""
     found: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces if shard and wire.quantised else ():
         if piece.tensor.endswith(SUFFIX):

@@ -1,9 +1,9 @@
-"""One order of all messages of a plan that every process shares: rounds.
+"""Rounds: the order of all messages of a plan, shared by every process.
 
-In a round a process sends at most one message and receives at most one. It finishes a round's messages in the order of
-rounds, so nothing can wait in a circle: whoever takes part in the earliest unfinished round waits for nobody. A buffer
-is in use from the first to the last round of its bucket, and the schedule never has more in use at once than a process
-may hold, so nobody waits for a buffer that an earlier round does not free.
+In a round a process sends and receives at most one message each. Every process completes messages in round order, so a
+cycle of waiting is impossible: members of the earliest unfinished round wait for no other round. A bucket occupies a
+buffer from the first to the last round. The schedule never needs more buffers at once than a process may hold, so a
+needed buffer is always freed by an earlier round.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from collections.abc import Iterable, Sequence
 def rounds(
     chains: Sequence[Sequence[int]], processes: int, live: int, phases: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """The round of every hop of every bucket, each as early as those before it in the list allow.
+    """Returns the round of every hop of every bucket, each as early as the preceding buckets in the list allow.
 
     Args:
-        chains: by bucket, the process that packs it, the one that it sends it to, and those whom that one hands it on
-            to, one after the other. A bucket of one process only stays on its device; it takes a turn to send.
-        processes: how many there are.
-        live: buckets that a process holds at once, at least 2.
-        phases: by bucket, ascending; a phase begins when all rounds of the one before it are over.
+        chains: By bucket, the packing process, the first receiver, and the further receivers, served in turn by the
+            first. A bucket with a single process stays on the device and takes up a send.
+        processes: Number of processes.
+        live: Buckets held by a process at once, at least 2.
+        phases: By bucket, ascending. A phase begins after all rounds of the previous phase.
 
     Returns:
-        By bucket, ascending rounds: one for each process after the first, or one for a bucket of one process.
+        By bucket, ascending rounds: one for each process after the first; a single round for a bucket with a single
+        process.
+
+    Raises:
+        ValueError: `live` is below 2.
     """
     if live < 2:
         raise ValueError(f"a process that sends and receives at once holds 2 buckets, more than {live}")
-    # Sets of rounds are integers, a bit for a round: the first fit is then found in a few machine instructions.
+    # Sets of rounds are integers with one bit per round, so the first fit takes only a few machine instructions.
     sends, receives = [0] * processes, [0] * processes
     held = [[0] * live for _ in range(processes)]  # held[p][n]: rounds in which p holds more than n buckets
     found: list[list[int]] = []
@@ -71,7 +75,7 @@ def _first_fit(
 
 
 def _free(taken: int, start: int) -> int:
-    """The first round from `start` on that is not taken."""
+    """Returns the first round from `start` on outside `taken`."""
     taken >>= start
     return start + (~taken & (taken + 1)).bit_length() - 1
 
@@ -81,12 +85,12 @@ def _span(first: int, last: int) -> int:
 
 
 def _hold(counts: list[int], span: int) -> None:
-    """One bucket more is held during `span`."""
+    """Counts another held bucket during `span`."""
     for n in range(len(counts) - 1, 0, -1):
         counts[n] |= counts[n - 1] & span
     counts[0] |= span
 
 
 def distinct(processes: Iterable[int], but: int) -> list[int]:
-    """The processes in order, each once, without one of them."""
+    """Returns the distinct processes in order, without process `but`."""
     return [p for p in dict.fromkeys(processes) if p != but]

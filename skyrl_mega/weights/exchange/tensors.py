@@ -1,7 +1,7 @@
-"""Where every bucket is packed from, or unpacked to, in this process's parameters.
+"""The places of bucket parts in this process's parameters, for packing and for unpacking.
 
-A sync repeats: the parameters of the next one have the same types, shapes and strides, and most lie where they lay.
-So what is worked out for a bucket is kept while its parameters keep their form, wherever they lie; no memory is held.
+Consecutive syncs use parameters of the same types, shapes and strides, mostly at the same addresses. A bucket's views
+are therefore cached until any of these properties changes; addresses may change. The cache keeps no parameter alive.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from skyrl_mega.weights.fp8.format import FP8, scale_box
 from skyrl_mega.weights.plan.intersect import Place
 
 Param = Callable[[str], Tensor]
-"""A local parameter by its name."""
+"""Function from a local name to the parameter."""
 Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
 class Ends:
-    """One side, the sending or the receiving one, of all buckets of a process.
+    """The views of all buckets of a process: the sending or the receiving side.
 
     Args:
-        sends: which.
-        device: where buckets lie.
+        sends: True for the sending side.
+        device: Device of the buckets.
     """
 
     def __init__(self, sends: bool, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Ends:
         self._known: dict[int, tuple[BucketViews, list[Form]]] = {}
 
     def of(self, cargo: RankBucket, param: Param) -> tuple[BucketViews, list[Tensor]]:
-        """A bucket's views, and the parameters that they are views of."""
+        """Returns a bucket's views and the parameters behind the views."""
         known = self._known.get(cargo.number)
         if known is not None:
             params = [param(name) for name in known[0].names]
@@ -49,7 +49,7 @@ class Ends:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the tables on the device."""
+        """Bytes of the tables on the device."""
         return sum(views.table_bytes for views, _ in self._known.values())
 
     def _parts(self, cargo: RankBucket) -> Iterator[tuple[Item, Place, Piece | None]]:
@@ -62,7 +62,7 @@ class Ends:
 
 
 class _Asked:
-    """The parameters that were asked for, in order, each once."""
+    """The requested parameters, each once, in order of the first request."""
 
     def __init__(self, param: Param) -> None:
         self._param = param
@@ -81,7 +81,11 @@ def _form(param: Tensor) -> Form:
 
 
 def _view(item: Item, place: Place, asked: _Asked, scale: Piece | None) -> View:
-    """One part in this process's parameters; scales are asked for only where this end converts."""
+    """Returns the view of a part. Requests scales only if this end converts.
+
+    Raises:
+        ValueError: The tensor is FP8 in the policy but not on the wire, or the layout lacks the scales.
+    """
     owner, param = asked(place.param)
     zero = (0,) * len(item.box.shape)
     local = region(owner, param, place.offset, zero, item.box.shape, item.offset)

@@ -1,7 +1,8 @@
-"""What tensors are on the wire: as they are, or block-scaled FP8 with the scales as tensors of their own.
+"""Types of tensors on the wire: unchanged, or block-scaled FP8 with the scales as separate tensors.
 
-The scales of `<name>` are the float32 tensor `<name>_scale_inv`, one for every 128 × 128 block of the global tensor, as
-in Hugging Face's block-FP8 checkpoints. `with_scales` adds them to a layout, so that plans move them like any other.
+The scales of `<name>` are the float32 tensor `<name>_scale_inv`, one for every 128 × 128 block of the global tensor,
+as in Hugging Face's block-FP8 checkpoints. `with_scales` adds these tensors to a layout, so plans move scales like any
+other tensor.
 """
 
 from __future__ import annotations
@@ -24,58 +25,60 @@ class Wire:
     """The type of every tensor on the wire."""
 
     dtype: torch.dtype
-    """Of what is not quantised: router, norms, embedding, head, biases."""
+    """Type of all other tensors: router, norms, embedding, head, biases."""
     quantised: frozenset[str] = frozenset()
-    """Tensors that travel as E4M3."""
+    """Tensors sent as E4M3."""
 
     @property
     def scales(self) -> frozenset[str]:
-        """The names of their scales."""
+        """Names of the quantised tensors' scales."""
         return frozenset(name + SUFFIX for name in self.quantised)
 
     def type_of(self, name: str) -> torch.dtype:
-        """What the elements of one tensor are on the wire."""
+        """Returns the type of a tensor's elements on the wire."""
         if name in self.quantised:
             return FP8
         return torch.float32 if name.removesuffix(SUFFIX) in self.quantised else self.dtype
 
     def itemsize(self, name: str) -> int:
-        """Bytes of one element; for `plan`."""
+        """Returns the bytes of an element on the wire, for `plan`."""
         return self.type_of(name).itemsize
 
 
 def quantised(names: Iterable[str]) -> frozenset[str]:
-    """The linear weights of attention, experts and MLPs: what vLLM's and Hugging Face's block-FP8 models quantise."""
+    """Returns the linear weights of attention, experts and MLPs, as quantised in vLLM's and Hugging Face's block-FP8
+    models.
+    """
     return frozenset(name for name in names if name.endswith("_proj.weight"))
 
 
 def with_scales(layout: Layout, names: frozenset[str]) -> Layout:
-    """The layout, with the scales of the tensors `names`.
+    """Returns the layout with the scales of the tensors `names` added.
 
-    A piece brings the scales of all blocks that it touches, in a local tensor called like the piece's with
-    `_scale_inv`. Where a piece begins inside a block or not on a block of its local tensor, as no engine that serves
-    FP8 has it, the scales of each piece are a local tensor of their own: `_scale_inv.0`, `_scale_inv.1`, …
+    A piece gets the scales of all touched blocks, in a local tensor called like the piece's with `_scale_inv`. If a
+    piece begins inside a block or not on a block of the local tensor (never in an engine serving FP8), the scales of
+    each piece are a separate local tensor: `_scale_inv.0`, `_scale_inv.1`, …
     """
     scales = scale_shapes(layout.tensors, names)
     shards, which = layout.distinct
     extended = [_extended(shard, names) for shard in shards]
-    # First, so that whoever dequantises has them in time.
+    # Scales first, so that a dequantising receiver has them in time.
     return Layout({**scales, **layout.tensors}, tuple(extended[i] for i in which))
 
 
 def scale_shapes(tensors: Mapping[str, tuple[int, ...]], names: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors that the scales of `names` are."""
+    """Returns the names and shapes of the scale tensors of `names`."""
     return {name + SUFFIX: tuple(-(-n // BLOCK) for n in shape) for name, shape in tensors.items() if name in names}
 
 
 def scale_box(box: Box) -> Box:
-    """The blocks that a box touches."""
+    """Returns the box of the blocks touched by a box."""
     low = tuple(a // BLOCK for a in box.start)
     return Box(low, tuple(-(-(a + n) // BLOCK) - b for a, n, b in zip(box.start, box.shape, low, strict=True)))
 
 
 def _extended(shard: Shard, names: frozenset[str]) -> Shard:
-    """A shard with its scale pieces, one for each piece of a tensor in `names`, in order."""
+    """Returns a shard with scale pieces added, one for each piece of a tensor in `names`, in order."""
     mine = [piece for piece in shard.pieces if piece.tensor in names]
     odd = {
         piece.param

@@ -1,4 +1,4 @@
-"""The sender's side of an FP8 wire: scales of the policy's blocks, also of those that several ranks have parts of."""
+"""The sender's side of an FP8 wire: scales of the policy's blocks, including blocks shared by several ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from skyrl_mega.weights.fp8.format import FP8, SUFFIX, scale_box, with_scales
 from skyrl_mega.weights.plan.intersect import Ints
 
 Agree = Callable[[Tensor], None]
-"""Replaces a float32 vector by its maximum over all policy ranks, in place; each of them calls it once a run."""
+"""Function replacing a float32 vector in place by the maximum over all policy ranks; called by every rank once a run.
+"""
 
 
 class Scales:
     """A policy rank's scale tables.
 
     Args:
-        layout: the policy's, with scales (`fp8.format.with_scales`).
-        rank: this process's rank in it.
-        quantised: the tensors that travel as FP8.
-        sent: those of them, and of their scales, that this rank sends anything of.
-        agree: brings the maximum over ranks; unused where no block straddles.
-        device: where the tables lie.
+        layout: The policy's layout, with scales (`fp8.format.with_scales`).
+        rank: This process's rank in the layout.
+        quantised: Tensors sent as FP8.
+        sent: Quantised tensors and scales with parts sent by this rank.
+        agree: Maximum over ranks; unused if no block straddles ranks.
+        device: Device of the tables.
+
+    Raises:
+        ValueError: A block straddles ranks and `agree` is None.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class Scales:
         self._flat = torch.ones(sum(sizes), dtype=torch.float32, device=device)
         views = torch.split(self._flat, sizes)
         self.tables = {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views, strict=True)}
-        """The scales by local name; `compute` fills them."""
+        """Scales by local name, filled by `compute`."""
         numbers = dict(zip(shapes, torch.split(torch.arange(sum(sizes)), sizes), strict=True))
         self.pieces: list[tuple[Piece, Tensor]] = []
-        """Every piece of a quantised tensor that this rank sends or agrees on, and where its scales lie: [I, J]."""
+        """Every piece of a quantised tensor sent or agreed on by this rank, with its scales [I, J]."""
         here: list[Tensor] = []
         there: list[Ints] = []
         for piece, table in zip(weights, tables, strict=True):
@@ -78,7 +82,7 @@ class Scales:
     def compute(self, params: Mapping[str, Tensor]) -> None:
         """Fills the tables from the policy's present weights. A collective of all policy ranks.
 
-        Weights that are in FP8 have their scales beside them, which are those.
+        The existing scales of weights already in FP8 are used unchanged.
         """
         for piece, table in self.pieces:
             if params[piece.param].dtype == FP8:
@@ -98,7 +102,7 @@ class Scales:
 
 
 def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
-    """By tensor, the blocks [blocks, 2] that pieces with different boxes have parts of."""
+    """Returns, by tensor, the blocks [blocks, 2] shared by pieces with different boxes."""
     boxes: dict[str, dict[Box, None]] = {}
     for shard in layout.distinct[0]:
         for piece in shard.pieces:
@@ -109,8 +113,10 @@ def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
 
 
 def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:
-    """A tensor whose blocks are not those of the local tensors that it lies in, or are cut among ranks, if there is
-    one: its local tensor in FP8 has other scales than the wire."""
+    """Returns the name of a tensor whose FP8 scales differ between local tensor and wire, or None.
+
+    Such a tensor's blocks are not the local tensor's blocks, or are cut among ranks.
+    """
     cut = next(iter(straddled(layout, names)), None)
     if cut is not None:
         return cut
@@ -123,7 +129,7 @@ def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:
 
 @cache
 def _shared(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Ints:
-    """Thousands of tensors are cut alike, hence the cache."""
+    """Returns the blocks touched by several boxes, [blocks, 2]. Cached because thousands of tensors are cut alike."""
     touched = np.zeros([-(-n // BLOCK) for n in shape], np.int64)
     for box in boxes:
         touched[scale_box(box).slices()] += 1

@@ -1,14 +1,15 @@
-"""Who sends what to whom: the nearest holder, and among equals so that no link carries more than its share.
+"""The choice of senders and receivers: nearest holders first, otherwise with evenly loaded links.
 
 Three questions, each answered for whole classes of parts at once (`TransferClasses`):
 
-- A node where some rank holds a part is never sent it: a receiver there takes it from its own device or else from
-  another of its node, so that the devices send alike.
-- Any other node gets it once, from some holder: senders are chosen so that the NICs send alike.
-- The first receiver in that node hands it on: first receivers are chosen so that the NICs receive alike.
+- A node with a holder of a part never receives the part from another node. A receiver there takes the part from its
+  own device, else from another device of the node; devices of a node send equal loads.
+- Any other node receives the part once, from some holder; senders are chosen for equal loads on the sending NICs.
+- The first receiver in such a node forwards the part; first receivers are chosen for equal loads on the receiving
+  NICs.
 
-Each is a division of bytes among links, solved in whole bytes by filling the lowest link first, class by class, until
-nothing moves. All arithmetic is in integers and in a fixed order: every process finds the same answer.
+Each question divides bytes among links, solved in whole bytes by filling the lowest link first, class by class, until
+nothing moves. All arithmetic is in integers and in a fixed order, so every process computes the same answer.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from skyrl_mega.weights.plan.intersect import Ints, TransferClasses, unique_rows
 from skyrl_mega.weights.plan.topology import Topology
 
 SWEEPS = 50
-"""Rounds of filling at most; the layouts in use settle in three to ten."""
+"""Maximum number of filling rounds; layouts in use settle in three to ten."""
 SETTLED = 1e-4
 """Filling ends when a round moves less than this share of all bytes."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rank `source` of the source layout sends `parts` to target rank `receivers[0]`.
+    """A transfer of `parts` from rank `source` of the source layout to target rank `receivers[0]`.
 
-    That rank hands the same bytes on to `receivers[1:]`, which sit in its node.
+    The first receiver forwards the same bytes to `receivers[1:]`, on the same node.
     """
 
     source: int
@@ -43,7 +44,7 @@ class Route:
 
 
 def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
-    """Routes that bring every part to every rank that wants it, once; sorted by source and receivers."""
+    """Returns routes delivering every part once to every wanting rank, sorted by source and receivers."""
     classes = _Classes(demand, topology)
     routes = _Collected(len(demand.parts))
     for k, receiver, source in classes.own_device():
@@ -54,7 +55,7 @@ def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
 
 
 class _Classes:
-    """The classes of a demand as rank lists by node, and their parts."""
+    """The classes of a demand: rank lists by node, and parts."""
 
     def __init__(self, demand: TransferClasses, topology: Topology) -> None:
         self.topology = topology
@@ -64,7 +65,7 @@ class _Classes:
         ends = np.cumsum(np.bincount(demand.kind, minlength=len(demand.holders)))
         self.parts = np.split(order, ends[:-1]) if len(ends) else []
         self.nbytes = [demand.parts.nbytes[parts] for parts in self.parts]
-        # Holder sets are few; classes that agree in theirs share a division of bytes among senders.
+        # Holder sets are few; classes with the same holders share a division of bytes among senders.
         sets, self.holder_set = unique_rows(demand.holders)
         self.holders = [np.flatnonzero(row) for row in sets]
         self.holder_nodes = [frozenset(self.source_node[ranks].tolist()) for ranks in self.holders]
@@ -76,13 +77,13 @@ class _Classes:
         return {int(node): ranks[nodes == node] for node in np.unique(nodes)}
 
     def wants(self) -> Iterator[tuple[int, int, Ints, bool]]:
-        """(class, node, ranks there that want it, whether a rank there holds it)."""
+        """Yields (class, node, wanting ranks of the node, True if a rank of the node holds the class)."""
         for k, (h, t) in enumerate(zip(self.holder_set.tolist(), self.taker_set.tolist(), strict=True)):
             for node, ranks in self.takers[t].items():
                 yield k, node, ranks, node in self.holder_nodes[h]
 
     def own_device(self) -> Iterator[tuple[int, int, int]]:
-        """(class, receiver, the holder on the receiver's device), wherever there is one."""
+        """Yields (class, receiver, holder on the receiver's device) for every such receiver."""
         for k, _, ranks, near in self.wants():
             if near:
                 holders = self.holders[self.holder_set[k]]
@@ -93,7 +94,7 @@ class _Classes:
 
 
 class _Collected:
-    """Deliveries as they are decided; the same source and receivers become one route."""
+    """Deliveries chosen so far. Deliveries with the same source and receivers form a route."""
 
     def __init__(self, parts: int) -> None:
         self.numbers: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -118,7 +119,7 @@ class _Collected:
 
 
 def _within_nodes(classes: _Classes, routes: _Collected) -> None:
-    """Receivers whose node, but not whose device, holds a part take it from a device of the node."""
+    """Chooses senders for receivers with a holder on another device of the node."""
     lines: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for k, node, ranks, near in classes.wants():
         if near:
@@ -138,9 +139,9 @@ def _within_nodes(classes: _Classes, routes: _Collected) -> None:
 
 
 def _between_nodes(classes: _Classes, routes: _Collected) -> None:
-    """Nodes without a holder: a sender elsewhere and a first receiver there, chosen apart from each other."""
+    """Chooses, independently, a sender and a first receiver for nodes without a holder."""
     far = [(k, node, ranks) for k, node, ranks, near in classes.wants() if not near]
-    # A holder's bytes lie along a line, node by node: few senders serve a node, and all nodes are served at once.
+    # A holder's bytes are ordered node by node: few senders serve a node, and all nodes are served at once.
     send: dict[int, list[int]] = defaultdict(list)
     take: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for i, (k, node, ranks) in enumerate(far):
@@ -150,7 +151,7 @@ def _between_nodes(classes: _Classes, routes: _Collected) -> None:
         line.sort(key=lambda i: (far[i][1], far[i][0]))
 
     def answers(lines: Sequence[list[int]], options: Sequence[Ints], link: Ints) -> list[Ints]:
-        """For every delivery of `far`, the rank chosen for each of its parts."""
+        """Returns, for every delivery of `far`, the rank chosen for each part."""
         weights = [np.concatenate([classes.nbytes[far[i][0]] for i in line]) for line in lines]
         found: list[Ints] = [np.zeros(0, np.int64)] * len(far)
         for line, dealt in zip(lines, deal(options, weights, link), strict=True):
@@ -175,12 +176,12 @@ def _between_nodes(classes: _Classes, routes: _Collected) -> None:
 
 
 def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
-    """Gives every item of every line to one of the line's options, so that the busiest link carries least.
+    """Assigns every item of every line to a rank of the line, minimising the busiest link's load.
 
     Args:
-        options: by line, the ranks that may take its items.
-        weights: by line, the bytes of its items, in order; a rank gets runs of them.
-        link: by rank, the link that its bytes go over; ranks of one link are loaded alike too.
+        options: By line, the eligible ranks.
+        weights: By line, the bytes of the items, in order; a rank gets runs of items.
+        link: By rank, the link carrying the bytes; ranks of the same link are loaded evenly too.
 
     Returns:
         By line, the rank of each item.
@@ -200,7 +201,7 @@ def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[I
             planned[i] = new
         if moved <= SETTLED * sum(amounts):
             break
-    # Items are whole. Lines with few options go first, and what they miss their plan by, the later ones even out.
+    # Items are indivisible. Lines with few options go first; later lines even out deviations from the plan.
     dealt: list[Ints] = [np.zeros(0, np.int64)] * len(options)
     for i in sorted(range(len(options)), key=lambda i: (len(links[i]), amounts[i])):
         at, ranks = links[i], options[i]
@@ -218,7 +219,7 @@ def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[I
 
 
 def fill(load: Ints, amount: int) -> Ints:
-    """How to add `amount` to `load` so that the lowest are filled first, up to one level. Whole numbers; exact."""
+    """Distributes `amount` over `load`, lowest entries first, up to a common level. Exact, in whole numbers."""
     order = np.argsort(load, kind="stable")
     ordered = load[order]
     count = np.arange(1, len(load) + 1)
@@ -231,6 +232,6 @@ def fill(load: Ints, amount: int) -> Ints:
 
 
 def _runs(weights: Ints, share: Ints) -> NDArray[np.int64]:
-    """Cuts a line of items into runs of about `share` bytes; by item, which run it is in: that of its middle."""
+    """Cuts a line of items into runs of about `share` bytes; returns the run of each item's middle."""
     middle = 2 * np.cumsum(weights) - weights
     return np.minimum(np.searchsorted(2 * np.cumsum(share), middle, "right"), len(share) - 1)

@@ -1,7 +1,7 @@
-"""Plans on disk: made once for a pair of layouts, and read by every other process and every later run.
+"""Plans on disk: computed once for a pair of layouts, and read by every other process and later run.
 
-A file is numpy's `.npz` without pickle: arrays, and a header in JSON. It is found by a digest of all that the
-plan follows from; what it says of itself is checked against that.
+A file is a numpy `.npz` without pickle: arrays and a JSON header. The file name is a digest of all inputs of the plan,
+and the header is checked against the inputs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.topology import Links, Topology
 
 VERSION = 2
-"""Raise it when plans are made otherwise or are written otherwise."""
+"""Version of the planning algorithm and file format; to be raised with any change of either."""
 
 log = logging.getLogger(__name__)
 
 
 def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str | None = None) -> Plan:
-    """The plan for `key`: read from `folder`, or made and left there.
+    """Returns the plan for `key`, read from `folder`, or made and stored there.
 
-    A file that is damaged, of another version, for another key or with another digest is said in a log line and
-    replaced. A folder that cannot be written is said too.
+    A damaged file, or a file of another version, key or digest, is logged and replaced. An unwritable folder is logged
+    too.
 
     Args:
-        key: Everything that the plan follows from (both layouts' settings, topology, wire), as JSON allows.
-        digest: The plan's, where it is known. A file of an older version of this code may hold another plan.
+        key: All inputs of the plan (settings of both layouts, topology, wire), as JSON types.
+        digest: The plan's digest, if known. A file from an older version of this code may contain another plan.
 
     Raises:
-        OSError: Others would read a plan with another digest, which cannot be removed.
+        OSError: A file with another digest cannot be removed and would mislead other processes.
     """
     told = json.dumps([VERSION, key], sort_keys=True)
     path = folder / f"plan-{hashlib.sha256(told.encode()).hexdigest()[:24]}.npz"
@@ -56,7 +56,7 @@ def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str
         if digest in (None, kept.digest):
             return kept
         log.warning("%s has plan %s, these settings give %s; it is made again", path, kept.digest, digest)
-        path.unlink()  # or else others would follow it
+        path.unlink()  # otherwise other processes would use it
     plan = make()
     try:
         _write(path, told, plan)

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes over every link, the seconds that follow, those that no plan can beat, and the host's."""
+"""The cost of a plan: bytes over every link, predicted seconds, a lower bound, and host time."""
 
 from __future__ import annotations
 
@@ -15,52 +15,54 @@ from skyrl_mega.weights.plan.topology import Topology
 GB = 1e9
 
 PART_S = 2e-5
-"""Host, for each part in a first sync: finding it, and the table. Measured with benchmarks/sync_overhead.py: 18 µs."""
+"""Host seconds for each part in a first sync: locating the part, and the table. Measured with
+benchmarks/sync_overhead.py: 18 µs.
+"""
 BUCKET_S = 3e-4
-"""Host, for each bucket in every sync: 50 to 290 µs, measured with it; one host is three times as fast as another."""
+"""Host seconds for each bucket in every sync. Measured likewise: 50 to 290 µs; hosts differ by a factor of three."""
 CHECKSUM_S = 5e-5
-"""… and more for each bucket with checksums: 25 to 35 µs, measured with it."""
+"""Additional host seconds for each bucket with checksums. Measured likewise: 25 to 35 µs."""
 LAUNCH_S = 5e-5
-"""Starting one kernel of Triton's or one message of NCCL's. Assumed: both are known for 10 to 50 µs."""
+"""Seconds to launch a Triton kernel or an NCCL message. Assumed: both are known to take 10 to 50 µs."""
 COMPILE_S = 2.0
-"""Triton compiles two or three kernels where its cache lacks them: 0.7 s each, measured without a GPU."""
+"""Seconds for Triton to compile two or three kernels missing from the cache: 0.7 s each, measured without a GPU."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one execution of a plan. A first receiver hands on to each of the others itself."""
+    """Bytes of an execution of a plan. A first receiver forwards to every other receiver itself."""
 
     topology: Topology
     nic_out: Ints
-    """[NICs of all nodes] sent to other nodes."""
+    """Bytes sent to other nodes, [NICs of all nodes]."""
     nic_in: Ints
-    """[NICs of all nodes] received from other nodes."""
+    """Bytes received from other nodes, [NICs of all nodes]."""
     fabric_out: Ints
-    """[devices] handed to other devices of the node."""
+    """Bytes sent to other devices of the node, [devices]."""
     fabric_in: Ints
-    """[devices] taken from other devices of the node."""
+    """Bytes received from other devices of the node, [devices]."""
     local: Ints
-    """[devices] copied within the device."""
+    """Bytes copied within the device, [devices]."""
     rank_out: Ints
-    """[source ranks] handed out, over whatever link."""
+    """Bytes sent over any link, [source ranks]."""
     rank_in: Ints
-    """[target ranks] got, over whatever link."""
+    """Bytes received over any link, [target ranks]."""
     bound: float
-    """Seconds; see `lower_bound`."""
+    """Lower bound in seconds; see `lower_bound`."""
 
     @property
     def node_out(self) -> Ints:
-        """[nodes] sent to other nodes."""
+        """Bytes sent to other nodes, [nodes]."""
         return self.nic_out.reshape(self.topology.nodes, -1).sum(1)
 
     @property
     def node_in(self) -> Ints:
-        """[nodes] received from other nodes."""
+        """Bytes received from other nodes, [nodes]."""
         return self.nic_in.reshape(self.topology.nodes, -1).sum(1)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """By kind of link, how long its busiest one takes."""
+        """Seconds of the busiest link, by kind of link."""
         links = self.topology.links
         kinds = {
             "nic_out": (self.nic_out, links.nic_gb_s),
@@ -73,26 +75,26 @@ class Cost:
 
     @property
     def predicted(self) -> float:
-        """Seconds when all links work at once at their full speed: those of the busiest link."""
+        """Seconds of the busiest link: the time if all links work at once at full speed."""
         return max(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of one core in the busiest process of one sync, in which GPUs and links may have to wait for it."""
+    """Core seconds of the busiest process of a sync. GPUs and links may wait for this process."""
 
     first: float
-    """Every part is found, and kernels are compiled."""
+    """Seconds of a first sync, including locating every part and compiling kernels."""
     later: float
     checksums: float
-    """A later one that proves every part."""
+    """Seconds of a later sync with checksums."""
 
 
 def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
-    """What Python does in a sync on GPUs. An estimate.
+    """Estimates the Python time of a sync on GPUs.
 
     Args:
-        bucket_bytes: size of a message at most.
+        bucket_bytes: Maximum size of a message.
     """
     parts, nbytes = np.zeros((2, plan.sources + plan.targets), np.int64)
     for route, size in zip(plan.routes, plan.route_bytes.tolist(), strict=True):
@@ -106,7 +108,7 @@ def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
 
 
 def cost(plan: Plan) -> Cost:
-    """Counts a plan's bytes."""
+    """Returns the bytes moved by a plan, by link and by rank."""
     t = plan.topology
     source_device, target_device = np.array(t.sources), np.array(t.targets)
     size = plan.route_bytes
@@ -114,7 +116,7 @@ def cost(plan: Plan) -> Cost:
     first = np.array([route.receivers[0] for route in plan.routes], np.int64)
     more = np.array([len(route.receivers) - 1 for route in plan.routes], np.int64)
     rest = np.array([rank for route in plan.routes for rank in route.receivers[1:]], np.int64)
-    # Every hop is one move between two devices.
+    # Every hop moves bytes between two devices.
     start = np.concatenate([source_device[source], np.repeat(target_device[first], more)])
     end = np.concatenate([target_device[first], target_device[rest]])
     moved = np.concatenate([size, np.repeat(size, more)])
@@ -135,18 +137,18 @@ def cost(plan: Plan) -> Cost:
 
 
 def imbalance(carried: Ints) -> float:
-    """The busiest link over the mean of those links that carry anything; 1 when none does."""
+    """Returns the load of the busiest link over the mean of all links with any load; 1 if there is none."""
     used = carried[carried > 0]
     return float(used.max() / used.mean()) if len(used) else 1.0
 
 
 def lower_bound(demand: TransferClasses, topology: Topology) -> float:
-    """Seconds that no plan can beat with these links, all of them working at once.
+    """Returns a lower bound in seconds for any plan over these links, all working at once.
 
-    - A node must be sent, once, what its ranks want and none of them holds, over the NICs of those that want it; what
-      only some NICs may receive must fit through those.
-    - The same of senders: what only some NICs can send, to every node that lacks it.
-    - A device must get what it wants and does not hold, over the fabric and its NIC.
+    - A node must receive once everything wanted but not held by the node's ranks, over the wanting ranks' NICs; data
+      for only some NICs must fit through these.
+    - The same holds for senders: data on only some NICs must leave through these, to every node lacking the data.
+    - A device must receive everything wanted but not held there, over the fabric and the NIC.
     """
     links = topology.links
     weight = np.bincount(demand.kind, demand.parts.nbytes, len(demand.holders))  # exact below 2⁵³
@@ -167,14 +169,14 @@ def lower_bound(demand: TransferClasses, topology: Topology) -> float:
 
 
 def _spread(ranks: NDArray[np.bool_], place: Ints, places: int) -> NDArray[np.bool_]:
-    """[classes, places]: whether one of the class's ranks [classes, ranks] is at the place."""
+    """Returns a mask [classes, places], True if any of the class's ranks [classes, ranks] is at the place."""
     there = np.zeros((len(place), places), np.float32)
     there[np.arange(len(place)), place] = 1
     return ranks.astype(np.float32) @ there > 0
 
 
 def _narrowest(allowed: NDArray[np.bool_], weight: NDArray[np.number]) -> float:
-    """Bytes that the busiest link carries at least, when class k may only use the links `allowed[k]`."""
+    """Returns the least possible bytes on the busiest link if class k may only use the links `allowed[k]`."""
     needed = weight > 0
     if not needed.any():
         return 0.0
@@ -186,7 +188,7 @@ def _narrowest(allowed: NDArray[np.bool_], weight: NDArray[np.number]) -> float:
 
 
 def _total(place: Ints, moved: Ints, places: int) -> Ints:
-    """Bytes at each place."""
+    """Returns the sum of bytes at each place."""
     total = np.zeros(places, np.int64)
     np.add.at(total, place, moved)
     return total

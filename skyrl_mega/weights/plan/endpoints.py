@@ -1,4 +1,4 @@
-"""Both ends of a run's weight sync: what policy and engines hold, and where they sit."""
+"""Both ends of a run's weight sync: layouts and devices of policy and engines."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from skyrl_mega.weights.plan.topology import Topology
 
 @dataclass(frozen=True)
 class Engines:
-    """How the engines are cut."""
+    """The engines' parallel layout."""
 
     count: int
     tensor: int = 1
     data: int = 1
-    """Replicas of the attention within one engine; experts are dealt over all of its workers."""
+    """Attention replicas within an engine; experts are distributed over all workers of the engine."""
     expert_parallel: bool = False
 
     @property
     def workers(self) -> int:
-        """Workers of one engine."""
+        """Number of workers per engine."""
         return self.tensor * self.data
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Both ends of a sync."""
+    """The layouts and devices of both ends of a sync."""
 
     parallel: ParallelDims
     policy: Layout
     engines: Layout
-    """Workers of engine 0, of engine 1, …"""
+    """Workers of engine 0, then of engine 1, …"""
     topology: Topology
 
     def only(self, engines: Sequence[int], workers: int) -> Endpoints:
-        """With these engines alone, of `workers` workers each; they stay where they are."""
+        """Returns the endpoints with only these engines, of `workers` workers each; devices stay the same."""
         taking = [engine * workers + worker for engine in engines for worker in range(workers)]
         return replace(
             self,
@@ -54,14 +54,14 @@ class Endpoints:
 def lay_out(
     hf: Mapping[str, Any], parallel: ParallelDims, spec: Spec, engines: Engines, topology: Topology
 ) -> Endpoints:
-    """Both ends for the model whose config.json is `hf`.
+    """Returns both ends for the model with the config.json `hf`.
 
     Args:
-        spec: The policy's layer spec, which names its parameters.
-        topology: Where policy ranks and engine workers are.
+        spec: The policy's layer spec, the source of parameter names.
+        topology: Devices of policy ranks and engine workers.
 
     Raises:
-        UserError: A layout that the model cannot be cut into.
+        UserError: The model cannot be split into a layout.
     """
     arch = architecture(hf)
     policy = arch.megatron_layout(hf, parallel, spec)
@@ -72,6 +72,6 @@ def lay_out(
 
 
 def engines_of(config: Config) -> Engines:
-    """How the settings cut the engines."""
+    """Returns the engines' parallel layout in the settings."""
     rollout = config.rollout
     return Engines(rollout.engines, rollout.tensor, engine_data(rollout), expert_parallel(rollout))

@@ -1,8 +1,8 @@
-"""What a plan moves: boxes that each lie inside one piece of every rank that holds or wants them.
+"""The boxes moved by a plan, each inside a single piece of every rank holding or wanting the box.
 
-`cut` lays the boxes of two layouts over each other, tensor by tensor, and keeps the cells of the grid that they make.
-Thousands of tensors are cut alike (an expert's, layer after layer), so the geometry is worked out once for each way of
-cutting and the rest is arrays.
+`cut` overlays the boxes of two layouts, tensor by tensor, and keeps the cells of the resulting grid. Thousands of
+tensors are cut alike (an expert's, layer after layer), so the geometry is computed once for each pattern and the rest
+is array arithmetic.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from skyrl_mega.parallel.box import Box, Layout, Shard
 
 Ints = NDArray[np.int64]
 Bits = NDArray[np.uint64]
-"""Sets of shards, one a row, 64 to a word."""
+"""Sets of shards: a set per row, 64 shards per word."""
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 SLAB_ROWS = 128
-"""A large box is cut at multiples of this where it can be: blocks of a quantised tensor stay whole."""
+"""Large boxes are cut at multiples of this many rows if possible, to keep blocks of a quantised tensor whole."""
 
 
 class Place(NamedTuple):
-    """Where a part lies in a local parameter; `offset` is as in `Piece`, and the part fills the last dimensions."""
+    """A part's position in a local parameter. `offset` is as in `Piece`; the part fills the last dimensions."""
 
     param: str
     offset: tuple[int, ...]
@@ -38,33 +38,33 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferTable:
-    """A table of boxes, in the order that all processes share: by tensor, then by place in it."""
+    """A table of boxes, in an order shared by all processes: by tensor, then by position."""
 
     tensors: dict[str, tuple[int, ...]]
-    """Global shapes by name; `tensor` counts these."""
+    """Global shapes by name; `tensor` contains indices into this dict."""
     tensor: Ints
-    """[parts]."""
+    """Tensor index of each part, [parts]."""
     start: Ints
-    """[parts, axes]; 0 where a tensor has fewer axes."""
+    """Start of each part, [parts, axes]; 0 for axes beyond the tensor's."""
     shape: Ints
-    """[parts, axes]; 1 where a tensor has fewer axes."""
+    """Shape of each part, [parts, axes]; 1 for axes beyond the tensor's."""
     nbytes: Ints
-    """[parts], on the wire."""
+    """Bytes of each part on the wire, [parts]."""
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     def name(self, part: int) -> str:
-        """The tensor that a part is of. Slow in a loop: take `list(parts.tensors)` there."""
+        """Returns the tensor name of a part. Slow in a loop; use `list(parts.tensors)` there."""
         return list(self.tensors)[self.tensor[part]]
 
     def box(self, part: int) -> Box:
-        """One part as a box of its tensor."""
+        """Returns a part as a box of the global tensor."""
         axes = len(self.tensors[self.name(part)])
         return Box(tuple(self.start[part, :axes].tolist()), tuple(self.shape[part, :axes].tolist()))
 
     def boxes(self, wanted: Ints) -> list[tuple[str, Box]]:
-        """Tensor and box of each of the parts `wanted`."""
+        """Returns tensor name and box of each part in `wanted`."""
         names, shapes = list(self.tensors), list(self.tensors.values())
         found = []
         rows = (self.tensor[wanted].tolist(), self.start[wanted].tolist(), self.shape[wanted].tolist())
@@ -74,12 +74,13 @@ class TransferTable:
         return found
 
     def locate(self, shard: Shard, wanted: Ints) -> list[list[Place]]:
-        """Where each of the parts `wanted` lies in a shard: every piece that contains it, in the shard's order.
+        """Returns the places of each part in `wanted` within a shard: every piece containing the part, in shard order.
 
-        One call for all that a process needs is far cheaper than one for each route: each call tabulates the shard.
+        Each call tabulates the shard, so a single call for all parts of a process is far cheaper than a call per
+        route.
 
         Raises:
-            ValueError: the shard lacks one of them; it names the tensor.
+            ValueError: The shard lacks a part; names the tensor.
         """
         axes = self.start.shape[1]
         rows = _rows(shard, {name: i for i, name in enumerate(self.tensors)}, axes)
@@ -109,28 +110,28 @@ class TransferTable:
 
 @dataclass(frozen=True)
 class TransferClasses:
-    """Parts by who could send and who wants them: all parts of one class agree in both."""
+    """Parts grouped by possible senders and by receivers: all parts of a class agree in both."""
 
     parts: TransferTable
     kind: Ints
-    """[parts]: the class."""
+    """Class of each part, [parts]."""
     holders: NDArray[np.bool_]
-    """[classes, source ranks]."""
+    """True if a source rank holds the class, [classes, source ranks]."""
     takers: NDArray[np.bool_]
-    """[classes, target ranks]."""
+    """True if a target rank wants the class, [classes, target ranks]."""
 
 
 def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int) -> TransferClasses:
-    """The parts of everything that the target wants, each at most `slab_bytes` (one row at least).
+    """Returns the parts of everything the target wants, each of at most `slab_bytes` (at least one row).
 
     Args:
-        source: what is held.
-        target: what is wanted; `itemsize` has one entry per tensor of it, in order.
-        itemsize: bytes of one element on the wire.
-        slab_bytes: size of one part at most.
+        source: Layout of the holders.
+        target: Layout of the receivers.
+        itemsize: Bytes of an element on the wire, for each tensor of `target` in order.
+        slab_bytes: Maximum size of a part.
 
     Raises:
-        ValueError: the source lacks a box, or the layouts disagree about a shape; it names the tensor.
+        ValueError: The source lacks a box, or the layouts disagree about a shape; names the tensor.
     """
     shapes = list(target.tensors.values())
     axes = max((len(shape) for shape in shapes), default=0)
@@ -176,7 +177,7 @@ def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int
 
 
 def unique_rows(rows: NDArray[Scalar]) -> tuple[NDArray[Scalar], Ints]:
-    """The distinct rows in lexicographic order, and for every row which one it is."""
+    """Returns the distinct rows in lexicographic order, and the index of every row in the result."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     new = np.ones(len(rows), bool)
@@ -188,14 +189,14 @@ def unique_rows(rows: NDArray[Scalar]) -> tuple[NDArray[Scalar], Ints]:
 
 @dataclass(frozen=True)
 class _Side:
-    """The distinct boxes of one layout, sorted by tensor, and which of its distinct shards have each."""
+    """The distinct boxes of a layout, sorted by tensor, and the distinct shards holding each box."""
 
     boxes: Ints
-    """[boxes, start then shape]."""
+    """Start and shape of each box, [boxes, start then shape]."""
     first: Ints
-    """[tensors + 1]: a tensor's boxes begin here."""
+    """Index of each tensor's first box, [tensors + 1]."""
     bits: Bits
-    """[boxes, words]."""
+    """Shards holding each box, [boxes, words]."""
 
     @classmethod
     def of(cls, layout: Layout, index: dict[str, int], axes: int) -> _Side:
@@ -210,7 +211,7 @@ class _Side:
 
 
 def _rows(shard: Shard, index: dict[str, int], axes: int) -> Ints:
-    """A shard's pieces as rows (tensor, start, shape), in its order; -1 for a tensor that nobody asks about."""
+    """Returns a shard's pieces as rows (tensor, start, shape), in shard order; tensor is -1 for unknown names."""
     zeros, ones = (0,) * axes, (1,) * axes
     numbers = (
         chain((index.get(p.tensor, -1),), p.box.start, zeros[len(p.box.start) :], p.box.shape, ones[len(p.box.start) :])
@@ -220,11 +221,11 @@ def _rows(shard: Shard, index: dict[str, int], axes: int) -> Ints:
 
 
 def _cells(held: Ints, wanted: Ints, axes: int, room: int) -> tuple[Ints, Ints, NDArray[np.bool_], NDArray[np.bool_]]:
-    """The grid that all edges of two lists of boxes make, without the cells that nobody wants.
+    """Returns the wanted cells of the grid formed by all edges of two lists of boxes.
 
     Returns:
-        Start and shape [cells, axes], and which boxes contain each cell [cells, held], [cells, wanted]. A cell of more
-        than `room` elements is cut into slabs.
+        Start and shape [cells, axes], and masks of the boxes containing each cell [cells, held], [cells, wanted]. A
+        cell of more than `room` elements is cut into slabs.
     """
     low = np.concatenate([held, wanted])[:, :axes]
     high = low + np.concatenate([held, wanted])[:, axes:]
@@ -238,7 +239,7 @@ def _cells(held: Ints, wanted: Ints, axes: int, room: int) -> tuple[Ints, Ints, 
 
 
 def _slabs(start: Ints, stop: Ints, room: int) -> list[tuple[Ints, Ints]]:
-    """A box cut along its first real axis into slabs of at most `room` elements, one row at least."""
+    """Cuts a box along the first axis longer than 1 into slabs of at most `room` elements (at least one row)."""
     shape = stop - start
     if prod(shape.tolist()) <= room:
         return [(start, stop)]
@@ -254,13 +255,13 @@ def _slabs(start: Ints, stop: Ints, room: int) -> list[tuple[Ints, Ints]]:
 
 
 def _inside(start: Ints, stop: Ints, boxes: Ints, axes: int) -> NDArray[np.bool_]:
-    """[cells, boxes]: whether the cell lies in the box."""
+    """Returns a mask [cells, boxes], True if the cell lies in the box."""
     low, high = boxes[:, :axes], boxes[:, :axes] + boxes[:, axes:]
     return np.all((start[:, None] >= low) & (stop[:, None] <= high), axis=2)
 
 
 def _united(side: _Side, tensors: Ints, inside: NDArray[np.bool_]) -> Bits:
-    """[tensors, cells, words]: the shards that have each cell, over all boxes that contain it."""
+    """Returns the shards holding each cell [tensors, cells, words], united over all boxes containing the cell."""
     bits = [
         np.bitwise_or.reduce(side.bits[side.first[tensors][:, None] + np.flatnonzero(cell)], axis=1) for cell in inside
     ]
@@ -268,13 +269,13 @@ def _united(side: _Side, tensors: Ints, inside: NDArray[np.bool_]) -> Bits:
 
 
 def _ranks(bits: Bits, layout: Layout) -> NDArray[np.bool_]:
-    """[sets, ranks]: whether a rank's shard is in the set."""
+    """Returns a mask [sets, ranks], True if the rank's shard is in the set."""
     which = np.array(layout.distinct[1])
     return (bits[:, which // 64] >> (which % 64).astype(np.uint64) & np.uint64(1)).astype(bool)
 
 
 def _refuse(target: Layout, tensor: int, boxes: Ints, inside: NDArray[np.bool_], wanted: _Side) -> None:
-    """Names a box that the source does not cover, and who wants it."""
+    """Raises ValueError for a box not covered by the source; names the box and a wanting target rank."""
     which = int(np.argmax(inside))
     name, axes = list(target.tensors)[tensor], len(list(target.tensors.values())[tensor])
     half = boxes.shape[1] // 2

@@ -1,12 +1,12 @@
-"""The transfer plan: which box of which tensor goes from which rank to which ranks. Pure, and it needs no process.
+"""The transfer plan: the boxes of every tensor to move, from rank to rank. Pure; needs no process.
 
-`plan(source, target)` serves the weight sync (through `sync_plan`, its only caller for a run) and the export at the end
-of a run (`hf_checkpoint.load.save`, from policy ranks to the ranks that write files). It does not serve loading, where
-each rank reads the boxes of its own shard from the files, nor checkpoints and `skyrl_mega.export`, which read and write
-boxes of files: those share boxes and layouts with it, not the plan.
+`plan(source, target)` serves the weight sync (through `sync_plan`, the only caller in a run) and the export at the end
+of a run (`hf_checkpoint.load.save`, from policy ranks to the ranks writing files). Loading does not use the plan: each
+rank reads the boxes of its own shard from the files. Checkpoints and `skyrl_mega.export` read and write boxes of files
+and share only boxes and layouts with this module.
 
-It knows where ranks are (`topology`), what is moved (`intersect`), and who moves it (`assign`); `cost` reads bytes and
-seconds off it.
+`topology` places the ranks, `intersect` determines the parts, `assign` chooses senders and receivers; `cost` derives
+bytes and seconds.
 """
 
 from __future__ import annotations
@@ -26,41 +26,44 @@ from skyrl_mega.weights.plan.intersect import Ints, TransferClasses, TransferTab
 from skyrl_mega.weights.plan.topology import Topology
 
 SLAB_BYTES = 32 << 20
-"""A part is at most this large (one row at least), so that it can be dealt out and fits a bucket."""
+"""Maximum bytes of a part (at least one row), small enough to be distributed and to fit into a bucket."""
 SLABS_PER_RANK = 64
-"""… and at most this share of a rank's mean: parts are whole, so they bound how evenly links are loaded."""
+"""Minimum number of maximum-size parts in a rank's mean load. Parts are indivisible, so the size limits how evenly
+links are loaded.
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All transfers between two layouts, in one order that every rank shares."""
+    """All transfers between two layouts, in an order shared by every rank."""
 
     demand: TransferClasses
-    """What is moved, who holds it and who wants it."""
+    """Parts to move, holders and receivers."""
     routes: tuple[Route, ...]
-    """Who brings what to whom, sorted by source and receivers."""
+    """Senders and receivers of all parts, sorted by source and receivers."""
     topology: Topology
-    """Where the ranks sit."""
+    """Devices of the ranks."""
 
     @property
     def parts(self) -> TransferTable:
-        """What is moved."""
+        """Parts to move."""
         return self.demand.parts
 
     @property
     def sources(self) -> int:
-        """Ranks of the source layout."""
+        """Number of ranks in the source layout."""
         return len(self.topology.sources)
 
     @property
     def targets(self) -> int:
-        """Ranks of the target layout."""
+        """Number of ranks in the target layout."""
         return len(self.topology.targets)
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of all that is moved: tensors, parts, routes and devices. Plans of the same
-        digest move the same bytes between the same ranks."""
+        """Sixteen hexadecimal digits of tensors, parts, routes and devices. Plans of the same digest move the same
+        bytes between the same ranks.
+        """
         parts, t = self.parts, self.topology
         tensors = [[name, list(shape)] for name, shape in parts.tensors.items()]
         ends = [[route.source, list(route.receivers)] for route in self.routes]
@@ -72,20 +75,20 @@ class Plan:
 
     @cached_property
     def route_bytes(self) -> Ints:
-        """Bytes of each route's parts [routes]."""
+        """Bytes of each route's parts, [routes]."""
         return np.array([self.parts.nbytes[route.parts].sum() for route in self.routes], np.int64)
 
     def from_source(self, rank: int) -> list[Route]:
-        """The routes that source rank `rank` sends."""
+        """Returns the routes sent by source rank `rank`."""
         return [route for route in self.routes if route.source == rank]
 
     def to_target(self, rank: int) -> list[Route]:
-        """The routes that bring something to target rank `rank`, first or handed on."""
+        """Returns the routes delivering to target rank `rank`, directly or forwarded."""
         return [route for route in self.routes if rank in route.receivers]
 
     @cached_property
     def bytes_out(self) -> list[int]:
-        """Bytes that each source rank hands to first receivers, those on its own device too."""
+        """Bytes sent by each source rank to first receivers, including receivers on the same device."""
         total = [0] * self.sources
         for route, size in zip(self.routes, self.route_bytes.tolist(), strict=True):
             total[route.source] += size
@@ -93,7 +96,7 @@ class Plan:
 
     @cached_property
     def bytes_in(self) -> list[int]:
-        """Bytes that each target rank gets, over whatever link: what it stores, once."""
+        """Bytes received by each target rank over any link; each stored byte arrives once."""
         total = [0] * self.targets
         for route, size in zip(self.routes, self.route_bytes.tolist(), strict=True):
             for rank in route.receivers:
@@ -104,17 +107,17 @@ class Plan:
 def plan(
     source: Layout, target: Layout, topology: Topology | None = None, itemsize: int | Callable[[str], int] = 2
 ) -> Plan:
-    """Every element of every target piece once, each from one source rank that holds it.
+    """Plans the delivery of every element of every target piece, once, from a source rank holding the element.
 
     Args:
-        source: what is held.
-        target: what is wanted.
-        topology: where the ranks sit; None puts each on a device of its own, all in one node.
-        itemsize: bytes of one element on the wire, of all tensors or by name.
+        source: Layout of the holders.
+        target: Layout of the receivers.
+        topology: Devices of the ranks; None puts each rank on a separate device, all in one node.
+        itemsize: Bytes of an element on the wire, for all tensors or by name.
 
     Raises:
-        ValueError: a target box is not covered by the source, the layouts disagree about a shape (it names the
-        tensor), or the topology has another number of ranks.
+        ValueError: The source does not cover a target box, the layouts disagree about a shape (names the tensor), or
+            the topology is for another number of ranks.
     """
     topology = topology or Topology.one_node(len(source.shards), len(target.shards))
     if (len(topology.sources), len(topology.targets)) != (len(source.shards), len(target.shards)):

@@ -1,4 +1,4 @@
-"""A transfer plan and its cost as a table that a person can read, and as plain values."""
+"""A transfer plan and the cost as a readable table and as plain values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from skyrl_mega.weights.plan.intersect import Ints
 from skyrl_mega.weights.plan.plan import Plan
 
 SHOWN = 40
-"""Nodes in the table for people."""
+"""Maximum number of nodes in the table."""
 
 
 def identity(plan: Plan, wire: str) -> dict[str, Any]:
-    """What a run's plan is compared by."""
+    """Returns the values for comparing a run's plan."""
     return {
         "digest": plan.digest,
         "wire": wire,
@@ -27,11 +27,11 @@ def identity(plan: Plan, wire: str) -> dict[str, Any]:
 
 
 def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -> dict[str, Any]:
-    """Everything that the table is made from; bytes and seconds, lists by rank, NIC, device and node.
+    """Returns all values of the table: bytes and seconds, with lists by rank, NIC, device and node.
 
     Args:
-        seconds: What planning took.
-        wire: The types on it, for people.
+        seconds: Planning time.
+        wire: User-facing description of the wire's types.
     """
     links = count.predicted
     return {
@@ -43,7 +43,7 @@ def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -
         "planning_seconds": seconds,
         "predicted_seconds": links,
         "host_seconds": asdict(host),
-        # One after the other: a guest and its host do not overlap them.
+        # Added up: a device owner and its peers do not overlap links and host.
         "sync_seconds": {"first": links + host.first, "later": links + host.later, "checksums": links + host.checksums},
         "bound_seconds": count.bound,
         "seconds": count.seconds,
@@ -66,7 +66,7 @@ def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -
 
 
 def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
-    """What a person wants to see: every node, the ranks in sum, the totals and the time."""
+    """Returns a readable table: every node, the ranks in sum, totals and times."""
     t, links = plan.topology, plan.topology.links
     policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))
     rows: list[Sequence[str]] = [
@@ -102,7 +102,7 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest cell, the first one to the left."""
+    """Pads columns to the longest cell, with the first column left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
@@ -111,7 +111,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ranks(ranks: Ints) -> str:
-    """Ranks that follow each other as `0-7`."""
+    """Formats ascending ranks, with consecutive ranks as `0-7`."""
     runs = np.split(ranks, np.flatnonzero(np.diff(ranks) > 1) + 1) if len(ranks) else []
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "·"
 

@@ -1,4 +1,4 @@
-"""The one function that makes a sync's plan: the dry run, `weights plan` and the run call it, wire included."""
+"""The plan of a weight sync, wire types included: used by the dry run, `weights plan` and the run."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from skyrl_mega.weights.plan.topology import Links, Topology
 
 @dataclass(frozen=True)
 class SyncInputs:
-    """All that a sync's plan follows from. Plain values only: it travels as JSON would."""
+    """Everything a sync's plan depends on. Plain values only, as in JSON."""
 
     hf: dict[str, Any]
-    """config.json."""
+    """The model's config.json."""
     parallel: dict[str, Any]
     """Fields of the policy's `ParallelDims`."""
     spec: Spec
-    """Layer spec of the policy, which names its parameters."""
+    """The policy's layer spec, the source of parameter names."""
     engines: dict[str, Any]
-    """Fields of `Engines`: all of the run's."""
+    """Fields of `Engines`, for all engines of the run."""
     members: tuple[int, ...]
-    """The engines that take part, by their numbers in the run."""
+    """Numbers of the participating engines in the run."""
     sources: tuple[int, ...]
-    """The device of each policy rank."""
+    """Device of each policy rank."""
     targets: tuple[int, ...]
-    """The device of each worker of all engines."""
+    """Device of each worker of all engines."""
     links: dict[str, Any]
     """Fields of `Links`."""
     dtype: str
-    """Type on the wire of what is not quantised."""
+    """Wire type of all tensors not quantised."""
     fp8: bool
-    """Linear weights travel as block-scaled FP8."""
+    """True if linear weights are sent as block-scaled FP8."""
 
     @classmethod
     def of(cls, config: Config, hf: Mapping[str, Any], placement: RunPlacement) -> SyncInputs:
-        """What the settings ask for, on these devices. A device that is not decided yet counts as CUDA."""
+        """Returns the inputs for these settings and devices. An undecided device counts as CUDA."""
         topology = Topology.from_placement(placement, Links.from_config(config.cluster))
         return cls(
             hf=dict(hf),
@@ -64,14 +64,14 @@ class SyncInputs:
 
     @property
     def workers(self) -> int:
-        """Workers of one engine."""
+        """Number of workers per engine."""
         return Engines(**self.engines).workers
 
     def endpoints(self) -> tuple[Endpoints, Wire]:
-        """What both ends hold, scales included, and the types on the wire.
+        """Returns both ends of the sync, scales included, and the types on the wire.
 
         Raises:
-            UserError: A layout that the model cannot be cut into.
+            UserError: The model cannot be split into a layout.
         """
         topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links))
         ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, Engines(**self.engines), topology)
@@ -83,38 +83,38 @@ class SyncInputs:
         return Endpoints(ends.parallel, policy, engines, ends.topology), wire
 
     def plan(self) -> Plan:
-        """From one end to the other."""
+        """Returns the transfer plan from policy to engines."""
         ends, wire = self.endpoints()
         return plan(ends.policy, ends.engines, ends.topology, itemsize=wire.itemsize)
 
 
 def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | None = None) -> Plan:
-    """The plan of a sync with all engines.
+    """Returns the plan of a sync with all engines.
 
     Args:
-        hf: config.json.
-        placement: Where processes are; None takes `place(config)`.
+        hf: The model's config.json.
+        placement: Devices of all processes; None means `place(config)`.
 
     Raises:
-        UserError: A layout that the model cannot be cut into.
+        UserError: The model cannot be split into a layout.
     """
     return SyncInputs.of(config, hf, placement or place(config)).plan()
 
 
 def wire_of(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> Wire:
-    """The types of these tensors on the wire."""
+    """Returns the types of these tensors on the wire."""
     return Wire(getattr(torch, dtype), quantised(tensors) if fp8 else frozenset())
 
 
 def copy_bytes(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes of one copy of the model on the wire, scales included."""
+    """Returns the bytes of a copy of the model on the wire, scales included."""
     wire = wire_of(dtype, fp8, tensors)
     every = {**scale_shapes(tensors, wire.quantised), **tensors}
     return sum(prod(shape) * wire.itemsize(name) for name, shape in every.items())
 
 
 def wire_text(config: Config) -> str:
-    """For people: the wire's types."""
+    """Returns a user-facing description of the wire's types."""
     if config.weights.wire != "fp8":
         return config.model.dtype
     return f"FP8 linear weights with float32 scales, the others {config.model.dtype}"

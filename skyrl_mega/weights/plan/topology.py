@@ -1,7 +1,7 @@
-"""Where the ranks of two layouts sit: devices, nodes and NICs, and how fast the links between them are.
+"""Devices, nodes and NICs of the ranks of two layouts, and link speeds.
 
-A device is one integer, node · gpus_per_node + GPU. A node's GPUs are dealt to its NICs in contiguous runs; with as
-many NICs as GPUs, each GPU has its own.
+A device is an integer, node · gpus_per_node + GPU. A node's GPUs are assigned to the NICs in contiguous runs; with as
+many NICs as GPUs, NICs are not shared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Links:
-    """A node's inside: how many GPUs and NICs it has (at most as many), and speeds in GB/s (10⁹ bytes) each way."""
+    """A node's hardware: numbers of GPUs and NICs (at most as many NICs), and speeds in GB/s (10⁹ bytes) each way."""
 
     gpus_per_node: int = 8
     nics_per_node: int = 8
     nic_gb_s: float = 50.0
-    """One NIC."""
+    """Speed of a NIC."""
     fabric_gb_s: float = 450.0
-    """One GPU to the others of its node (NVLink)."""
+    """Speed between a GPU and the rest of the node (NVLink)."""
     device_gb_s: float = 1500.0
-    """A copy within one device's memory."""
+    """Speed of a copy within a device's memory."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nics_per_node <= self.gpus_per_node:
@@ -37,7 +37,7 @@ class Links:
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Links:
-        """What `cluster` says of its nodes."""
+        """Returns the nodes' hardware in the `cluster` settings."""
         given = cluster.topology
         return cls(
             gpus_per_node=cluster.gpus_per_node,
@@ -50,7 +50,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Topology:
-    """On which device each source rank and each target rank sits."""
+    """The devices of all source ranks and target ranks."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -58,54 +58,54 @@ class Topology:
 
     @classmethod
     def from_placement(cls, placement: RunPlacement, links: Links) -> Topology:
-        """The devices of a run's policy ranks and engine workers."""
+        """Returns the devices of a run's policy ranks and engine workers."""
         return cls(placement.policy, placement.engines, replace(links, gpus_per_node=placement.per_node))
 
     @classmethod
     def apart(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
-        """Devices of their own: source ranks first, target ranks after them, for layouts that no run's settings gave.
+        """Returns a device per rank, source ranks first, for layouts without a run's settings.
 
-        Target ranks come in engines of `engine` ranks, and one that fits into a node never straddles two.
+        Target ranks form engines of `engine` ranks; an engine small enough for a node never straddles two.
         """
         return cls(tuple(range(sources)), tuple(_packed(sources, targets, engine, links.gpus_per_node)), links)
 
     @classmethod
     def shared(cls, sources: int, targets: int, links: Links = Links()) -> Topology:
-        """The same devices: source rank r and target rank r sit on device r."""
+        """Returns shared devices: source rank r and target rank r are on device r."""
         return cls(tuple(range(sources)), tuple(range(targets)), links)
 
     @classmethod
     def one_node(cls, sources: int, targets: int) -> Topology:
-        """Every rank has a device of its own, all in one node: source ranks first."""
+        """Returns a device per rank, all in one node, source ranks first."""
         return cls.apart(sources, targets, Links(gpus_per_node=sources + targets, nics_per_node=1))
 
     @property
     def nodes(self) -> int:
-        """Nodes up to the last device that is used."""
+        """Number of nodes up to the last device used."""
         return max((*self.sources, *self.targets)) // self.links.gpus_per_node + 1
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.links.gpus_per_node
 
     @property
     def nics(self) -> int:
-        """NICs of all nodes."""
+        """Number of NICs of all nodes."""
         return self.nodes * self.links.nics_per_node
 
     def node(self, devices: Ints) -> Ints:
-        """The node of each device."""
+        """Returns the node of each device."""
         return devices // self.links.gpus_per_node
 
     def nic(self, devices: Ints) -> Ints:
-        """The NIC of each device, counted over all nodes."""
+        """Returns the NIC of each device, counted over all nodes."""
         node, gpu = np.divmod(devices, self.links.gpus_per_node)
         return node * self.links.nics_per_node + gpu * self.links.nics_per_node // self.links.gpus_per_node
 
 
 def _packed(first: int, count: int, engine: int, node: int) -> Iterator[int]:
-    """Devices for `count` ranks from device `first` on, engine by engine."""
+    """Yields devices for `count` ranks from device `first` on, engine by engine."""
     at = first
     for rank in range(count):
         if rank % engine == 0 and engine <= node < at % node + engine:

@@ -1,8 +1,8 @@
-"""Point-to-point messages between processes, over gloo or NCCL, in a group of their own.
+"""Point-to-point messages between processes, over gloo or NCCL, in a dedicated process group.
 
-The group is built directly on a store and is not torch's default one, so policy ranks (whose default group is
-Megatron's) and engine workers (whose default group is vLLM's) can be in it together. NCCL has one process of a device
-at most; another one there is a *guest*: it has a name and the store, but no place in the group
+The group is built directly on a store and is not torch's default group, so policy ranks (default group: Megatron's)
+and engine workers (default group: vLLM's) can join together. NCCL allows a single process per device; any other
+process of the device is a *device peer*, with a name and the store, but without a rank in the group
 (`transports.ipc`).
 """
 
@@ -24,23 +24,26 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 GRACE_S = 1.0
-"""Kept of a timeout, a tenth of it at most, to find out whom those that were waited for had waited for themselves.
+"""Seconds reserved at the end of a timeout (at most a tenth of it) to learn which process the peer itself has lost.
 
-Nor is anybody said to have gone away before so long was left to him to tell of another."""
+After a connection closes, the peer gets the same time to report another lost process before being blamed.
+"""
 
 
 TOLERANCE_S = 0.05
-"""A wait that ends so little before its time has timed out: backends count in milliseconds, rounded down."""
+"""Tolerance in seconds for a wait ending early but still counted as timed out: backends use milliseconds, rounded
+down.
+"""
 
 
 CALLED_OFF = "called off"
-"""Key at the store under which somebody says why a group will not be whole."""
+"""Store key of the reason why a group will stay incomplete."""
 
 
 class TransportError(RuntimeError):
-    """A process did not answer in time or went away; the message names it.
+    """A peer did not answer in time or left; the message names the process.
 
-    `peer` is its name, `what` the tensors that were under way.
+    `peer` is the process's name, `what` the tensors under way.
     """
 
     def __init__(self, message: str, peer: str = "", what: str = "") -> None:
@@ -49,7 +52,7 @@ class TransportError(RuntimeError):
 
 
 class Deadline:
-    """A moment by which a whole run is over."""
+    """The end of a whole run's allowed time."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -57,58 +60,59 @@ class Deadline:
         self._waits_end = self.end - min(GRACE_S, timeout_s / 10)
 
     def left(self) -> float:
-        """Seconds that a wait may still take; at least a moment."""
+        """Returns the seconds left for a wait, at least 0.01."""
         return max(0.01, self._waits_end - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        """Whether waiting is over."""
+        """True if no time is left for a wait."""
         return time.monotonic() >= self._waits_end - TOLERANCE_S
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message between this process and a peer."""
+    """A message between this process and a peer."""
 
     tensor: Tensor
-    """Contiguous; not touched before `wait`."""
+    """Contiguous; must not be touched before `wait`."""
     peer: int
     what: str
-    """What errors call it."""
+    """Description for errors."""
 
 
 @dataclass
 class Transport:
-    """A joined group. `rank` counts processes, guests too; `names[rank]` is what people call one."""
+    """A joined group. `rank` counts all processes, device peers included; `names[rank]` is a user-facing name."""
 
     group: Any
-    """The process group; None for a guest, and once it is closed."""
+    """The process group; None for a device peer, and after closing."""
     rank: int
     size: int
     names: tuple[str, ...]
     device: torch.device
-    """Where message buffers must lie."""
+    """Device of the message buffers."""
     timeout_s: float
-    """Seconds that one run of an exchange may take."""
+    """Seconds allowed for a run of an exchange."""
     store: Store | None = None
-    """Where all have met."""
+    """Store of the group."""
     place: dict[int, int] = field(default_factory=dict)
-    """Process → rank in `group`."""
+    """Rank in `group` of each process."""
     _works: dict[int, tuple[Any, Message]] = field(default_factory=dict, repr=False)
     _tickets: int = 0
 
     @property
     def on_streams(self) -> bool:
-        """Whether messages and waits are put on CUDA streams in order, and the host waits for none."""
+        """True if messages and waits are queued on CUDA streams without blocking the host."""
         return self.device.type == "cuda"
 
     def exchange(
         self, receive: Message | None, send: Message | None, tag: int, prepare: Callable[[], None] = lambda: None
     ) -> tuple[int | None, int | None]:
-        """Starts at most one message in each direction; returns a ticket of each, to `wait` for.
+        """Starts at most one message in each direction; returns a ticket of each for `wait`.
 
-        `prepare` is called before the send starts and fills its tensor; it may wait for earlier messages. Where waiting
-        blocks the host, the receive is under way meanwhile; on CUDA streams both messages start as one NCCL group.
+        `prepare` is called before the send starts and fills the send tensor; waiting for earlier messages is allowed.
+        If waiting blocks the host, the receive is already under way; on CUDA streams both messages start as an NCCL
+        group.
         """
         if not self.on_streams:
             incoming = self._start("recv", receive, tag)
@@ -138,10 +142,10 @@ class Transport:
         return self._tickets
 
     def wait(self, ticket: int, deadline: Deadline) -> None:
-        """Waits until a message is through; on CUDA the current stream does, and the host goes on.
+        """Waits until a message is complete. On CUDA only the current stream waits, not the host.
 
         Raises:
-            TransportError: naming the peer and what was in the message.
+            TransportError: The message failed; names the peer and the tensors.
         """
         failure = None
         try:
@@ -149,24 +153,24 @@ class Transport:
             self._works[ticket][0].wait(*(() if self.on_streams else (timedelta(seconds=deadline.left()),)))
         except RuntimeError as error:
             failure = str(error)
-        message = self._works.pop(ticket)[1]  # the message alone: see `close`
+        message = self._works.pop(ticket)[1]  # without the work: see `close`
         if failure is not None:
             raise self.failed(message.peer, message.what, failure, timed_out=deadline.passed, deadline=deadline)
 
     def failed(
         self, peer: int, what: str, reason: str, *, timed_out: bool, deadline: Deadline | None = None
     ) -> TransportError:
-        """Leaves the group at once, so that nobody waits for this process, and says who was lost.
+        """Leaves the group at once, so peers stop waiting, and returns an error naming the lost process.
 
-        That is the peer, unless it told at the store before it left, or tells in the time that is left, that it had
-        lost another.
+        The lost process is the peer, unless the peer reports at the store, before leaving or in the remaining time,
+        the loss of another process.
         """
         self._tell(peer, what, timed_out)
         self.close()
         lost, what, timed_out = self._culprit(peer, what, timed_out, deadline)
         seen = "" if lost == peer else f" (noticed by {self.names[peer]})"
         verdict = f"did not answer within {self.timeout_s:g} s" if timed_out else "went away"
-        # Gloo's own words begin with its source file and end with advice.
+        # Gloo's message begins with its source file and ends with advice.
         words = reason.splitlines()[0].split("] ", 1)[-1].split(". ")[0] if reason else ""
         cause = "" if timed_out or not words else f": {words}"
         return TransportError(
@@ -176,21 +180,21 @@ class Transport:
         )
 
     def give_up(self, what: str) -> None:
-        """Leaves the group because of something that is wrong here; peers name this process and `what`."""
+        """Leaves the group because of a local error; the errors of peers name this process and `what`."""
         self._tell(self.rank, what, False)
         self.close()
 
     def close(self) -> None:
-        """Leaves the group; whoever waits for this process learns it at once."""
+        """Leaves the group; waiting peers notice at once."""
         if self.group is not None and self.on_streams:
             self.group.abort()
-        # Gloo's sockets close when nothing refers to the group any more, unfinished messages included.
+        # Gloo's sockets, with unfinished messages, close when nothing refers to the group any more.
         self._works.clear()
         self.group = None
 
     @property
     def broken(self) -> bool:
-        """Whether somebody has left the group; on CUDA streams a message to him just never ends."""
+        """True if a process left the group; on CUDA streams a message to such a process never ends."""
         return self.store is not None and bool(self.store.check(["lost/any"]))
 
     def _tell(self, peer: int, what: str, timed_out: bool) -> None:
@@ -198,23 +202,24 @@ class Transport:
             try:
                 self.store.set(f"lost/{self.rank}", json.dumps([peer, what, timed_out]))
                 self.store.set("lost/any", "")
-                # A set returns before the store has it: an answer from the store means that peers find it there.
+                # A set returns before the store has the value; an answer from the store means that peers can read it.
                 self.store.check(["lost/any"])
-            except RuntimeError:  # the store's host is gone too; the error that is raised says enough
+            except RuntimeError:  # the store's host is gone too; the raised error is enough
                 self.store = None
 
     def _culprit(self, peer: int, what: str, timed_out: bool, deadline: Deadline | None) -> tuple[int, str, bool]:
-        """Follows who lost whom from `peer` on; the last one has told of nobody.
+        """Follows the reports of lost processes from `peer` on, to a process without a report.
 
-        After a timeout others are about to tell too: they are waited for until the deadline. And a connection that
-        closed may be that of somebody whose own wait has just timed out: gloo closes it before he can tell.
+        After a timeout, reports of other processes are due soon and are awaited until the deadline. A closed
+        connection may belong to a process whose own wait has just timed out: gloo closes it before the process can
+        report.
         """
         lost, found, seen = peer, (what, timed_out), {self.rank}
         until = deadline.end - 0.05 if timed_out and deadline else time.monotonic() + min(GRACE_S, self.timeout_s / 10)
         while self.store is not None and lost not in seen:
             try:
                 told = self.store.check([f"lost/{lost}"]) and json.loads(self.store.get(f"lost/{lost}"))
-            except RuntimeError:  # as above
+            except RuntimeError:  # the store's host is gone, as above
                 break
             if told:
                 seen.add(lost)
@@ -223,18 +228,17 @@ class Transport:
                 time.sleep(0.02)
             else:
                 break
-        # Who lost each other in a circle: nobody knows better than this process, but for who left because he had waited
-        # too long.
+        # Processes that lost each other in a circle know no more than this process, except about a timeout.
         return (peer, what, timed_out or found[1]) if lost == self.rank else (lost, *found)
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
-    """Tells all who are still waiting for others to join `group` that it comes to nothing."""
+    """Cancels `group`: every process still waiting in `join` fails with `cause`."""
     PrefixStore(group, store).set(CALLED_OFF, cause)
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """Opens the store that the processes meet at, on a free port of the local address `host`; read it from `.port`."""
+    """Opens the store where processes meet, on a free port of the local address `host`; `.port` tells the port."""
     listener = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
     port = listener.getsockname()[1]
     return TCPStore(
@@ -243,7 +247,7 @@ def host_store(host: str, timeout_s: float) -> TCPStore:
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        # A socket of our own, because the store itself would listen on every address of the machine.
+        # The socket is ours, because the store itself would listen on every address of the machine.
         master_listen_fd=listener.detach(),
     )
 
@@ -259,17 +263,18 @@ def join(
     group: str = "weights",
     guests: Collection[int] = (),
 ) -> Transport:
-    """Joins the group called `group` at a store: NCCL on a CUDA device, gloo on a CPU. Returns when all have joined.
+    """Joins the group called `group` at a store: NCCL on a CUDA device, gloo on a CPU. Returns after all processes
+    joined.
 
     Args:
-        address: host and port of the store; the process that hosts it may give the store itself.
-        rank, size: this process's number, and how many there are.
-        name: what errors call this process, such as "policy rank 3".
-        group: unlike that of any earlier group at this store.
-        guests: processes that get no place in the process group; see `ipc.hosts`.
+        address: Host and port of the store; the process hosting the store may pass the store itself.
+        rank, size: This process's number, and the number of processes.
+        name: Name of this process in errors, such as "policy rank 3".
+        group: Name unlike any earlier group's at this store.
+        guests: Device peers, without a rank in the process group; see `ipc.hosts`.
 
     Raises:
-        TransportError: the store does not answer, or some ranks did not come in time; it says which.
+        TransportError: The store does not answer, or ranks did not join in time; names the missing ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -287,10 +292,10 @@ def join(
             pass
         elif device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = 2 * timeout  # `Exchange` has its own deadline and leaves the group in order
+            nccl._timeout = 2 * timeout  # `Exchange` enforces its own deadline and leaves the group in order
             with _errors_end_no_process():
                 made = dist.ProcessGroupNCCL(PrefixStore("nccl", store), members[rank], len(members), nccl)
-            # The communicator of all is made with the first message, for which all must be there.
+            # NCCL creates the communicator with the first message, for which all members must be present.
             made.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
         else:
             backend: Any = dist.ProcessGroupGloo
@@ -306,7 +311,7 @@ def join(
 
 
 def default_group(timeout_s: float, device: torch.device) -> Transport:
-    """torch's default group as a transport, for movements among the policy's own ranks."""
+    """Returns torch's default group as a transport, for transfers among the policy's ranks."""
     size = dist.get_world_size()
     names = tuple(f"rank {r}" for r in range(size))
     world: Any = dist.group.WORLD
@@ -317,7 +322,7 @@ def default_group(timeout_s: float, device: torch.device) -> Transport:
 
 @contextmanager
 def _errors_end_no_process() -> Iterator[None]:
-    """NCCL's watchdog ends a process whose peer is lost, unless its group was made under this setting."""
+    """Keeps NCCL's watchdog from killing this process when a peer is lost; groups created inside keep the setting."""
     key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(key)
     os.environ[key] = "0"
@@ -331,7 +336,11 @@ def _errors_end_no_process() -> Iterator[None]:
 
 
 def _meet(store: Store, rank: int, size: int, name: str, timeout_s: float) -> tuple[str, ...]:
-    """Every process leaves its name at the store and waits for those of the others."""
+    """Publishes this process's name at the store and waits for the rest; returns the names by rank.
+
+    Raises:
+        TransportError: The group was called off, or ranks did not join in time.
+    """
     store.set(f"name/{rank}", name)
     deadline = time.monotonic() + timeout_s
     missing = [f"name/{r}" for r in range(size)]
@@ -346,7 +355,7 @@ def _meet(store: Store, rank: int, size: int, name: str, timeout_s: float) -> tu
 
 
 def _own_address(host: str) -> str:
-    """The local address from which `host` is reached; peers find this process there. No packet is sent."""
+    """Returns the local address for reaching `host`, used by peers to find this process. Sends no packet."""
     family = socket.getaddrinfo(host, None)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))

@@ -1,8 +1,8 @@
-"""Processes that share a device: one of them, the host, is in the process group; the others are its guests.
+"""Data exchange between processes of a device: the device owner, a member of the process group, and device peers.
 
-Whatever is meant for a guest lies in the host's buffers, and the guest reads it there: memory of both on a CPU (an
-anonymous file), a CUDA IPC handle on a GPU. Beside it goes a Unix socket: the host says which bucket lies where, the
-guest says when it has read it. Messages have fixed formats; nothing is unpickled.
+A device peer reads data in the owner's buffers: shared memory on a CPU (an anonymous file), a CUDA IPC handle on a
+GPU. Over a Unix socket the owner announces the place of each bucket, and the peer confirms reading. Message formats
+are fixed; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from skyrl_mega.weights.transports.group import Deadline, Transport, TransportEr
 
 _HELLO = struct.Struct("<q")
 _BUFFERS = struct.Struct("<qq")
-"""Their size in bytes, and that of the CUDA handle, which follows; without one a file descriptor comes along."""
+"""Message: size of the buffers and size of the CUDA handle behind this message, in bytes. Without a handle a file
+descriptor is attached.
+"""
 _READY = struct.Struct("<qq")
-"""Bucket, and where it begins in the buffers."""
+"""Message: bucket number and byte offset in the buffers."""
 _DONE = struct.Struct("<q")
-"""Bucket."""
+"""Message: bucket number."""
 BUFFERS = "its device's buffers"
-"""What errors call what is under way when a host and a guest meet."""
+"""Name, in errors, of the data under way while a device owner and a peer connect."""
 SLOT_ALIGNMENT = 256
-"""A buffer begins at a multiple of this many bytes, as memory of the allocator does."""
+"""Alignment of a buffer in bytes, as of memory from the allocator."""
 
 
 def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
-    """The host of every process: the first process on its device, policy ranks before engine workers.
+    """Returns the device owner of every process: the first process on the device, policy ranks before engine workers.
 
     Args:
-        source_base, target_base: process numbers of source rank 0 and target rank 0; a process may be both.
+        source_base, target_base: Process numbers of source rank 0 and target rank 0; a process may be both.
 
     Raises:
-        ValueError: two policy ranks share a device.
+        ValueError: Two policy ranks share a device.
     """
     device_of: dict[int, int] = {}
     for base, devices in ((source_base, topology.sources), (target_base, topology.targets)):
@@ -61,7 +63,7 @@ def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, i
 
 
 class Channel:
-    """One end of the connection between a host and a guest."""
+    """An end of the connection between a device owner and a peer."""
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int) -> None:
         self._connection, self._transport, self._peer = connection, transport, peer
@@ -102,12 +104,12 @@ class Channel:
         return self._transport.failed(self._peer, what, failure, timed_out=deadline.passed, deadline=deadline)
 
     def close(self) -> None:
-        """Ends the connection; the other end learns it at once."""
+        """Ends the connection; the other end notices at once."""
         self._connection.close()
 
 
 class ToPeer(Channel):
-    """The host's end. The guest gets to see `buffers`, which serve all runs, when this is made."""
+    """The owner's end of a connection. Construction shares `buffers`, used by all runs, with the peer."""
 
     def __init__(
         self, connection: socket.socket, transport: Transport, peer: int, buffers: Buffers, deadline: Deadline
@@ -116,32 +118,32 @@ class ToPeer(Channel):
         self._read: set[int] = set()
         handle = buffers.handle()
         header = _BUFFERS.pack(buffers.flat.numel(), len(handle))
-        # An exchange without a bucket has no memory to show.
+        # An exchange without a bucket has no memory to share.
         self._send(header, BUFFERS, deadline, [buffers.descriptor] if buffers.descriptor >= 0 else [])
         if handle:
             self._send(handle, BUFFERS, deadline)
 
     def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
-        """Says that a bucket lies at byte `at` of the buffers."""
+        """Announces a bucket at byte `at` of the buffers."""
         self._send(_READY.pack(bucket, at), what, deadline)
 
     def wait_until_read(self, bucket: int, what: str, deadline: Deadline) -> None:
-        """Waits until the guest has read a bucket."""
+        """Waits for the peer to read a bucket."""
         while bucket not in self._read:
             self._read.update(_DONE.unpack(self._receive(_DONE.size, what, deadline)))
         self._read.discard(bucket)
 
 
 class ToOwner(Channel):
-    """The guest's end."""
+    """The peer's end of a connection."""
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
         super().__init__(connection, transport, peer)
         self.buffers = self._borrow(deadline)
-        """The host's, uint8."""
+        """The owner's buffers, uint8."""
 
     def close(self) -> None:
-        """Ends the connection, and lets go of the host's memory."""
+        """Ends the connection and releases the owner's memory."""
         super().close()
         self.buffers = torch.empty(0, dtype=torch.uint8)
 
@@ -160,23 +162,23 @@ class ToOwner(Channel):
             os.close(descriptor)
 
     def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
-        """Waits until a bucket lies in the buffers; returns where it begins."""
+        """Waits until a bucket lies in the buffers; returns the byte offset."""
         found, at = _READY.unpack(self._receive(_READY.size, what, deadline))
         if found != bucket:
             raise self._failed(what, f"it brought bucket {found}, not {bucket}", deadline)
         return int(at)
 
     def read(self, bucket: int, what: str, deadline: Deadline) -> None:
-        """Says that a bucket has been read."""
+        """Confirms reading a bucket."""
         self._send(_DONE.pack(bucket), what, deadline)
 
 
 class Buffers:
-    """A process's buffers over all runs: `flat`, uint8 [count · size], on the transport's device.
+    """A process's buffers for all runs: `flat`, uint8 [count · size], on the transport's device.
 
     Args:
-        size: bytes of one at least.
-        shared: whether guests are to see them.
+        size: Minimum bytes of a buffer.
+        shared: True to share the memory with device peers.
     """
 
     def __init__(self, size: int, count: int, device: torch.device, shared: bool) -> None:
@@ -194,11 +196,11 @@ class Buffers:
             self.flat = torch.empty(total, dtype=torch.uint8, device=device)
 
     def slot(self, number: int) -> Tensor:
-        """One buffer."""
+        """Returns buffer `number`."""
         return self.flat[number * self.size : (number + 1) * self.size]
 
     def handle(self) -> bytes:
-        """What a process needs to open the memory on a GPU, as JSON; empty on a CPU."""
+        """Returns a JSON handle for opening the memory on a GPU from another process; empty on a CPU."""
         if self.flat.device.type == "cpu" or not self.flat.numel():
             return b""
         fields = self.flat.untyped_storage()._share_cuda_()
@@ -206,7 +208,7 @@ class Buffers:
         return json.dumps([at, self.flat.numel(), *(f.hex() if isinstance(f, bytes) else f for f in fields)]).encode()
 
     def close(self) -> None:
-        """Gives the memory back; guests keep what they see until they let go of it."""
+        """Frees the memory; device peers keep access until release."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -215,18 +217,18 @@ class Buffers:
 
 
 def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]:
-    """Memory that other processes can open: [size] bytes from cudaMalloc, and what has to be kept with it.
+    """Allocates [size] bytes by cudaMalloc for other processes to open, and an object to keep alive with them.
 
-    What `expandable_segments` puts together cannot be opened by CUDA IPC. So the setting is off meanwhile, and a pool
-    of its own keeps the allocator from taking what it has cached before.
+    CUDA IPC cannot open memory of `expandable_segments`. The setting is therefore off meanwhile, and a separate pool
+    keeps the allocator from reusing cached memory.
     """
-    now = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to ask for them
+    now = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to read them
     settings, expand = now["PYTORCH_CUDA_ALLOC_CONF"], now["expandable_segments"]
     pool = torch.cuda.MemPool()
-    if expand:  # whatever is not named is set back to torch's own
+    if expand:  # settings left out would be reset to torch's defaults
         torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
     try:
-        with torch.cuda.use_mem_pool(pool, device.index):  # None is the current one
+        with torch.cuda.use_mem_pool(pool, device.index):  # None means the current device
             return torch.empty(size, dtype=torch.uint8, device=device), pool
     finally:
         if expand:
@@ -234,10 +236,10 @@ def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]
 
 
 def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
-    """Opens another process's memory on this GPU; `fields` are those of `_share_cuda_`, bytes as hexadecimal."""
+    """Opens another process's memory on this GPU; `fields` come from `_share_cuda_`, bytes as hexadecimal."""
     at, size, _, memory, storage_bytes, offset, counter, counter_at, event, synchronise = fields
     storage = torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device() if here.index is None else here.index,  # the host may count its GPUs otherwise
+        torch.cuda.current_device() if here.index is None else here.index,  # the owner may number its GPUs otherwise
         bytes.fromhex(memory),
         storage_bytes,
         offset,
@@ -250,12 +252,12 @@ def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
 
 
 def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToPeer], ToOwner | None]:
-    """Connects this process with its guests, who get to see its buffers, or with its host.
+    """Connects this process with device peers, giving access to `buffers`, or with the device owner.
 
-    A collective of all processes of one device.
+    A collective of all processes of a device.
 
     Raises:
-        TransportError: somebody of the device did not come in time.
+        TransportError: A process of the device did not connect in time.
     """
     deadline = Deadline(transport.timeout_s)
     me = transport.rank
@@ -270,7 +272,7 @@ def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tu
 def _welcome(transport: Transport, guests: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToPeer]:
     store = transport.store
     assert store is not None
-    folder = tempfile.mkdtemp(prefix="weights-")  # only this user may enter it
+    folder = tempfile.mkdtemp(prefix="weights-")  # accessible to this user only
     found: dict[int, ToPeer] = {}
     try:
         with socket.socket(socket.AF_UNIX) as door:
