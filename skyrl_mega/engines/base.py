@@ -1,6 +1,6 @@
-"""What the driver asks of an engine, whichever it is: `vllm/` has the one there is.
+"""The interface of an inference engine, as used by the driver; `vllm/` contains the only implementation.
 
-The driver calls an engine's actor through Ray, by these names; tests put simulated engines in its place.
+The driver calls an engine's actor through Ray by these method names; tests substitute simulated engines.
 """
 
 from __future__ import annotations
@@ -17,125 +17,136 @@ if TYPE_CHECKING:
 
 
 class EngineDied(RuntimeError):
-    """An engine's own process is gone or stands still; only a new engine helps."""
+    """An engine's process is gone or stalled; only a new engine helps."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How all requests of one call are drawn."""
+    """Sampling parameters shared by all requests of a call."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
-    """Strings that end a turn; they stay in the output. Only an engine with a tokenizer knows them."""
+    """Strings ending a turn; kept in the output. Known only to an engine with a tokenizer."""
     stop_tokens: tuple[int, ...] = ()
-    """Token ids that end a turn (end of sequence); they stay in the output."""
+    """Token ids ending a turn (end of sequence); kept in the output."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued."""
+    """A prompt to continue."""
 
     id: str
     tokens: Sequence[int]
     max_tokens: int
     seed: int
-    """Seeds this request's own generator, so that its draws do not depend on its neighbours in a batch."""
+    """Seed of this request's own generator, so samples do not depend on other requests in the batch."""
     seconds: float | None = None
-    """Time that it has; past it, it ends with the tokens that there are, of which there may be none. None: no end."""
+    """Time limit; afterwards the request ends with the tokens so far, possibly none. None means no limit."""
     routes_from: int = 0
-    """Position in `tokens` from where on routes are wanted, of an engine that gives them: those before are known."""
+    """Position in `tokens` of the first wanted route, for engines returning routes; earlier routes are known."""
     prompt: int | None = None
-    """Of the data, in a trajectory's first turn: requests with the same one have the same tokens."""
+    """Prompt number in the data, in a trajectory's first turn: requests of the same number have the same tokens."""
 
     @property
     def trajectory(self) -> str:
-        """Whose turn it is."""
+        """Name of the turn's trajectory."""
         return self.id.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of a request."""
+    """An engine's response to a request."""
 
     id: str
     tokens: Sequence[int]
-    """New tokens, the one that ended it included."""
+    """New tokens, including the final stop token."""
     logprobs: Sequence[float]
-    """Natural log-prob of each token under the distribution it was drawn from: after temperature, top-k and top-p."""
+    """Natural log-prob of each token under the distribution used for sampling: after temperature, top-k and top-p."""
     finish: str
-    """`stop` (a stop token or string), `length`, or `timeout` (of its own `seconds`)."""
+    """`stop` (a stop token or string), `length`, or `timeout` (the request's own `seconds`)."""
     versions: tuple[tuple[int, int], ...]
-    """(weight version, index of its first token): more than one where a sync came in between."""
+    """Pairs (weight version, index of the version's first token); several if a sync came in between."""
     routes: np.ndarray | None = None
-    """[n, M, K] as in `models.routes`: the experts of every token that the engine read, from `routes_from` on. The last
-    new token was not read. None from an engine that gives none, and without a new token."""
+    """Experts of every token read by the engine from `routes_from` on, [n, M, K] as in `models.routes`. The last new
+    token was not read. None without a new token, and from an engine without routes.
+    """
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine has found out about itself at its start."""
+    """Properties measured by an engine at start."""
 
     cache_tokens: int
-    """Tokens whose keys and values its cache holds."""
+    """Capacity of the KV cache in tokens."""
     cache_bytes: int
-    """Bytes of the cache in each of its workers."""
+    """Bytes of the KV cache in each worker."""
 
 
 class Engine(Protocol):
-    """Tokens in, tokens out, weights from the policy. All methods may be under way at once on one event loop."""
+    """An inference engine: tokens in, tokens out, weights from the policy. Methods may run concurrently on one event
+    loop.
+    """
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model. `former`: what the engine found that ran in this one's place, whose cache it takes over."""
+        """Loads the model.
+
+        Args:
+            former: Facts of the previous engine in this place, with the cache size to use again.
+        """
 
     def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts; yields completions in small lists as they end. Empty ones are signs of life."""
+        """Continues prompts; yields completions in small lists as requests end. Empty lists are signs of life."""
 
     async def forget(self) -> None:
-        """Empties the cache of prefixes."""
+        """Empties the prefix cache."""
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Joins every worker to the group that weights travel in."""
+        """Connects every worker to the process group of weight transfers."""
 
     async def pause(self) -> None:
-        """Stops computing; requests under way stay where they are."""
+        """Stops computing; requests under way are kept."""
 
     async def resume(self) -> None:
-        """Continues computing."""
+        """Resumes computing."""
 
     async def sleep(self, parts: Sequence[str]) -> None:
-        """Pauses, and drops these of `config.residency.ENGINE` from the device. Requests under way wait; what the cache
-        held of them is computed again. Without all parts, and until a sync has filled weights that were dropped, a
-        request is an error. Parts that are asleep stay so."""
+        """Pauses, and drops parts of `config.residency.ENGINE` from the device; parts already asleep stay asleep.
+
+        Requests under way wait; cached tokens are computed again. A request is an error while a part is asleep, and
+        until a sync after dropping weights.
+        """
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Takes memory for these again: weights are undefined until a sync has filled them, the cache is empty. Goes on
-        computing once it can. Parts that are there stay so."""
+        """Allocates memory for parts again; parts already present stay. Resumes computing as soon as possible.
+
+        Weights are undefined until a sync; the cache is empty.
+        """
 
     async def begin_update(self) -> None:
-        """Pauses, and gets every worker's parameters ready to be written."""
+        """Pauses and opens every worker's parameters for writing."""
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when every worker has all of its shard."""
+        """Receives weights; returns when the shards of all workers are complete."""
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Puts the received weights in place and continues; each worker's report."""
+        """Installs the received weights and resumes computing; returns each worker's report."""
 
     async def abandon_update(self) -> None:
-        """Takes back an update that cannot be finished; stays paused until the next one has ended."""
+        """Abandons an update that cannot be finished; the engine stays paused until the end of the next update."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights once more and compares them with those in place."""
+        """Receives weights again for comparison with the weights in place."""
 
     async def probe(self) -> None:
-        """Returns when every worker has answered."""
+        """Returns after an answer from every worker."""
 
     async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
-        """Of each worker its memory, and how many steps it made of how many tokens, since the last time."""
+        """Returns, for each worker, memory use and the number of steps by token count, since the previous call."""
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Records requests from now on, or no more. Returns those that were recorded."""
+        """Starts or stops recording requests; returns the spans recorded until now."""
 
     async def health(self) -> int:
-        """The weight version; raises where the engine is dead."""
+        """Returns the weight version; raises if the engine is dead."""

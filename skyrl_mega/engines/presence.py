@@ -1,4 +1,4 @@
-"""Which parts of an engine are on its device, and whether its weights are any: what it may be asked for."""
+"""The parts of an engine present on the device, and the validity of the weights: when an engine can serve."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ WEIGHTS, CACHE = ENGINE
 
 
 class NotReady(RuntimeError):
-    """An engine was asked while a part of it is asleep, or before its weights have come back."""
+    """A request to an engine with a part asleep or with undefined weights."""
 
 
 class Presence:
-    """An engine's parts. At first all of them are there.
+    """The presence of an engine's parts. At first all parts are present.
 
     Args:
         sleeps: Parts that may be dropped; the others stay.
@@ -24,31 +24,30 @@ class Presence:
         self.sleeps = frozenset(sleeps)
         self.asleep: set[str] = set()
         self.defined = True
-        """Whether the weights are those of one version: not once they have been dropped, or half of an update has
-        come, until a whole one has."""
+        """True if all weights are of one version: not after a drop or a partial update, until a complete update."""
 
     @property
     def ready(self) -> bool:
-        """Whether it can compute."""
+        """True if the engine can compute."""
         return self.defined and not self.asleep
 
     def check(self) -> None:
-        """Raises NotReady where it cannot compute."""
+        """Raises NotReady if the engine cannot compute."""
         if self.asleep:
             raise NotReady(f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request")
         if not self.defined:
             raise NotReady("its weights are undefined: a weight sync comes before a request")
 
     def check_weights(self) -> None:
-        """Raises NotReady where there is no memory for weights."""
+        """Raises NotReady if there is no memory for weights."""
         if WEIGHTS in self.asleep:
             raise NotReady(f"asleep: {WEIGHTS}; `wake` comes before a weight sync")
 
     def drop(self, parts: Collection[str]) -> list[str]:
-        """These are dropped from now on; those of them that are there as yet.
+        """Marks parts as dropped; returns the parts present until now.
 
         Raises:
-            ValueError: One of them is kept.
+            ValueError: A part must stay.
         """
         kept = [part for part in parts if part not in self.sleeps]
         if kept:

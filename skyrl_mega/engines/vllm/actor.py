@@ -1,4 +1,4 @@
-"""One vLLM engine in a Ray actor: tokens in, tokens out, weights from the policy."""
+"""A vLLM engine in a Ray actor: tokens in, tokens out, weights from the policy."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 LOOK_EVERY_S = 0.5
-"""How often a call under way looks whether vLLM's process is still there."""
+"""Seconds between checks of vLLM's process during a call."""
 ABORT_AGAIN_S = 1.0
 COALESCE_S = 0.004
-"""Completions that end within so many seconds travel in one message."""
+"""Completions ending within this many seconds are sent in one message."""
 BEATS = 4
-"""While nothing ends, a call gives so many signs of life within `rollout.request_timeout_s`."""
+"""Signs of life per `rollout.request_timeout_s` while no request ends."""
 
 
 class VllmEngine:
-    """An asynchronous vLLM engine, an `engines.base.Engine`.
+    """An asynchronous vLLM engine; implements `engines.base.Engine`.
 
-    Start it with `start`; Ray then runs its methods concurrently on one event loop.
+    Call `start` first; Ray then runs the methods concurrently on one event loop.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -49,37 +49,39 @@ class VllmEngine:
         self.running = 0
         """Requests under way."""
         self.ended = 0
-        """Tokens of all requests that have ended."""
+        """Tokens of all ended requests."""
         self.watched = False
-        """Whether time without a token counts: not in a pause, nor before the first request has been answered, for
-        which kernels may be compiled."""
+        """True if time without a token counts as a stall: not during a pause, nor before the first answer, which may
+        wait for kernels to compile.
+        """
         self.spans: list[Span] | None = None
-        """Of the requests that have ended, while they are recorded."""
+        """Spans of ended requests; None unless recording."""
         self.presence = Presence(spec.sleeps)
         self.paused = False
-        """Whether it was told to stop computing: for a sync, a sleep."""
+        """True if computing was stopped, for a sync or a sleep."""
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
-        """Where the calls of `generate_many` under way wait."""
+        """Result queues of the running `generate_many` calls."""
         if not (Path(spec.path) / "config.json").is_file():
             raise UserError(f"model.path={spec.path}: there is no config.json; give a Hugging Face directory")
         self.shape = _shape(spec) if spec.routes else None
-        """Of the routes that completions bring."""
+        """Shape of the routes in completions; None without routes."""
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model and runs one token through it.
+        """Loads the model and runs a first token.
 
         Args:
-            former: What an engine found that ran in this one's place; None for the first. Its cache has the same size.
+            former: Facts of the previous engine in this place; the cache gets the same size. None for the first
+                engine.
 
         Raises:
-            UserError: vLLM refuses the settings, or computes on another device here.
+            UserError: vLLM rejects the settings, or computes on another device here.
         """
         from pydantic import ValidationError
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if current_platform.device_type != self.spec.device:  # it decides for itself, and never says so
+        if current_platform.device_type != self.spec.device:  # chosen by vLLM itself, silently
             raise UserError(
                 f"cluster.device = {self.spec.device}: vLLM computes on {current_platform.device_type or 'nothing'} on "
                 "this node; give the environment of `make cuda` to every node, or cluster.device=cpu"
@@ -88,7 +90,7 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         try:
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(self.spec, former)))
-        except ValidationError as error:  # which Ray could not carry
+        except ValidationError as error:  # which Ray cannot pickle
             told = "; ".join(found["msg"] for found in error.errors(include_url=False, include_input=False))
             raise UserError(f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {told}") from None
         if self.spec.device == "cpu":
@@ -105,21 +107,21 @@ class VllmEngine:
     # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as they end; empty ones are signs of life.
+        """Continues prompts and yields completions in small lists as requests end; empty lists are signs of life.
 
-        An idle engine takes all requests in before it computes the first one, so that the same call with the same
-        weights forms the same batches and gives the same numbers to the last bit.
+        An idle engine accepts all requests before computing the first, so the same call with the same weights forms
+        the same batches and gives the same numbers to the last bit.
 
-        A request may take as long as it needs: how long it waits for a place in the cache depends on the others, and
-        its tokens are bounded by `max_tokens`. What is bounded is the time in which no request gets a token.
+        A single request may take any time: the wait for space in the cache depends on other requests, and `max_tokens`
+        bounds the tokens. The limit applies to time without a token for any request.
 
         Args:
             requests: Prompts.
-            sampling: Shared by all of them.
+            sampling: Parameters shared by all requests.
 
         Raises:
-            EngineDied: vLLM's process is gone, or gave no request a token for `rollout.request_timeout_s`.
-            NotReady: A part of it is asleep, or its weights are undefined.
+            EngineDied: vLLM's process is gone, or no request got a token for `rollout.request_timeout_s`.
+            NotReady: A part is asleep, or weights are undefined.
         """
         self.presence.check()
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
@@ -133,8 +135,8 @@ class VllmEngine:
                 await self._answer(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
             if held:
-                await asyncio.sleep(0)  # every task has now handed its request to the engine's queue
-            if held and self.presence.ready and not self.paused:  # it may have been told to sleep or wait meanwhile
+                await asyncio.sleep(0)  # every task has now queued its request in the engine
+            if held and self.presence.ready and not self.paused:  # `sleep` or `pause` may have been called meanwhile
                 await self._answer(self.llm.engine_core.resume_scheduler_async())
             left = len(requests)
             while left:
@@ -163,10 +165,10 @@ class VllmEngine:
                 task.cancel()
 
     async def _watch(self) -> None:
-        """Ends the calls under way when vLLM stands still: for too long no request has got a token.
+        """Fails the calls under way if vLLM stalls: no request got a token for too long.
 
-        Only what passes while this process runs and vLLM may compute is counted: not a pause for a weight sync, nor
-        the time in which the process itself was stopped.
+        Only time counts while this process runs and vLLM may compute: not a pause for a weight sync, nor a suspension
+        of this process.
         """
         limit = self.spec.rollout.request_timeout_s
         every = min(LOOK_EVERY_S, limit / 10)
@@ -186,7 +188,7 @@ class VllmEngine:
             )
 
     def _tokens(self) -> int:
-        """Tokens that requests have got so far, those of requests under way among them."""
+        """Returns the number of tokens generated so far, including requests under way."""
         under_way = self.llm.output_processor.request_states.values()
         return self.ended + sum(state.detokenizer.num_output_tokens() for state in under_way if state.detokenizer)
 
@@ -201,9 +203,9 @@ class VllmEngine:
             stream = self.llm.generate(
                 tokens_input(list(request.tokens)), self.parameters(request, sampling), request.id
             )
-            async for output in stream:  # noqa: B007  (the last one is read below)
+            async for output in stream:  # noqa: B007  (the last output is read below)
                 pass
-        except Exception as error:  # handed to the caller, who raises it
+        except Exception as error:  # raised by the caller
             done.put_nowait(self._named(error))
             return
         finally:
@@ -237,14 +239,14 @@ class VllmEngine:
 
     @property
     def _records(self) -> bool:
-        """Whether the worker records routes: vLLM's runner on CUDA gives them itself."""
+        """True if the worker records routes; on CUDA vLLM's model runner returns routes itself."""
         return self.shape is not None and self.spec.device == "cpu"
 
     async def _with_routes(self, ended: list[Completion], requests: list[Request]) -> list[Completion]:
-        """The same with what the worker has recorded of them.
+        """Returns the completions with the routes recorded by the worker.
 
         Raises:
-            WrongRoutes: Routes that cannot be theirs.
+            WrongRoutes: Routes belong to other tokens.
         """
         if not self._records:
             return ended
@@ -269,18 +271,18 @@ class VllmEngine:
         return replace(completion, routes=found)
 
     async def _abort(self, request: str, seconds: float) -> None:
-        """Ends a request once its time is over; its last output has the tokens so far."""
+        """Aborts a request after the time limit; the last output contains the tokens so far."""
         await asyncio.sleep(seconds)
-        while True:  # until it has ended: the first call may find it not yet known
+        while True:  # until cancelled: vLLM may not know the request at the first call
             await self.llm.abort(request)
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def parameters(self, request: Request, sampling: Sampling) -> SamplingParams:
-        """vLLM's sampling parameters for a request."""
+        """Returns vLLM's sampling parameters for a request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Whoever ends a request before its end, this process, needs every token as it comes.
+        # A request that this process may end early needs every token as it comes.
         may_hold = request.seconds is None and not sampling.stop
         return SamplingParams(
             temperature=sampling.temperature,
@@ -309,18 +311,18 @@ class VllmEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Joins every worker to the group that weights travel in; see `engines.vllm.transfer.InitInfo`."""
+        """Connects every worker to the process group of weight transfers; see `engines.vllm.transfer.InitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._answer(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def pause(self) -> None:
-        """Stops computing. Requests under way stay where they are; caches of the old weights are dropped."""
+        """Stops computing. Requests under way are kept; caches of the old weights are dropped."""
         self.watched, self.paused = False, True
         await self._answer(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
-        """Goes on computing."""
+        """Resumes computing."""
         self.presence.check()
         self.paused = False
         await self._answer(self.llm.resume_generation())
@@ -328,13 +330,13 @@ class VllmEngine:
 
     async def sleep(self, parts: Sequence[str]) -> None:
         """Pauses, and drops parts from the device; see `engines.vllm.sleep`. Requests under way wait."""
-        new = self.presence.drop(parts)  # from now on no request is taken
+        new = self.presence.drop(parts)  # no request is accepted from here on
         if new:
             await self.pause()
             await self.workers("drop", new)
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Takes memory for parts again, and goes on once everything is there."""
+        """Allocates memory for parts again, and resumes computing once everything is present."""
         back = [part for part in parts if part in self.presence.asleep]
         if back:
             await self.workers("bring_back", back)
@@ -346,19 +348,19 @@ class VllmEngine:
             await self.resume()
 
     async def begin_update(self) -> None:
-        """Pauses and gets every worker's parameters ready to be written."""
+        """Pauses and opens every worker's parameters for writing."""
         self.presence.check_weights()
         await self.pause()
         await self._answer(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when every worker has all of its shard. `checksums`: each part is proved."""
+        """Receives weights; returns when the shards of all workers are complete. `checksums`: verify each part."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._answer(self.llm.update_weights(WeightTransferUpdateRequest({"checksums": checksums})))
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Puts the received weights in place and goes on; from here on they are version `version`.
+        """Installs the received weights as version `version` and resumes computing.
 
         Returns each worker's `executor.Report` as a dict.
         """
@@ -371,12 +373,12 @@ class VllmEngine:
         return await self.workers("transfer_report")
 
     async def abandon_update(self) -> None:
-        """Takes back an update that cannot be finished. The engine stays paused until the next one has ended."""
+        """Abandons an update that cannot be finished. The engine stays paused until the end of the next update."""
         self.presence.defined = False
         await self.workers("abandon_update")
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights once more and compares them with those in place; see `weights.sync.Compared`."""
+        """Receives weights again for comparison with the weights in place; see `weights.sync.Compared`."""
         self.presence.check_weights()
         await self.pause()
         try:
@@ -385,15 +387,15 @@ class VllmEngine:
             await self._go_on()
 
     async def probe(self) -> None:
-        """Returns when every worker has answered."""
+        """Returns after an answer from every worker."""
         await self.workers("transfer_report")
 
     async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
-        """Of each worker its memory, and how many steps it made of how many tokens, since the last time."""
+        """Returns, for each worker, memory use and the number of steps by token count, since the previous call."""
         return [(Reading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Records requests from now on, or no more. Returns those that were recorded."""
+        """Starts or stops recording requests; returns the spans recorded until now."""
         found, self.spans = self.spans or [], [] if on else None
         return found
 
@@ -403,7 +405,7 @@ class VllmEngine:
         return found
 
     async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """vLLM's answer. When its engine process dies, vLLM leaves the calls under way without one; here they fail."""
+        """Waits for vLLM's answer. Raises EngineDied if vLLM's process dies, which would leave calls unanswered."""
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
             if self.llm.errored:
@@ -415,7 +417,7 @@ class VllmEngine:
             raise self._named(error) from error
 
     def _named(self, error: Exception) -> Exception:
-        """What vLLM raised; its many words for its own death are one here."""
+        """Returns vLLM's error, or EngineDied for any error of a dead vLLM process."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.llm.errored or isinstance(error, EngineDeadError):
@@ -425,16 +427,16 @@ class VllmEngine:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     async def health(self) -> int:
-        """The weight version; raises where the engine is dead."""
+        """Returns the weight version; raises if the engine is dead."""
         await self.llm.check_health()
         return self.version
 
 
 def _shape(spec: EngineSpec) -> RouteShape:
-    """What the routes of an engine's model look like.
+    """Returns the shape of the routes of an engine's model.
 
     Raises:
-        UserError: It has none.
+        UserError: The model is without experts.
     """
     hf = read_config(Path(spec.path))
     shape = RouteShape.of(architecture(hf).describe(hf))

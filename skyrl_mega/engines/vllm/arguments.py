@@ -1,6 +1,6 @@
-"""The names that `rollout.options` may have, and what each takes: vLLM's engine arguments.
+"""The names and types allowed in `rollout.options`: vLLM's engine arguments.
 
-They are read from its source, as the import would take 12 s.
+The names are read from vLLM's source, because the import would take 12 s.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from skyrl_mega.config.values import shown
 
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 TAKES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
-"""What is said of a type of vLLM's. Any other is vLLM's to check: literals, lists, mappings and its own classes."""
+"""Descriptions of vLLM's types in errors. vLLM checks other types (literals, lists, mappings, classes)."""
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuses an argument that the vLLM installed here does not have, and a value that it does not take. Without vLLM
-    nobody can tell.
+    """Checks options against the engine arguments of the installed vLLM. Without vLLM nothing is checked.
 
     Raises:
-        UserError: The argument, and the nearest that there is, or what it takes.
+        UserError: An unknown argument (with the nearest known names), or a value of another type (with the allowed
+            types).
     """
     known = types()
     for name, value in options.items() if known else ():
@@ -45,13 +45,13 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def names() -> frozenset[str]:
-    """All of them; none where vLLM is not installed."""
+    """Returns the names of all engine arguments; empty without vLLM."""
     return frozenset(types())
 
 
 @cache
 def types() -> Mapping[str, frozenset[str]]:
-    """What each of them takes, where those are a few of `TAKES`; nothing where another may be among them."""
+    """Returns the types of each argument; an empty set if any type is missing in `TAKES`."""
     found = importlib.util.find_spec("vllm")
     for folder in (found.submodule_search_locations or ()) if found else ():
         file = Path(folder) / "engine" / "arg_utils.py"
@@ -61,7 +61,7 @@ def types() -> Mapping[str, frozenset[str]]:
 
 
 def _taken(value: Any, kinds: frozenset[str]) -> bool:
-    """Whether an argument of these types, if they are all that it takes, may have a value."""
+    """Returns True if an argument of these types accepts the value; an empty set accepts any."""
     kind = "None" if value is None else type(value).__name__
     return not kinds or kind in kinds or (kind == "int" and "float" in kinds)
 

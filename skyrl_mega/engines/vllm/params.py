@@ -1,19 +1,19 @@
-"""A vLLM model's parameters as they are at load time, open for writing while the live kernels keep their storage.
+"""A vLLM model's load-time parameters, open for writing while the live kernels keep the storage.
 
-vLLM re-packs some weights for its kernels after loading. For an update its reload machinery remembers every
-parameter's load-time shape (`model_loader/reload`). An opened `LoadTimeParameters` gives tensors of those shapes: the
-live ones where the kernel reads them as they were loaded, fresh ones elsewhere. A layer whose parameters are all
-written processes its fresh ones again, the result is copied into the live storage, whose addresses CUDA graphs hold,
-and the fresh ones are freed: no more than the layers that are being written is ever staged.
+vLLM re-packs some weights for its kernels after loading. For updates, vLLM's reload machinery (`model_loader/reload`)
+stores every parameter's load-time shape. An opened `LoadTimeParameters` provides tensors of these shapes: the live
+tensor if the kernel reads the load-time format, else a fresh tensor. A layer with all parameters written processes the
+fresh tensors, the result is copied into the live storage (at addresses held by CUDA graphs), and the fresh tensors are
+freed. Only layers being written are ever staged.
 
-Experts whose width or hidden size a kernel wants in larger multiples are padded at load time already. They are written
-aside in their own size and put between the padding when the layer closes.
+Experts are padded at load time already if a kernel needs larger multiples of the width or hidden size. The weights are
+written to separate tensors without padding, and copied between the padding when the layer closes.
 
-A quantised layer is such a layer too. One that vLLM quantises itself when it loads (`quantization=fp8_per_block`) has
-plain weights at load time, so a wire of the model's type brings those and the layer quantises them again; one of an FP8
-checkpoint has numbers and scales, which an FP8 wire brings as they are. Scales are of blocks: those of whole tensors
-want the maximum over all workers, a collective in the middle of an update whose layers every worker closes in an order
-of its own.
+Quantised layers are handled in the same way. A layer quantised by vLLM on loading (`quantization=fp8_per_block`) has
+plain weights at load time: a wire of the model's type delivers these, for the layer to quantise again. A layer of an
+FP8 checkpoint gets numbers and scales unchanged from an FP8 wire. Only block scales are supported: scales of whole
+tensors need the maximum over all workers, a collective in the middle of an update, with layers closed in another order
+by every worker.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from skyrl_mega.weights.fp8.format import SUFFIX
 
 SUPPORTED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that read the experts in their load-time order."""
+"""Kernels reading experts in load-time order."""
 EXPERTS = ("w13_weight", "w2_weight")
 BROUGHT = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
-"""Load-time parameters of a quantised layer that a wire can bring."""
+"""Load-time parameters of a quantised layer deliverable by a wire."""
 
 
 @dataclass
@@ -54,36 +54,38 @@ class _Layer:
     prefix: str
     module: Module
     names: dict[str, str] = field(default_factory=dict)
-    """Full name → the module's own; a tied parameter counts for the first layer that has it."""
+    """Full name → name in the module; a tied parameter counts for the first layer only."""
     live: dict[str, Parameter] = field(default_factory=dict)
-    """What the kernels read, for parameters that are written elsewhere at present."""
+    """Tensors read by the kernels, for parameters with a separate write target at present."""
     aside: dict[str, Tensor] = field(default_factory=dict)
-    """Where such a parameter is written, if it is not a parameter of the module meanwhile."""
+    """Write targets outside the module."""
     missing: set[str] = field(default_factory=set)
-    """Full names of what is still to be written."""
+    """Full names of the parameters still to be written."""
 
 
 class LoadTimeParameters(Mapping[str, Tensor]):
-    """The writable view of one worker's model: name → tensor, by the names of `model.named_parameters()` at load time.
+    """The writable view of a worker's model: tensors by the names of `model.named_parameters()` at load time.
 
     Args:
         model: The worker's loaded model.
-        device: Where it lives.
-        dtype: Type of its parameters at load time.
+        device: Device of the model.
+        dtype: Type of the model's parameters at load time.
 
     Raises:
-        NotImplementedError: A quantised layer is neither linear nor one of experts, or wants what no wire brings.
+        NotImplementedError: A quantised layer is neither linear nor a layer of experts, or needs data not delivered by
+            any wire.
     """
 
     def __init__(self, model: Module, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.layers: list[_Layer] = []
         self.followers: list[_Layer] = []
-        """All of their parameters are tied to other layers'; what was derived from those is derived again."""
+        """Layers with all parameters tied to other layers; data derived from these is computed again after an update.
+        """
         self.layer_of: dict[str, _Layer] = {}
         self.checking = False
         self.undefined = False
-        """Whether what the layers hold has been dropped, so that the next update must bring all of it."""
+        """True if the layers' weights were dropped, so that the next update must deliver all of them."""
         self.different: list[str] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
@@ -106,7 +108,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                         "allowed is rollout.options.quantization=fp8_per_block"
                     )
                 _check_blocks(prefix, module, first)
-                # Its parameters are other ones now; a bias is not among vLLM's metadata, and stays.
+                # The parameters are not the load-time ones now; a bias is missing in vLLM's metadata, and stays.
                 own = [*first, *(name for name in layer.names.values() if name == "bias")]
                 layer.names = {f"{prefix}.{name}" if prefix else name: name for name in own}
             (self.layers if layer.names else self.followers).append(layer)
@@ -119,17 +121,21 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return len(self.layer_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.layer_of  # and opens nothing
+        return name in self.layer_of  # without opening anything
 
     def open(self, *, check: bool = False) -> None:
-        """Begins an update. With `check` nothing live is changed: what is written is compared with it."""
+        """Begins an update.
+
+        Args:
+            check: True to leave live weights unchanged, for comparison with the written data.
+        """
         self.checking, self.different = check, []
         for layer in self.layers:
             layer.missing = set(layer.names)
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor to be written; what no shard covers of it is 0 or keeps its value."""
+        """Returns the tensor to write; elements outside all shards are 0 or keep the old value."""
         layer = self.layer_of[name]
         own = layer.names[name]
         if own not in layer.aside:
@@ -139,13 +145,13 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                 return loaded
             shape = part.flatten(1, 2).shape if part.dim() > loaded.dim() else part.shape
             layer.aside[own] = torch.zeros(shape, dtype=loaded.dtype if fresh else self.dtype, device=self.device)
-            if self.checking and not fresh:  # where nobody writes there is nothing to compare
+            if self.checking and not fresh:  # elements that are never written must compare equal
                 layer.aside[own].view(part.shape).copy_(part)
         return layer.aside[own]
 
     def _load_time(self, layer: _Layer, own: str) -> Tensor:
-        """A parameter in its load-time shape, padding included: the live one, or a fresh one in its place."""
-        # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may turn it into float32.
+        """Returns a parameter in load-time shape, padding included: the live tensor, or a fresh replacement."""
+        # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may convert it to float32.
         meta = get_layerwise_info(layer.module).restore_metadata[0].get(own)
         if meta is not None and not layer.live and _quantised(layer.module):
             self._lay_out(layer)
@@ -166,7 +172,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return fresh
 
     def _lay_out(self, layer: _Layer) -> None:
-        """Puts all load-time parameters of a quantised layer in the place of those that its kernel reads."""
+        """Replaces the kernel's parameters of a quantised layer by all load-time parameters."""
         metas, parameters = get_layerwise_info(layer.module).restore_metadata[0], layer.module._parameters
         for own in [own for own in parameters if own != "bias"]:
             live = parameters.pop(own)
@@ -176,17 +182,17 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             parameters[own] = self._fresh(meta, layer.module)
 
     def written(self, name: str) -> None:
-        """All of this parameter is there. A layer of which that is true goes to work with it, and is closed."""
+        """Marks a parameter as completely written. A layer with all parameters written is processed and closed."""
         layer = self.layer_of[name]
         layer.missing.discard(name)
         if not layer.missing:
             self._finish(layer)
 
     def close(self) -> list[str]:
-        """Ends the update. Returns, where it was a check, the parameters that differ from the live ones.
+        """Ends the update; returns, after a check, the names of parameters unlike the live ones.
 
         Raises:
-            RuntimeError: A layer that processes its weights, or has dropped them, has not all of them.
+            RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.
         """
         for layer in self.layers:
             if layer.missing:
@@ -202,14 +208,14 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return self.different
 
     def abandon(self) -> None:
-        """Drops what was written aside; what was written in place stays."""
+        """Discards data in separate write targets; data written in place stays."""
         for layer in self.layers:
             layer.aside.clear()
             layer.missing.clear()
             self._put_back(layer)
 
     def _put_back(self, layer: _Layer) -> None:
-        """What the kernel reads is in its place again."""
+        """Restores the parameters read by the kernel."""
         if layer.live and _quantised(layer.module):
             for own in [own for own in layer.module._parameters if own != "bias"]:
                 del layer.module._parameters[own]
@@ -241,12 +247,17 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                 self.different.append(full.get(own, f"{layer.prefix}.{own}"))
         self._put_back(layer)
         if isinstance(method, FusedMoEMethodBase) and (self.checking or _quantised(layer.module)):
-            # A quantised layer's new kernel would hold fresh scales; the one that graphs know holds the live ones.
+            # A quantised layer's new kernel would hold fresh scales; the kernel known to CUDA graphs holds the live
+            # ones.
             method.moe_kernel, method.moe_quant_config = kernel
 
 
 def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> None:
-    """Of experts that come with scales vLLM makes smaller blocks where a worker's columns are no whole ones."""
+    """Checks that a worker's columns of experts with FP8 scales are whole blocks; otherwise vLLM makes smaller blocks.
+
+    Raises:
+        NotImplementedError: The columns are not a multiple of the block size.
+    """
     if not isinstance(module, RoutedExperts) or EXPERTS[0] + SUFFIX not in loaded:
         return
     width = module.moe_config.intermediate_size_per_partition_unpadded
@@ -259,9 +270,10 @@ def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> 
 
 
 def _unpadded(module: Module, own: str, loaded: Tensor) -> Tensor:
-    """A load-time parameter without its padding: `loaded` itself where it has none, else a view of it.
+    """Returns a load-time parameter without padding: `loaded` itself if there is none, else a view.
 
-    Experts [E, 2·W, H] are then [E, 2, width, hidden], their second projection [E, H, W] is [E, hidden, width].
+    The view of padded experts [E, 2·W, H] is [E, 2, width, hidden]; of the second projection [E, H, W], [E, hidden,
+    width].
     """
     if not isinstance(module, RoutedExperts) or own not in EXPERTS:
         return loaded
@@ -275,14 +287,14 @@ def _unpadded(module: Module, own: str, loaded: Tensor) -> Tensor:
 
 
 def default_cache_scales(model: Module) -> None:
-    """Scales of an FP8 cache are 1 again: vLLM takes those of its random dummy weights, and no policy has any."""
+    """Resets the scales of an FP8 cache to 1: vLLM takes these from random dummy weights, and no policy has any."""
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             set_default_quant_scales(module)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; torch compares no FP8."""
+    """Returns True if tensors are equal bit for bit; torch cannot compare FP8."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype.itemsize == 1 else torch.equal(a, b)
 
 
@@ -292,18 +304,18 @@ def _quantised(module: Module) -> bool:
 
 
 def _repacked(module: Module) -> bool:
-    """Whether a kernel reads this layer's weights in another order than they were loaded in."""
+    """Returns True if the layer's kernel reads weights in another order than the load-time order."""
     method = getattr(module, "quant_method", None)
     return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend not in AS_LOADED
 
 
 def _process(method: object, module: Module) -> None:
-    """Runs a layer's own post-processing, as after its first load."""
+    """Runs a layer's own post-processing, as after the first load."""
     if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
-        # vLLM 0.32 takes an existing kernel for a sign that only values changed and then skips `fused_experts.
-        # process_weights_after_loading`, which on CPU is the re-packing itself: the experts would compute with
-        # weights in the wrong order (log-probs off by 0.04 to 0.6). Without a kernel it takes the way of a first
-        # load. No graph holds it on CPU.
+        # For vLLM 0.32 an existing kernel means that only values changed, and it skips
+        # `fused_experts.process_weights_after_loading`, which on CPU is the re-packing itself: the experts would
+        # compute with weights in the wrong order (log-probs off by 0.04 to 0.6). Without a kernel vLLM proceeds as
+        # after a first load. No graph holds the kernel on CPU.
         method.moe_kernel = None
-    vars(module).pop("_already_called_process_weights_after_loading", None)  # a quantised layer's, of its first load
+    vars(module).pop("_already_called_process_weights_after_loading", None)  # set by a quantised layer's first load
     method.process_weights_after_loading(module)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""vLLM finds this through the entry point `vllm.general_plugins` and calls it in each of its processes."""
+"""The plugin called in each vLLM process, through the entry point `vllm.general_plugins`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ BACKEND = "skyrl_mega"
 TOKENIZER = "skyrl_mega"
 """Name of our tokenizers in vLLM's `tokenizer_mode`."""
 MAY_HOLD = "skyrl_mega_may_hold"
-"""In the `extra_args` of a request's sampling parameters: its tokens may wait for one another (`scheduler`)."""
+"""Key in the `extra_args` of a request's sampling parameters: the request's tokens may be sent in groups
+(`scheduler`).
+"""
 
 
 def register() -> None:
-    """Makes our weight-transfer engine and tokenizers known to vLLM, which may call it again in the same process."""
+    """Registers our weight-transfer engine and tokenizers with vLLM. May be called again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.tokenizers import TokenizerRegistry

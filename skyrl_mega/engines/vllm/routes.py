@@ -1,8 +1,8 @@
-"""The experts that an engine's tokens were routed to (`models.routes`), for the policy to route them alike.
+"""The experts chosen for an engine's tokens (`models.routes`), so that the policy can route them alike.
 
-Two ways lead to the same routes. On CUDA vLLM's second model runner gives them with every finished request; `of_output`
-reads them, and nothing proves whose they are. That runner needs Triton, so on a CPU a `RouteRecorder` takes them where
-vLLM's routers choose, and `VllmEngine` asks its worker for them when a request has ended; `checked` has the proof.
+There are two sources. On CUDA vLLM's second model runner returns routes with every finished request; `of_output` reads
+these, without proof of the tokens. This runner needs Triton, so on a CPU a `RouteRecorder` captures routes inside
+vLLM's routers, and `VllmEngine` fetches them from the worker at the end of a request; `checked` verifies the tokens.
 
 Legend: n tokens, M MoE layers, K experts of a token.
 """
@@ -19,75 +19,75 @@ import torch
 from skyrl_mega.models.routes import RouteShape, WrongRoutes
 
 ID_SUFFIX = 9
-"""vLLM adds a hyphen and 8 characters to a request's name."""
+"""Number of characters added by vLLM to a request's name: a hyphen and 8 more."""
 
 
 @dataclass
 class Read:
-    """Tokens that a model has read, one after another: the routes, and what proves whose they are."""
+    """Routes of consecutive tokens read by a model, with data to verify the origin."""
 
     routes: np.ndarray
-    """[n, M, K]."""
+    """Routes, [n, M, K]."""
     tokens: np.ndarray
-    """int32 [n]: what was read."""
+    """Tokens read, int32 [n]."""
     versions: np.ndarray
-    """int32 [n]: the weight version of the model that read it."""
+    """Weight version of the model when reading each token, int32 [n]."""
 
     def part(self, at: slice | np.ndarray) -> Read:
-        """Some of them."""
+        """Returns a selection of the tokens."""
         return Read(self.routes[at], self.tokens[at], self.versions[at])
 
     def packed(self) -> list[bytes]:
-        """As vLLM's calls of workers carry it."""
+        """Returns the arrays as bytes, for vLLM's calls of workers."""
         return [value.tobytes() for value in vars(self).values()]
 
     @classmethod
     def unpacked(cls, packed: list[bytes], shape: RouteShape) -> Read:
-        """From `packed`."""
+        """Rebuilds an object from the result of `packed`."""
         routes = np.frombuffer(packed[0], shape.dtype).reshape(-1, len(shape.layers), shape.per_token)
         return cls(routes, *(np.frombuffer(values, np.int32) for values in packed[1:]))
 
     @classmethod
     def joined(cls, parts: list[Read]) -> Read:
-        """Several, one after another."""
+        """Concatenates several reads."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])))
 
 
 @dataclass
 class _Request:
-    """What a request's tokens were routed to so far, from its first one on."""
+    """The routes of a request so far, from the first token on."""
 
     parts: list[Read] = field(default_factory=list)
     known: int = 0
-    """Tokens in `parts`."""
+    """Number of tokens in `parts`."""
 
 
 class RouteRecorder:
-    """Records what vLLM's routers choose in one worker on a CPU, where routers run as Python.
+    """Records the choices of vLLM's routers in a worker on a CPU, where routers run as Python.
 
-    A prefix that the KV cache has is not read again. So routes are also kept by the cache's places: they are as old as
-    the keys and values that lie there, and known for as long.
+    A prefix found in the KV cache is not read again. Routes are therefore also stored by cache position, for as long
+    as the keys and values there.
 
     Args:
-        runner: vLLM's model runner, whose steps are recorded from now on.
-        shape: What the model's routes look like.
+        runner: vLLM's model runner; steps are recorded from now on.
+        shape: Shape of the model's routes.
 
     Raises:
-        WrongRoutes: The model's routers cannot be listened to.
+        WrongRoutes: The model's routers cannot be captured.
     """
 
     def __init__(self, runner: Any, shape: RouteShape) -> None:
         self.runner, self.shape = runner, shape
         self.version = 0
-        """The weights' (`VllmEngine.version`)."""
+        """Version of the weights (`VllmEngine.version`)."""
         self.requests: dict[str, _Request] = {}
-        """By vLLM's own name."""
+        """Requests under way, by vLLM's own names."""
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
             raise WrongRoutes("routes are recorded for models whose layers share one kind of KV cache")
         spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         places = runner.kv_cache_config.num_blocks * spec.block_size
         self.cached = Read(shape.none(places), *np.full((2, places), -1, np.int32))
-        """By place of the KV cache."""
+        """Routes by position in the KV cache."""
         self.step = torch.zeros(runner.max_num_tokens, len(shape.layers), shape.per_token, dtype=torch.int16)
         self._listen()
         self.execute = runner.execute_model
@@ -104,7 +104,7 @@ class RouteRecorder:
             found[layer].set_capture_fn(partial(self._capture, place))
 
     def _capture(self, place: int, experts: torch.Tensor) -> None:
-        """The experts [tokens of the step, K] that the router of the MoE layer `place` has chosen."""
+        """Stores the experts [tokens of the step, K] chosen by the router of MoE layer number `place`."""
         self.step[: len(experts), place] = experts
 
     def _execute(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,17 +114,17 @@ class RouteRecorder:
         return answer
 
     def _record(self, scheduled: Any) -> None:
-        """Shares the step's tokens out among the requests that they are of."""
+        """Distributes the step's tokens over requests."""
         batch, total = self.runner.input_batch, scheduled.total_num_scheduled_tokens
         read = Read(
             (self.step[:total] + 1).numpy().astype(self.shape.dtype),
             self.runner.input_ids.cpu[:total].numpy().copy(),
             np.full(total, self.version, np.int32),
         )
-        self.step[:total] = -1  # a layer that the next step skips has none
+        self.step[:total] = -1  # a layer skipped by the next step has no routes
         row = 0
         found: list[tuple[str, int, np.ndarray, Read]] = []
-        # All rows first: a request may read a prefix from the cache that a later one of the batch has just written.
+        # All rows first: a request may read a cached prefix just written by a later request of the batch.
         for index, name in enumerate(batch.req_ids):
             first, count = int(batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
             places = self._places(batch.block_table[0], index, first + count)
@@ -134,7 +134,7 @@ class RouteRecorder:
                 kept[places[first:]] = value
             found.append((name, first, places, new))
         for name, first, places, new in found:
-            # What is computed again after it gave way to others keeps the routes that its tokens were drawn with.
+            # Tokens computed again after a preemption keep the routes used when they were sampled.
             request = self.requests.setdefault(name, _Request())
             if first > request.known:
                 request.parts.append(self.cached.part(places[request.known : first]))
@@ -142,18 +142,18 @@ class RouteRecorder:
             request.known = max(request.known, len(places))
 
     def _places(self, table: Any, index: int, count: int) -> np.ndarray:
-        """Where in the cache a request's first `count` tokens lie."""
+        """Returns the cache positions of a request's first `count` tokens."""
         at = np.arange(count)
         return table.block_table.np[index, at // table.block_size] * table.block_size + at % table.block_size
 
     def forget(self) -> None:
-        """Drops what is known of requests, none of which is under way."""
+        """Drops all routes of requests; no request may be under way."""
         self.requests.clear()
 
     def take(self, name: str) -> Read | None:
-        """All that a request's model has read, and forgets it; None where that is nothing.
+        """Returns everything read for a request and forgets it; None if nothing was read.
 
-        A token behind its last may be among it, which was computed before it was known to be no more wanted.
+        The result may include a token after the last, computed before the end of the request was known.
         """
         found = [key for key in self.requests if key[:-ID_SUFFIX] == name]
         parts = [self.requests.pop(key).parts for key in found]
@@ -163,21 +163,21 @@ class RouteRecorder:
 def checked(
     read: Read | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
 ) -> np.ndarray:
-    """The routes that belong to a completion.
+    """Returns the routes of a completion after verification.
 
     Args:
-        read: What was recorded of the request, from its first token on.
-        tokens: Those that it has read: its prompt, and the new ones but the last.
-        first: Where the routes begin that are wanted.
-        versions: Weights that it was drawn with; None where they may change between a token and the next.
-        shape: What the model's routes look like.
-        name: The request's.
+        read: Data recorded for the request, from the first token on.
+        tokens: Tokens read by the engine: the prompt, and all new tokens but the last.
+        first: Position of the first wanted route.
+        versions: Weight versions used for sampling; None if weights may change between tokens.
+        shape: Shape of the model's routes.
+        name: Name of the request.
 
     Returns:
-        [len(tokens) - first, M, K].
+        Routes, [len(tokens) - first, M, K].
 
     Raises:
-        WrongRoutes: Some are missing, another token's, of other weights, or not ones that the model can have.
+        WrongRoutes: Routes are missing, belong to another token or other weights, or are impossible for the model.
     """
     if read is None or len(read.tokens) < len(tokens):
         known = 0 if read is None else len(read.tokens)
@@ -200,19 +200,19 @@ def checked(
 
 
 def of_output(experts: np.ndarray | None, tokens: int, *, shape: RouteShape, name: str) -> np.ndarray:
-    """The routes of a completion by vLLM's second model runner, which tells neither their tokens nor their weights.
+    """Returns the routes of a completion by vLLM's second model runner, without proof of tokens or weights.
 
     Args:
-        experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], those without experts included.
-        tokens: How many are needed.
-        shape: What the model's routes look like.
-        name: The request's.
+        experts: `CompletionOutput.routed_experts`: [n, decoder layers, K], layers without experts included.
+        tokens: Number of tokens with wanted routes.
+        shape: Shape of the model's routes.
+        name: Name of the request.
 
     Returns:
-        [tokens, M, K].
+        Routes, [tokens, M, K].
 
     Raises:
-        WrongRoutes: Some are missing, or not ones that the model can have.
+        WrongRoutes: Routes are missing or impossible for the model.
     """
     if experts is None:
         raise WrongRoutes(f"request {name}: vLLM gave no routes")

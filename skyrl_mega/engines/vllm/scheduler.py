@@ -1,8 +1,8 @@
-"""vLLM's scheduler, which sends the tokens of a request on together.
+"""A vLLM scheduler that sends the tokens of a request in groups.
 
-vLLM packs the token and the log-prob that a request got in a step, and the process that asked unpacks them: for a small
-model a sixth of what an engine computes. Nobody here reads a response before it has ended, so tokens wait for one
-another, for `HOLD_S` at most: long enough to save that work, and short enough to see whether an engine stands still.
+vLLM packs the token and the log-prob of a request in every step, and the calling process unpacks both: for a small
+model, a sixth of an engine's computation. No caller here reads a response before the end, so tokens are held for at
+most `HOLD_S`: long enough to save this work, and short enough to notice a stalled engine.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ _REST = [
 ]
 _rest = operator.attrgetter(*(f.name for f in _REST))
 _NOTHING = tuple(f.default for f in _REST)
-"""What an output has beside tokens and their log-probs, where it has nothing."""
+"""Default values of the output's fields other than tokens and log-probs."""
 
 
 class HoldingScheduler(Scheduler):
-    """Tokens of requests that allow it (`MAY_HOLD` in their `extra_args`) wait until the request ends, `HOLD_S` are
-    over, or vLLM pauses: before weights change, everything that the old ones drew has been sent.
+    """A scheduler that holds the tokens of requests with `MAY_HOLD` in `extra_args`.
+
+    Tokens are sent when the request ends, `HOLD_S` are over, or vLLM pauses: everything sampled with old weights is
+    sent before weights change.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[int, dict[str, list[EngineCoreOutput]]] = {}
-        """Client → request → what it got and was not told yet."""
+        """Client → request → outputs not yet sent."""
         self.sent = time.monotonic()
 
     def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:
-        """vLLM's own, less the outputs that wait, and with those that have waited."""
+        """Returns vLLM's outputs, without outputs to be held and with held outputs now due."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args)
         for client, message in messages.items():
             held = self.held.setdefault(client, {})
@@ -57,11 +59,11 @@ class HoldingScheduler(Scheduler):
         return {client: message for client, message in messages.items() if _says_something(message)}
 
     def has_requests(self) -> bool:
-        """Whether there is work: before a pause is complete, what was held is sent in a step of no tokens."""
+        """Returns True if there is work. Before a pause completes, held outputs are sent in a step without tokens."""
         return bool(super().has_requests() or (self._paused and any(self.held.values())))
 
     def finish_requests(self, *args: Any) -> list[Any]:
-        """Ends requests from outside; nobody waits for what they held."""
+        """Ends requests from outside and drops held outputs."""
         ended: list[Any] = super().finish_requests(*args)
         for request in ended:
             self.held.get(request.client_index, {}).pop(request.request_id, None)
@@ -72,7 +74,9 @@ class HoldingScheduler(Scheduler):
         return self.pause_state is not PauseState.UNPAUSED
 
     def _waits(self, output: EngineCoreOutput) -> bool:
-        """Whether it may: its request allows it, goes on, and it has nothing but tokens and their log-probs."""
+        """Returns True if an output may be held: the request permits holding and continues, and the output contains
+        only tokens and log-probs.
+        """
         request = self.requests.get(output.request_id)
         if request is None or not (request.sampling_params.extra_args or {}).get(MAY_HOLD):
             return False
@@ -91,7 +95,7 @@ def _says_something(message: EngineCoreOutputs) -> bool:
 
 
 def merged(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """The outputs of one request, in order, as one; all but the last have nothing but tokens and log-probs."""
+    """Merges the outputs of a request, in order; all but the last contain only tokens and log-probs."""
     *before, last = outputs
     if before:
         last.new_token_ids = [token for output in outputs for token in output.new_token_ids]

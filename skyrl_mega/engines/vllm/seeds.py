@@ -1,8 +1,8 @@
-"""Seeds of vLLM's CPU sampler, drawn ahead.
+"""Seeds of vLLM's CPU sampler, drawn in blocks.
 
-On a CPU vLLM draws the seed of a request's next token from the request's generator, one call of torch for each request
-and token: of 128 requests that is half a millisecond of a step. A block of seeds from the same generator is the same
-numbers, for one call in `AHEAD`.
+On a CPU vLLM draws the seed of a request's next token from the request's generator, with a torch call for each request
+and token: half a millisecond per step for 128 requests. A block of seeds from the same generator contains the same
+numbers, with a single call for `AHEAD` seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEDS = 2**31
 
 
 class SeedsAhead:
-    """`TopKTopPSampler.forward_cpu` with its own results, to the last bit."""
+    """A replacement for `TopKTopPSampler.forward_cpu` with the same results, to the last bit."""
 
     def __init__(self, sampler: TopKTopPSampler) -> None:
         self.mode = sampler.logprobs_mode
@@ -31,7 +31,9 @@ class SeedsAhead:
     def __call__(
         self, logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """logits [N, V], a generator for each row that has one → tokens [N], and logits or log-probs [N, V]."""
+        """Samples tokens [N] from logits [N, V], with the given rows' generators; also returns logits or log-probs [N,
+        V].
+        """
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)
@@ -44,7 +46,9 @@ class SeedsAhead:
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), seen
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
-        """int64 [N]: the next of each row's own stream; of torch's where it has none."""
+        """Returns the next seed of each row's own stream, int64 [N]; of torch's default generator for rows without a
+        stream.
+        """
         seeds = torch.randint(SEEDS, (rows,)).tolist()
         for row, generator in generators.items():
             stream = self.streams.get(generator)
@@ -55,13 +59,13 @@ class SeedsAhead:
 
 
 def _blocks(generator: Generator) -> Iterator[int]:
-    """The seeds that single draws from a generator would give."""
+    """Yields the same seeds as single draws from a generator."""
     while True:
         yield from torch.randint(SEEDS, (AHEAD,), generator=generator).tolist()
 
 
 def draw_ahead(runner: Any) -> None:
-    """Lets the sampler of vLLM's CPU model runner draw its seeds so, unless it is asked for 64-bit noise."""
+    """Makes the sampler of vLLM's CPU model runner draw seeds in blocks, unless 64-bit noise is requested."""
     sampler = runner.sampler.topk_topp_sampler
     if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
         sampler.forward = SeedsAhead(sampler)

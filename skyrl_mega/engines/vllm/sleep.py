@@ -1,13 +1,13 @@
 """The memory of a vLLM worker by parts: weights and KV cache are dropped, and come back empty.
 
-On CUDA vLLM's allocator for its sleep mode holds them (`device_allocator/cumem.py`), started by `enable_sleep_mode`. It
-gives back the pages of all that was allocated under a tag, and maps new ones to the same addresses, which CUDA graphs
-hold. We use its `discard`, which keeps no copy: an update brings every weight. What lies in the same memory and no
-update brings, such as rotary tables, scales and orders of rows, is a constant: it is copied to the host before, and
-back. vLLM's own `sleep(level=2)` saves the model's buffers alone, and drops both parts or none.
+On CUDA both are held by the allocator of vLLM's sleep mode (`device_allocator/cumem.py`), started by
+`enable_sleep_mode`. This allocator frees the pages of everything allocated under a tag, and maps new pages to the same
+addresses, held by CUDA graphs. We use its `discard`, without a copy: an update delivers every weight. Data in the same
+memory that no update delivers, such as rotary tables, scales and orders of rows, is constant: it is copied to the host
+before, and back afterwards. vLLM's own `sleep(level=2)` saves only the model's buffers, and drops both parts or none.
 
 A CPU has no such allocator: there the kernel takes back the pages of parameters and cache, whose addresses stay as
-well, and what has been packed of a linear layer's weights, which the next update packs again, is let go.
+well. Packed copies of linear layers' weights are freed; the next update packs the weights again.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ from skyrl_mega.engines.presence import CACHE, WEIGHTS
 from skyrl_mega.engines.vllm.params import LoadTimeParameters
 
 TAGS = {WEIGHTS: ("weights",), CACHE: ("kv_cache", "workspace")}
-"""Tags under which vLLM's allocator holds each part. The workspace is scratch memory of mixture-of-experts layers (512
-MiB a worker of Qwen3-30B-A3B at TP8); like the cache, only generation needs it (`v1/worker/workspace.py`)."""
+"""Tags of each part in vLLM's allocator. The workspace is scratch memory of mixture-of-experts layers (512 MiB a
+worker of Qwen3-30B-A3B at TP8); like the cache, needed only for generation (`v1/worker/workspace.py`).
+"""
 
 
 class Memory(Protocol):
-    """Where the parts lie."""
+    """The memory that holds the parts."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """Tensors that lie where the weights do, and are none of those that an update fills."""
+        """Returns tensors in the weights' memory, except tensors filled by an update."""
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """Gives back the memory of a part, all of which is in these tensors."""
+        """Frees the memory of a part, which consists of these tensors."""
 
     def bring_back(self, part: str) -> None:
-        """The memory is there again; what is in it is undefined."""
+        """Allocates the memory again, with undefined content."""
 
 
 @dataclass
 class Parts:
-    """The parts of one worker.
+    """The parts of a worker.
 
     Args:
-        model: As loaded.
-        parameters: The way that updates take into it.
+        model: The loaded model.
+        parameters: The model's parameters as written by updates.
         caches: Tensors of the KV cache.
-        memory: What they lie in.
+        memory: The memory that holds the parts.
     """
 
     model: Module
@@ -63,12 +64,12 @@ class Parts:
     memory: Memory
     asleep: set[str] = field(default_factory=set)
     held: list[Tensor] | None = None
-    """Constants; looked for once, as nothing is allocated under the weights' tag after the model has been loaded."""
+    """Constants; searched for once, as nothing is allocated under the weights' tag after the model was loaded."""
     saved: list[Tensor] = field(default_factory=list)
-    """What is in them, on the host, while the weights are dropped."""
+    """Values of the constants, on the host, while the weights are dropped."""
 
     def drop(self, part: str) -> None:
-        """Gives back a part's memory."""
+        """Frees a part's memory."""
         if part in self.asleep:
             return
         if part == WEIGHTS:
@@ -81,8 +82,10 @@ class Parts:
 
     @torch.no_grad()
     def bring_back(self, part: str) -> None:
-        """Takes the memory again. The cache is empty; of the weights only what no update brings is what it was, and
-        the rest is 0: so padding, which no update covers, is again."""
+        """Allocates a part's memory again. The cache is empty.
+
+        Constants get the former values back; other weights are 0, as required for padding, which no update covers.
+        """
         if part not in self.asleep:
             return
         self.memory.bring_back(part)
@@ -102,7 +105,7 @@ class Parts:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors, each once."""
+    """Yields the storages of tensors, each once."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -112,7 +115,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage."""
+    """Returns a whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -120,7 +123,7 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class CudaMemory:
-    """vLLM's allocator of this process.
+    """vLLM's sleep-mode allocator in this process.
 
     Args:
         allocator: A `CuMemAllocator`.
@@ -132,8 +135,9 @@ class CudaMemory:
         """Parts that are asleep."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """As of `Memory`. Every tensor that Python knows is looked at, as kernels also keep some in caches of theirs
-        that no module of the model holds."""
+        """Returns the constants; see `Memory`. Searches all tensors known to Python, as kernels also keep some in
+        caches outside the model's modules.
+        """
         inside = _Ranges(self.allocator, TAGS[WEIGHTS][0])
         seen = {storage._cdata for storage in storages(filled)}
         found = []
@@ -145,22 +149,22 @@ class CudaMemory:
         return found
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """As of `Memory`; what torch has cached beside it goes too."""
+        """Frees the memory of a part, and memory cached by torch."""
         self.dropped.add(part)
         self.allocator.discard(TAGS[part])
         gc.collect()
         torch.accelerator.empty_cache()
 
     def bring_back(self, part: str) -> None:
-        """As of `Memory`."""
+        """Allocates the memory of a part again."""
         self.dropped.discard(part)
         self.allocator.wake_up(list(TAGS[part]))
-        for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, whatever it is asked for
+        for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, whatever the request
             self.allocator.discard(TAGS[other])
 
 
 class _Ranges:
-    """The addresses that vLLM's allocator has given out under a tag."""
+    """The address ranges given out by vLLM's allocator under a tag."""
 
     def __init__(self, allocator: Any, tag: str) -> None:
         known = allocator.pointer_to_data.items()
@@ -172,10 +176,10 @@ class _Ranges:
 
 
 def _alive() -> list[Tensor]:
-    """All tensors with memory that this process's Python has."""
+    """Returns all tensors with memory in this process's Python."""
     frozen = gc.get_freeze_count()
     gc.collect()
-    gc.unfreeze()  # vLLM freezes what there is after its start, and Python then does not tell of it
+    gc.unfreeze()  # vLLM freezes existing objects after its start, which hides them from `get_objects`
     try:
         objects = gc.get_objects()
     finally:
@@ -190,21 +194,21 @@ def _alive() -> list[Tensor]:
 
 
 class HostMemory:
-    """The memory of this process, where the model computes on its CPU.
+    """The memory of this process, for a model on the CPU.
 
     Args:
-        model: As loaded. Its linear layers keep packed weights in `cpu_linear`.
+        model: The loaded model. Its linear layers keep packed weights in `cpu_linear`.
     """
 
     def __init__(self, model: Module) -> None:
         self.model = model
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
-        """None: here parameters are dropped one by one, and nothing else."""
+        """Returns no tensor: on a CPU only the given parameters are dropped, nothing else."""
         return []
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
-        """As of `Memory`."""
+        """Frees the pages of a part, and the packed weights of linear layers."""
         for storage in storages(tensors):
             take_pages(storage)
         if part == WEIGHTS:
@@ -214,7 +218,7 @@ class HostMemory:
             trim()
 
     def bring_back(self, part: str) -> None:
-        """As of `Memory`: pages come as they are written to."""
+        """Does nothing: pages come back when written to."""
 
 
 def _dropped(*_: Any, **__: Any) -> Tensor:
@@ -222,10 +226,10 @@ def _dropped(*_: Any, **__: Any) -> Tensor:
 
 
 def take_pages(storage: torch.UntypedStorage) -> None:
-    """Gives the whole pages of a storage back to the system; they are 0 when they are next looked at.
+    """Gives the whole pages of a storage back to the system; later reads give 0.
 
     Raises:
-        OSError: The system does not take them, as they are locked.
+        OSError: The system refuses because the pages are locked.
     """
     first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
@@ -237,7 +241,7 @@ def take_pages(storage: torch.UntypedStorage) -> None:
 
 
 def trim() -> None:
-    """Has the C library give free memory back to the system, where it can be asked to (glibc)."""
+    """Asks the C library to give free memory back to the system, if supported (glibc)."""
     gc.collect()
     call = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if call is not None:

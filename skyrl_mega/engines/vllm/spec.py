@@ -1,4 +1,4 @@
-"""What a vLLM engine is made of: its process's environment, and its arguments."""
+"""The definition of a vLLM engine: environment of the process, and arguments."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
 
 ROUTER = r"re:.*\.mlp\.gate$"
-"""Stays as it is in an engine that quantises what it loads, as in FP8 checkpoints: rounded, it picks other experts."""
+"""Layers left unquantised by quantisation on loading, as in FP8 checkpoints: a rounded router picks other experts."""
 RESTARTED_FRACTION = 0.01
-"""`gpu_memory_utilization` where the cache's size is given. vLLM then uses it for nothing but a check that this share
-of the GPU is free at start, which it need not be: the policy that shares the GPU has taken some of it since the first
-start."""
+"""`gpu_memory_utilization` for a given cache size. vLLM then only checks that this share of the GPU is free at start.
+It is small because a policy on the same GPU may since have taken memory that was free at the first start.
+"""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made of."""
+    """The definition of an engine."""
 
     path: str
-    """Hugging Face directory: config.json, and tokenizer files where stop strings are used."""
+    """Hugging Face directory: config.json, and tokenizer files if stop strings are used."""
     dtype: str
     device: str
     """`cpu` or `cuda`."""
     rollout: RolloutConfig
     max_length: int
-    """Longest sequence, prompt and response."""
+    """Maximum length of a sequence, prompt and response."""
     weights: str = "dummy"
-    """`dummy` (the first sync brings them) or `auto` (read from the directory)."""
+    """`dummy` (delivered by the first sync) or `auto` (read from the directory)."""
     seed: int = 0
     routes: bool = False
-    """Whether completions bring the experts that the model's tokens were routed to (`engines.vllm.routes`)."""
+    """True if completions contain the experts of every token (`engines.vllm.routes`)."""
     updated_under_way: bool = False
-    """Whether weights change while requests are under way (`asynchrony.mode: full`)."""
+    """True if weights change while requests are under way (`asynchrony.mode: full`)."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More vLLM engine arguments; `rollout.options` goes before them."""
+    """More vLLM engine arguments; `rollout.options` takes precedence."""
     sleeps: tuple[str, ...] = ()
-    """Parts of it (`config.residency.ENGINE`) that its device does not hold in every phase."""
+    """Parts (`config.residency.ENGINE`) absent from the device in some phases."""
     deterministic: bool = False
-    """On a GPU: kernels whose results do not depend on the batch."""
+    """On a GPU: kernels with results independent of the batch."""
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables of the engine's process, set before it starts."""
+    """Returns environment variables of the engine's process, set before the start."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_HOST_IP": "127.0.0.1",  # its own processes are all on this node
+        "VLLM_HOST_IP": "127.0.0.1",  # all of its processes are on this node
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_PLUGINS": "skyrl_mega",
     }
     if spec.routes and spec.device == "cuda":
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the runner that can give them
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the runner that returns routes
     if spec.device == "cpu":
         env |= {
             "OMP_NUM_THREADS": str(spec.rollout.threads),
-            # Policy and engine share the cores and take turns: pinned threads would queue for one of them.
+            # Policy and engine take turns on the same cores: pinned threads would queue for one of them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if spec.rollout.tensor == 1:
-            # Else vLLM puts its one worker into a third process: 7 s more to start.
+            # Otherwise vLLM puts its only worker into a third process: 7 s more to start.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager(spec.rollout, spec.device):
             # vLLM compiles a helper of its sampler even in eager mode: 18 s at the first request.
@@ -78,19 +78,18 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
-    """Environment variables by which a block's FP8 scale stays the float32 number that policy and wire have.
+    """Returns environment variables that keep a block's FP8 scale equal to the float32 number of policy and wire.
 
-    DeepGEMM in vLLM rounds scales to powers of two, and the weights with them, where it is not told otherwise. Only
-    Blackwell needs that.
+    By default DeepGEMM in vLLM rounds scales to powers of two, and the weights accordingly. Only Blackwell needs that.
     """
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if hopper and fp8_weights(spec.rollout) else {}
 
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
-    """vLLM's engine arguments.
+    """Returns vLLM's engine arguments.
 
-    Without `former` vLLM measures, on a GPU, what `rollout.memory_fraction` leaves for the cache; nobody may take
-    or give back memory of the GPU meanwhile. One that is started again takes what the first found.
+    Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
+    process may allocate or free memory of the GPU. A restarted engine uses the first engine's result.
     """
     from vllm.config import WeightTransferConfig
 
@@ -105,11 +104,11 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         "tensor_parallel_size": rollout.tensor,
         "max_model_len": spec.max_length,
         "max_num_seqs": rollout.concurrency,
-        # A whole wave of prompts may be prefilled in one step, but never less than the longest sequence.
+        # A step may prefill a whole wave of prompts, and always fits the longest sequence.
         "max_num_batched_tokens": max(spec.max_length, ENGINE_STEP_TOKENS),
         "enforce_eager": eager(rollout, spec.device),
         "skip_tokenizer_init": not rollout.sampling.stop,
-        "generation_config": "vllm",  # nothing of the directory's sampling defaults
+        "generation_config": "vllm",  # without the directory's sampling defaults
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
@@ -123,14 +122,14 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "uni" if rollout.tensor == 1 else "mp"
         # On CUDA vLLM schedules asynchronously, and packs tokens on a core of its own.
         arguments["scheduler_cls"] = "skyrl_mega.engines.vllm.scheduler.HoldingScheduler"
-        # The draw after half a prompt is taken back; vLLM cannot do that to a seeded CPU generator, and dies.
+        # vLLM discards the sample after half a prompt, but cannot rewind a seeded CPU generator, and dies.
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["distributed_executor_backend"] = "mp"
         if spec.routes:
             arguments["enable_return_routed_experts"] = True
         if spec.sleeps:
-            arguments["enable_sleep_mode"] = True  # weights and cache lie in memory that can be given back by tags
+            arguments["enable_sleep_mode"] = True  # puts weights and cache into memory that can be freed by tags
         if former is None:
             arguments["gpu_memory_utilization"] = rollout.memory_fraction
         else:

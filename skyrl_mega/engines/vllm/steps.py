@@ -1,4 +1,4 @@
-"""What an engine worker's steps were: how many, of how many tokens each."""
+"""The number of an engine worker's steps, by tokens per step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class StepCounter:
-    """Counts the steps of vLLM's model runner by their tokens: while it decodes, one for each sequence that runs.
+    """A counter of the steps of vLLM's model runner by tokens: while decoding, a token for each running sequence.
 
     Args:
-        runner: Whose steps are counted from now on.
+        runner: Model runner; steps are counted from now on.
     """
 
     def __init__(self, runner: Any) -> None:
         self.steps: Counter[int] = Counter()
-        """Tokens → steps with so many."""
+        """Number of steps, by tokens per step."""
         self.execute = runner.execute_model
         runner.execute_model = self._execute
 
@@ -25,6 +25,6 @@ class StepCounter:
         return self.execute(scheduled, *args, **kwargs)
 
     def take(self) -> dict[int, int]:
-        """Those since the last time."""
+        """Returns the counts since the previous call."""
         taken, self.steps = dict(self.steps), Counter()
         return taken

@@ -1,4 +1,4 @@
-"""The tokenizer with which vLLM looks for stop strings: the renderer's, not the class that a directory names."""
+"""The tokenizer with which vLLM looks for stop strings: the renderer's, not the class named by a directory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from skyrl_mega.hf_checkpoint.tokenizer import load
 
 
 class ProvedTokenizer:
-    """vLLM's `tokenizer_mode` of this name (`plugin.TOKENIZER`)."""
+    """A tokenizer class for vLLM's `tokenizer_mode` of this name (`plugin.TOKENIZER`)."""
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> Any:
-        """Returns the directory's tokenizer, proved, with what vLLM keeps beside one."""
+        """Returns the directory's tokenizer, verified, with vLLM's cached attributes."""
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         return get_cached_tokenizer(load(Path(path), "model.path"))

@@ -1,8 +1,7 @@
-"""The engine's end of a weight sync: each vLLM worker receives its own shard, straight from the policy ranks that
-hold it.
+"""The engine's end of a weight sync: each vLLM worker receives its own shard directly from policy ranks.
 
-Registered with vLLM's `WeightTransferEngineFactory` under `plugin.BACKEND`; vLLM makes one per worker and calls
-it in the order init, then start, update, finish for every sync.
+Registered with vLLM's `WeightTransferEngineFactory` under `plugin.BACKEND`. vLLM creates an instance per worker and
+calls init first, then start, update and finish for every sync.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from skyrl_mega.weights.exchange.exchange import Exchange
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What one engine's workers need to join; the same for all of them."""
+    """Information for the workers of an engine to join; the same for all workers."""
 
     connection: dict[str, Any]
     """Fields of `connection.Connection`."""
     place: int
-    """Which of the engines that take part this is."""
+    """Index of this engine among the participating engines."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One sync."""
+    """Parameters of a sync."""
 
     checksums: bool
-    """Whether every part is proved."""
+    """True to verify every part."""
 
 
 class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives this worker's shard. `report` tells of the last sync, in seconds and bytes."""
+    """The receiver of this worker's shard. `report` describes the last sync, in seconds and bytes."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -65,7 +64,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.exchange: Exchange | None = None
         self.report: dict[str, float] = {}
         self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype)
-        if self.device.type == "cuda":  # the engine's process stays near to all of its GPUs, a worker to its own
+        if self.device.type == "cuda":  # the engine's process stays near all of its GPUs, a worker near its own
             numa.bind(numa.visible()[self.device.index : self.device.index + 1])
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -80,7 +79,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives every box of this worker's shard; a layer goes to work with its weights when it has all of them."""
+        """Receives every box of this worker's shard; a layer is processed when complete."""
         self.report = asdict(self._receive(update_info.checksums))
 
     def _receive(self, checksums: bool) -> Any:
@@ -89,22 +88,22 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.written)
 
     def finish_weight_update(self) -> None:
-        """Sees that every layer works with what was written."""
+        """Completes the update in every layer."""
         start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()
         if dropped and self.device.type == "cpu":
-            trim()  # of what was written aside
+            trim()  # for tensors written aside
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
-        """Receives this worker's shard once more, and compares it with the weights in place."""
+        """Receives this worker's shard again for comparison with the weights in place."""
         self.parameters.open(check=True)
         report = self._receive(checksums=True)
         different = self.parameters.close()
         return {"parameters": len(self.parameters), "bytes": report.received + report.local, "different": different}
 
     def abandon(self) -> None:
-        """Leaves in the middle of an update. The weights are of no use until another update has ended."""
+        """Leaves in the middle of an update. The weights are unusable until the end of another update."""
         self.shutdown()
         self.parameters.abandon()
 
@@ -116,7 +115,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Methods that every vLLM worker has beside its own (`worker_extension_cls`), for `collective_rpc`."""
+    """Additional methods of every vLLM worker (`worker_extension_cls`), for `collective_rpc`."""
 
     weight_transfer_engine: ShardTransferEngine
     rank: int
@@ -126,17 +125,17 @@ class WorkerExtension:
     model_runner: Any
     synchronize_device: Callable[[], None]
     recorder: RouteRecorder | None = None
-    """Of routes, in the first worker of an engine that records them."""
+    """Recorder of routes, in the first worker of an engine recording routes."""
     meters: tuple[MemoryMeter, StepCounter] | None = None
     parts: Parts | None = None
-    """Of its memory, once one has been dropped."""
+    """Parts of the worker's memory, after the first drop."""
 
     def transfer_report(self) -> dict[str, float]:
-        """Seconds and bytes of the last sync, by the names of `executor.Report`."""
+        """Returns seconds and bytes of the last sync, by the names of `executor.Report`."""
         return self.weight_transfer_engine.report
 
     def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
-        """Fields of a `Reading` of its memory, and its steps by their tokens, since the last time."""
+        """Returns the fields of a memory `Reading` and the steps by tokens, since the previous call."""
         if self.meters is None:
             device = self.weight_transfer_engine.device.type
             self.meters = MemoryMeter(device), StepCounter(self.model_runner)
@@ -144,22 +143,22 @@ class WorkerExtension:
         return asdict(memory.read()), steps.take()
 
     def draw_seeds_ahead(self) -> None:
-        """See `seeds.draw_ahead`."""
+        """Makes the sampler draw seeds in blocks; see `seeds.draw_ahead`."""
         draw_ahead(self.model_runner)
 
     def cache_bytes(self) -> int:
-        """Bytes of this worker's KV cache: what it was given, or else what it measured."""
+        """Returns the bytes of this worker's KV cache: as given, or else as measured."""
         given: int | None = self.cache_config.kv_cache_memory_bytes
         return int(given or self.available_kv_cache_memory_bytes)
 
     def drop(self, parts: list[str]) -> None:
-        """Gives back the memory of these parts (`config.residency`); nothing may be under way."""
+        """Frees the memory of these parts (`config.residency`); nothing may be under way."""
         self.parts = self.parts or self._parts()
         for part in parts:
             self.parts.drop(part)
 
     def bring_back(self, parts: list[str]) -> None:
-        """Takes their memory again; see `sleep.Parts.bring_back`."""
+        """Allocates the memory of these parts again; see `sleep.Parts.bring_back`."""
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)
@@ -176,39 +175,39 @@ class WorkerExtension:
         return Parts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """See `ShardTransferEngine.compare`."""
+        """Compares this worker's weights with the policy's; see `ShardTransferEngine.compare`."""
         return self.weight_transfer_engine.compare()
 
     def abandon_update(self) -> None:
-        """Takes back the start of an update, wherever it has come to."""
+        """Abandons an update at any stage."""
         self.weight_transfer_engine.abandon()
-        self._weight_update_active = False  # vLLM clears it itself only in a worker whose own part failed
+        self._weight_update_active = False  # vLLM resets it only in a worker whose own part failed
 
     def record_routes(self) -> None:
-        """Records routes from now on; all workers route alike, and the first one answers for them."""
+        """Starts recording routes; all workers route alike, so the first worker answers for all."""
         config = self.weight_transfer_engine.model_config.hf_config.to_dict()
         shape = RouteShape.of(architecture(config).describe(config))
         if self.rank == 0 and shape is not None:
             self.recorder = RouteRecorder(self.model_runner, shape)
 
     def routes_version(self, version: int) -> None:
-        """The weights are of this version from now on."""
+        """Sets the version of the present weights."""
         if self.recorder is not None:
             self.recorder.version = version
 
     def forget_routes(self) -> None:
-        """Drops the routes of requests whose completions nobody took."""
+        """Drops the routes of requests whose completions were never taken."""
         if self.recorder is not None:
             self.recorder.forget()
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
-        """What each of these requests was routed to (`routes.Read.packed`); None where nothing is known."""
+        """Returns the routes of each request (`routes.Read.packed`); None for an unknown request."""
         assert self.recorder is not None or self.rank, "record_routes comes first"
         found = [self.recorder.take(name) for name in names] if self.recorder is not None else []
         return [None if read is None else read.packed() for read in found]
 
     def own_shard(self) -> Shard:
-        """This worker's shard, from the model's config.json."""
+        """Returns this worker's shard, from the model's config.json."""
         config = self.weight_transfer_engine.model_config.hf_config.to_dict()
         parallel = self.weight_transfer_engine.parallel_config
         return architecture(config).engine_shard(
@@ -216,7 +215,7 @@ class WorkerExtension:
         )
 
     def load_files(self, path: str) -> None:
-        """Loads this worker's shard from a Hugging Face directory, by the same way as a sync."""
+        """Loads this worker's shard from a Hugging Face directory, in the same way as a sync."""
         from skyrl_mega.hf_checkpoint import load
 
         engine = self.weight_transfer_engine
