@@ -4,6 +4,6 @@ from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
     driver.start("nothing is left of it, and the same command begins again")
-    from skyrl_mega.cli.export import main  # only the driver needs what it imports
+    from skyrl_mega.cli.export import main  # imported late: only the driver needs its packages
 
     driver.run(main)

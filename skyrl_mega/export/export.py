@@ -1,4 +1,4 @@
-"""An export from beginning to end: look, plan, write, prove, and only then give the directory its name."""
+"""An export from start to end: check, plan, write, verify, and finally rename the directory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from skyrl_mega.hf_checkpoint.crc import joined
 from skyrl_mega.hf_checkpoint.load import write_beside
 
 _SPARE_BYTES = 64 << 20
-"""What index, tokenizer and file system need besides the weights."""
+"""Disk space for index, tokenizer and file system, besides the weights."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was done."""
+    """The result of an export."""
 
     output: str
     checkpoint: str
@@ -42,13 +42,13 @@ class Exported:
     tensors: int
     files: int
     nbytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     seconds: float
-    """From the first look to the name; verification is not counted."""
+    """Seconds from the first check to the final rename, without verification."""
     verified: bool
-    """Whether every tensor was read back and compared."""
+    """True if every tensor was read back and compared."""
     without_master: tuple[str, ...]
-    """Tensors whose weights were taken, because the optimizer holds no copy of them."""
+    """Tensors exported from the model's weights, because the optimizer holds no copy."""
 
 
 def export(
@@ -62,25 +62,25 @@ def export(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes a checkpoint, compared with its check sums, as a Hugging Face directory. It appears whole, or not at all.
+    """Writes a checkpoint, compared with its checksums, as a complete Hugging Face directory or not at all.
 
     Args:
-        source: the checkpoint.
-        output: a new or an empty directory.
-        dtype: of the files; None is that of what is exported.
-        origin: what is exported.
-        workers: processes; each needs two buffers of `job.SLAB_BYTES`, or of one row where that is more.
-        file_bytes: size of one file at most (one tensor at least).
-        verify: read every tensor back and compare it with the checkpoint, bit by bit.
-        progress: who is told how far it is.
+        source: The checkpoint.
+        output: A new or empty directory.
+        dtype: Type of the files; None means the type of the exported values.
+        origin: Source of the exported values.
+        workers: Number of processes; each needs two buffers of `job.SLAB_BYTES`, or of one row if larger.
+        file_bytes: Maximum size of a file (at least one tensor).
+        verify: True to read every tensor back and compare it with the checkpoint, bit by bit.
+        progress: Receiver of progress reports.
 
     Raises:
-        UserError: the checkpoint is not whole, of another model or of another type; the output is there already or
+        UserError: The checkpoint is incomplete, of another model or of another type; or the output exists already or
             does not fit on the disk. Nothing has been written then.
-        Damaged: A file of the checkpoint is not as it was saved. Nothing is left of what was written.
-        WorkerDied: a worker was killed.
-        Different: what was written is not what the checkpoint holds.
-        OSError: the file system failed.
+        Damaged: A file of the checkpoint differs from the saved state. Everything written is removed.
+        WorkerDied: A worker was killed.
+        Different: The written data differs from the checkpoint.
+        OSError: The file system failed.
     """
     progress = progress or Progress(None)
     start = time.perf_counter()
@@ -124,10 +124,10 @@ def _check_room(output: Path, job: Job) -> None:
 
 
 def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) -> None:
-    """Writes the safetensors files: every one with its header and its whole size first, then the workers fill them.
+    """Writes the safetensors files: first every file with header and full size, then the data by the workers.
 
     Raises:
-        Damaged: What was read is not what was saved.
+        Damaged: The data read differs from the data saved.
     """
     for file in job.files:
         with writing(partial / file.name), (partial / file.name).open("wb") as opened:
@@ -156,10 +156,11 @@ def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Gives a file its size and, where the file system can, its place on the disk: later writes into it are faster, and
-    a disk that is too full says so now."""
+    """Sets a file's size and, if the file system can, reserves disk space: later writes are faster, and a full disk
+    fails now.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    # posix_fallocate would write to every block where the file system cannot do it.
+    # posix_fallocate would write to every block if the file system does not support it.
     if libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         error = ctypes.get_errno()
         if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -168,7 +169,7 @@ def _allocate(file: int, size: int) -> None:
 
 
 def _say_dtype(file: Path, dtype: torch.dtype) -> None:
-    """config.json names the type of the files, which who loads them goes by."""
+    """Writes the files' type into config.json, for loaders."""
     hf: dict[str, Any] = json.loads(file.read_text())
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in hf] or ["torch_dtype"]

@@ -1,5 +1,4 @@
-"""What an export will do, decided before anything is written: which rows of which entry of the checkpoint become which
-bytes of which file."""
+"""The plan of an export, made before anything is written: from rows of checkpoint entries to bytes of output files."""
 
 from __future__ import annotations
 
@@ -21,22 +20,23 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box
 
 Origin = Literal["weights", "master"]
-"""What is exported: the weights that the model computes with, or the optimizer's float32 copies."""
+"""Source of the exported values: the model's weights, or the optimizer's float32 copies."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-"""safetensors' names."""
+"""Names of types in safetensors."""
 SLAB_BYTES = 16 << 20
-"""What a worker reads or writes at a time; it has a buffer of this size for each."""
+"""Bytes that a worker reads or writes at a time; a worker has a buffer of this size for each."""
 
 PAGE_BYTES = 4096
-"""Headers are filled up with spaces to whole pages, and tensors of whole pages come first: most writes are of whole
-pages then, which cost the kernel half as much."""
+"""Page size of files. Headers are padded with spaces to whole pages, and tensors of whole pages come first: most
+writes then cover whole pages, at half the cost for the kernel.
+"""
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Rows of one tensor. Their bytes in the file are contiguous."""
+    """Rows of a tensor, contiguous in the file."""
 
     tensor: str
     first: int
@@ -45,7 +45,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Batch:
-    """Slabs that stand one after the other in one file: one write."""
+    """Consecutive slabs of a file, written at once."""
 
     file: int
     """Index of the file."""
@@ -54,36 +54,36 @@ class Batch:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A safetensors file: its header, and where each tensor's bytes begin."""
+    """A safetensors file: its header, and the place of each tensor."""
 
     name: str
     header: bytes
-    """With the eight bytes of its length."""
+    """Includes the eight bytes of the length."""
     offsets: dict[str, int]
-    """Tensor → its first byte in the file."""
+    """First byte of each tensor in the file."""
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a worker needs to know."""
+    """Everything a worker needs to know."""
 
     shapes: dict[str, tuple[int, ...]]
-    """The tensors of the Hugging Face directory."""
+    """Shapes of the tensors in the Hugging Face directory."""
     dtype: torch.dtype
     through: torch.dtype
-    """What a master weight is rounded to before it gets the files' type: the model's, or float32."""
+    """Type to which a master weight is rounded before conversion to the files' type: the model's, or float32."""
     entries: tuple[Entry, ...]
-    """Those that are read, in the order of the checkpoint's files."""
+    """Entries to read, in the order of the checkpoint's files."""
     of: dict[str, tuple[int, ...]]
-    """Tensor → its entries, by first row."""
+    """Entries of each tensor, by first row."""
     files: tuple[OutputFile, ...]
     batches: tuple[Batch, ...]
-    """All of it, in the order in which it is written."""
+    """All batches, in the order of writing."""
     buffer_bytes: int
-    """What the largest batch needs, before or after its conversion; a worker has two such buffers."""
+    """Bytes of the largest batch, before or after conversion; a worker has two such buffers."""
     without_master: tuple[str, ...] = ()
-    """Tensors that the optimizer does not train; their weights are exported."""
+    """Tensors that the optimizer does not train; exported from the model's weights."""
 
     @property
     def nbytes(self) -> int:
@@ -103,15 +103,15 @@ def plan_job(
     """Plans an export.
 
     Args:
-        hf: the model's config.json.
-        header: the checkpoint's.
-        stored: its entries.
-        dtype: of the files; None is that of what is exported.
-        origin: what is exported.
-        file_bytes: size of one file at most (one tensor at least).
+        hf: The model's config.json.
+        header: The checkpoint's header.
+        stored: The checkpoint's entries.
+        dtype: Type of the files; None means the type of the exported values.
+        origin: Source of the exported values.
+        file_bytes: Maximum size of a file (at least one tensor).
 
     Raises:
-        UserError: the checkpoint is of another model, not whole, or has no master weights.
+        UserError: The checkpoint is of another model, incomplete, or without master weights.
     """
     shapes = architecture(hf).tensors(hf)
     _check_shapes(shapes, header)
@@ -129,7 +129,7 @@ def plan_job(
     _check_covered(shapes, entries, of)
     files = _files(shapes, dtype, file_bytes)
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
-    # All files go forward together: a file system lets one writer at a time into a file.
+    # All files advance together: a file system allows a single writer per file at a time.
     by_file = [[Batch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
     batches = tuple(batch for row in zip_longest(*by_file) for batch in row if batch)
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
@@ -140,7 +140,7 @@ def plan_job(
 
 
 def within(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
-    """The entries that have some of a slab's rows, by index, and the box of each that is in those rows."""
+    """Yields the entries that contain rows of a slab, by index, each with the box of these rows."""
     for index in job.of[slab.tensor]:
         entry = job.entries[index]
         low = max(entry.box.start[0], slab.first)
@@ -150,7 +150,11 @@ def within(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None:
-    """The checkpoint is of the model that config.json describes."""
+    """Checks that the checkpoint is of the model in config.json.
+
+    Raises:
+        UserError: Tensors or shapes differ.
+    """
     for name in (*shapes, *header.tensors):
         here, there = shapes.get(name), header.tensors.get(name)
         if here != there:
@@ -163,7 +167,11 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
 def _check_covered(
     shapes: Mapping[str, tuple[int, ...]], entries: Sequence[Entry], of: Mapping[str, Sequence[int]]
 ) -> None:
-    """Every element of every tensor lies in one entry. Entries never overlap, so counting is enough."""
+    """Checks that entries contain every element of every tensor. Entries never overlap, so counting is enough.
+
+    Raises:
+        UserError: The checkpoint is incomplete.
+    """
     for tensor, shape in shapes.items():
         there = sum(entries[index].box.numel for index in of.get(tensor, ()))
         if there != prod(shape):
@@ -176,7 +184,7 @@ def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes
     dealt = list(split(shapes, dtype.itemsize, file_bytes))
     files = []
     for name, tensors in zip(file_names(len(dealt)), dealt, strict=True):
-        # Whole pages first: a tensor of another size would shift all that follow it.
+        # Whole pages first: a tensor of another size would shift all following tensors.
         tensors.sort(key=lambda t: prod(shapes[t]) * dtype.itemsize % PAGE_BYTES != 0)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = list(accumulate(prod(shapes[t]) * dtype.itemsize for t in tensors))
@@ -192,7 +200,7 @@ def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes
 
 
 def _batches(file: OutputFile, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[tuple[Slab, ...]]:
-    """The file's tensors as runs of rows, a buffer full at a time (one row at least)."""
+    """Yields the file's tensors as runs of rows, a full buffer at a time (at least one row)."""
     batch: list[Slab] = []
     room = SLAB_BYTES
     for tensor in file.offsets:

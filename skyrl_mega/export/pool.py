@@ -1,4 +1,4 @@
-"""Workers as processes: the same method on many items, each process with a `Worker` of its own."""
+"""Worker processes: run a method on many items, each process with its own `Worker`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from skyrl_mega.export.job import Job
 from skyrl_mega.export.work import Worker
 
 AHEAD = 4
-"""Items that wait at each worker."""
+"""Items queued for each worker."""
 
 _context = multiprocessing.get_context("forkserver")
 _worker: Worker | None = None
 
 
 class WorkerDied(RuntimeError):
-    """A worker ended without an answer."""
+    """A worker process ended without an answer."""
 
 
 def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:
-    """`Worker(job, folder).method(item)` for all items, as (item, answer) in the order in which they come.
+    """Runs `Worker(job, folder).method(item)` for all items; yields (item, answer) in order of completion.
 
     Args:
-        job: the plan that every worker gets.
-        folder: the files that are written.
-        method: of `Worker`.
-        items: its arguments.
-        workers: processes; 1 works in this one.
+        job: The plan, given to every worker.
+        folder: Folder of the files being written.
+        method: Name of a method of `Worker`.
+        items: Arguments of the method.
+        workers: Number of processes; 1 works in the calling process.
 
     Raises:
-        WorkerDied: a process ended by itself or was killed.
-        Exception: the first that a worker raised.
+        WorkerDied: A process ended by itself or was killed.
+        Exception: The first error raised by a worker.
     """
     if workers == 1 or len(items) == 1:
         alone = Worker(job, folder)
@@ -69,7 +69,7 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
 
 
 def _begin(job: Job, folder: Path) -> None:
-    """A worker's start. It takes no interrupt of its own and does not outlive who started it."""
+    """Starts a worker process. The process ignores interrupts and ends with its parent."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

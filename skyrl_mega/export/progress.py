@@ -1,4 +1,4 @@
-"""How far an export is: a live line on a terminal, a plain line from time to time elsewhere."""
+"""The progress of an export: a live line on a terminal, otherwise a plain line from time to time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_S = 10.0
 
 @dataclass
 class Phase:
-    """A part of the work under way."""
+    """A phase of the work."""
 
     name: str
     total: int
@@ -29,7 +29,7 @@ class Phase:
     said: float = field(default_factory=time.monotonic)
 
     def advance(self, amount: int) -> None:
-        """So much more is done."""
+        """Adds an amount of finished work, and prints a line if due."""
         self.done += amount
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=self.done)
@@ -38,7 +38,7 @@ class Phase:
             self.console.print(self.line())
 
     def line(self) -> str:
-        """Done of all, and the mean rate."""
+        """Returns the finished and the total amount with the mean rate, as text."""
         seconds = max(time.monotonic() - self.start, 1e-6)
         if self.unit == "bytes":
             return f"{self.name}: {size(self.done)} of {size(self.total)}, {size(self.done / seconds)}/s"
@@ -46,14 +46,14 @@ class Phase:
 
 
 class Progress:
-    """Tells a person; None tells nobody."""
+    """User-facing progress; silent if `out` is None."""
 
     def __init__(self, out: TextIO | None) -> None:
         self._console = rich.console.Console(file=out, highlight=False, markup=False, soft_wrap=True) if out else None
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
-        """A part of the work; a line with its amount and rate stands at its end."""
+        """Opens a phase of the work; prints a line with amount and rate at the end."""
         phase = Phase(name, total, unit, self._console)
         if self._console and self._console.is_terminal:
             columns = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30)]
@@ -71,7 +71,7 @@ class Progress:
 
 
 def size(count: float) -> str:
-    """Bytes for a person; a GB is 10⁹ of them."""
+    """Formats a number of bytes for users; a GB is 10⁹ bytes."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

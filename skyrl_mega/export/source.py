@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, which model it is of, and whether the output may be written. Needs no torch."""
+"""The choice of checkpoint and model to export, and the check of the output folder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from skyrl_mega.trainer.checkpoints import check_saved_together
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that is to be exported."""
+    """A checkpoint to export."""
 
     folder: Path
-    """The policy's files."""
+    """Folder of the policy's files."""
     model: Path
-    """The Hugging Face directory whose configuration and tokenizer go with it."""
+    """Hugging Face directory with the configuration and the tokenizer."""
     hf: dict[str, Any]
-    """Its config.json."""
+    """The model's config.json."""
 
 
 def find(path: Path, step: int | None, model: Path | None) -> Source:
-    """The checkpoint that a command line means.
+    """Returns the checkpoint chosen on the command line.
 
     Args:
-        path: a run's folder, one of its checkpoints, or the policy's folder in one.
-        step: of a run; None is the newest.
-        model: a Hugging Face directory; None is the run's `model.path`.
+        path: A run's folder, one of its checkpoints, or the policy's folder in a checkpoint.
+        step: Step of a run's checkpoint; None means the newest.
+        model: A Hugging Face directory; None means the run's `model.path`.
 
     Raises:
-        UserError: there is none, or it is not whole, or its model is not there.
+        UserError: The checkpoint is missing or incomplete, or the model is missing.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run's folder or one of its checkpoints")
@@ -64,7 +64,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
 
 
 def check_output(output: Path) -> None:
-    """Refuses a place that holds something already, or that cannot be written to."""
+    """Raises UserError if the output has content already, or cannot be written."""
     refuse_folder(output, f"--output {output}")
     parent = disk_of(output)
     if not os.access(parent, os.W_OK):
@@ -72,7 +72,7 @@ def check_output(output: Path) -> None:
 
 
 def disk_of(output: Path) -> Path:
-    """Returns the folder that an export is written within: the output, links followed, or its nearest parent."""
+    """Returns the folder that contains the export: the output, with links followed, or the nearest existing parent."""
     target = Path(os.path.realpath(output))
     return next(path for path in (target, *target.parents) if path.is_dir())
 
@@ -101,7 +101,11 @@ def _whole(step: Path) -> Path:
 
 
 def _model_of(run: Path | None, path: Path) -> Path:
-    """`model.path` of the run; a relative one is seen from where the run was started."""
+    """Returns `model.path` of the run; a relative path starts where the run was started.
+
+    Raises:
+        UserError: The run's settings or the model are missing.
+    """
     if run is None or not (run / "config.yaml").is_file():
         raise UserError(
             f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"

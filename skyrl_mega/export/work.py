@@ -1,4 +1,4 @@
-"""What a worker does with its share: write batches of rows, compare them again."""
+"""The work of an export's worker: writing and comparing batches of rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skyrl_mega.parallel.box import Box
 
 
 class Different(RuntimeError):
-    """What was written is not what the checkpoint holds."""
+    """Written data differs from the checkpoint."""
 
 
 class Piece(NamedTuple):
-    """Rows of an entry that were read, which lie together in its file."""
+    """Rows read from an entry, contiguous in the entry's file."""
 
     entry: int
     """Index of the entry in the job."""
@@ -36,11 +36,11 @@ class Piece(NamedTuple):
 
 
 class Worker:
-    """One process's part. Besides two buffers of `job.buffer_bytes` it keeps nothing.
+    """A process's part of an export. Keeps nothing but two buffers of `job.buffer_bytes`.
 
     Args:
-        job: the plan.
-        folder: the files that are written.
+        job: The plan.
+        folder: Folder of the files being written.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Worker:
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
 
     def write(self, index: int) -> tuple[int, list[Piece]]:
-        """Writes a batch; returns its bytes, and the check sums of what was read for it."""
+        """Writes a batch; returns the bytes written, and checksums of the data read."""
         job, batch = self.job, self.job.batches[index]
         pieces: list[Piece] = []
         file, at = job.files[batch.file], 0
@@ -60,7 +60,7 @@ class Worker:
             for number, box in within(job, slab):
                 entry = job.entries[number]
                 into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
-                if entry.dtype == job.dtype == job.through and into.is_contiguous():  # nothing to convert or to scatter
+                if entry.dtype == job.dtype == job.through and into.is_contiguous():  # nothing to convert or scatter
                     read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
                     saved = into
                 else:
@@ -76,20 +76,21 @@ class Worker:
         return at, pieces
 
     def flush(self, index: int) -> int:
-        """Brings a file to the disk."""
+        """Flushes a file to the disk."""
         path = self.folder / self.job.files[index].name
         with writing(path), open(path, "rb") as opened:
             os.fsync(opened.fileno())
         return 0
 
     def compare(self, index: int) -> int:
-        """Compares an entry with what safetensors reads from the files, bit by bit; returns the elements compared.
+        """Compares an entry with the files as read by safetensors, bit by bit; returns the number of elements
+        compared.
 
-        The entry's own bytes are compared with the CRC-32 that was written beside them.
+        The entry's own bytes are compared with the saved CRC-32.
 
         Raises:
-            Different: names the tensor and the entry.
-            Damaged: The entry is not as it was saved.
+            Different: The files differ; names the tensor and the entry.
+            Damaged: The entry differs from the saved state.
         """
         job, entry = self.job, self.job.entries[index]
         where, crc = self.folder / self._file(entry.tensor), 0
@@ -97,7 +98,7 @@ class Worker:
         for row in range(0, entry.box.shape[0], step):
             rows = min(step, entry.box.shape[0] - row)
             box = Box((entry.box.start[0] + row, *entry.box.start[1:]), (rows, *entry.box.shape[1:]))
-            with safe_open(str(where), framework="pt") as opened:  # again, or it maps more and more of the file
+            with safe_open(str(where), framework="pt") as opened:  # reopened, else more and more of the file is mapped
                 found = opened.get_slice(entry.tensor)[box.slices()]
             saved = self._source(entry, box)
             crc = zlib.crc32(_bytes(saved), crc)
@@ -107,13 +108,13 @@ class Worker:
         return entry.box.numel
 
     def _source(self, entry: Entry, box: Box) -> Tensor:
-        """A box as the checkpoint has it; a view of the scratch buffer."""
+        """Returns a box as saved in the checkpoint, in a view of the scratch buffer."""
         saved = self._scratch[: box.numel * entry.dtype.itemsize].view(entry.dtype).view(box.shape)
         read_into(_opened(entry.file).fileno(), entry, box, _bytes(saved))
         return saved
 
     def _weights(self, entry: Entry, saved: Tensor) -> Tensor:
-        """What is exported of it: of a trained tensor the model's weights, or the masters."""
+        """Returns the values to export: for a trained tensor, the model's weights or the master weights."""
         return saved.to(self.job.through) if entry.kind == MASTER else saved
 
     def _file(self, tensor: str) -> str:
@@ -122,7 +123,7 @@ class Worker:
 
 @lru_cache(maxsize=256)
 def _opened(file: Path) -> io.FileIO:
-    """An open file; the least recently used one is closed when it falls out."""
+    """Opens a file, or takes the open file from a cache; the least recently used file is closed when dropped."""
     return open(file, "rb", buffering=0)
 
 
@@ -132,7 +133,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Bit by bit: a NaN equals itself, and 0 is not -0."""
+    """Returns True if tensors are equal bit by bit: a NaN equals itself, and 0 differs from -0."""
     bits = torch.int32 if a.dtype.itemsize == 4 else torch.int16
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.view(bits))
 
