@@ -1,16 +1,16 @@
-"""A checkpoint's files: boxes of Hugging Face tensors, written by any number of ranks and read back in any other cut.
+"""A checkpoint's files: boxes of Hugging Face tensors, written by any number of ranks and readable in any layout.
 
-    checkpoint.json          what it is of: written last, so one without it is not whole
-    rank_00003.safetensors   what rank 3 wrote
+    checkpoint.json          description, written last: a checkpoint without it is incomplete
+    rank_00003.safetensors   boxes written by rank 3
 
-An entry of a safetensors file is one box of one tensor, and its name says which: `model.norm.weight[0:64].exp_avg`.
-What follows the box is the kind: `master` of a trained tensor in float32, `exp_avg` and `exp_avg_sq` of one in the type
-of its moments, `weight` of a frozen one in the model's type. The weights of a trained tensor are its master weights in
-the model's type. The file's metadata has a CRC-32 of every entry, in their order, and `checkpoint.json` one of the
-file's header: together they prove every byte.
+An entry of a safetensors file is a box of a tensor, and its name describes the box: `model.norm.weight[0:64].exp_avg`.
+The suffix is the kind: `master` of a trained tensor in float32, `exp_avg` and `exp_avg_sq` of a trained tensor in the
+type of its moments, `weight` of a frozen tensor in the model's type. The weights of a trained tensor are its master
+weights in the model's type. The file's metadata contains a CRC-32 of every entry, in order, and `checkpoint.json` a
+CRC-32 of the file's header: together they verify every byte.
 
-Nothing here needs a process group. A tensor in GPU memory comes and goes through pinned buffers of `CHUNK_BYTES`, one a
-thread; that is all the host memory that is needed besides the index.
+Nothing here needs a process group. Tensors in GPU memory are copied through pinned buffers of `CHUNK_BYTES`, one per
+thread; no other host memory is needed except for the index.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from skyrl_mega.parallel.box import Box
 
 MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
 CHUNK_BYTES = 16 << 20
-"""What a thread copies, checks and writes or reads at a time (one row at least)."""
+"""Bytes that a thread copies, checks and writes or reads at a time (at least one row)."""
 THREADS = 4
-"""Of one rank. A file system serves several writers better than one, and a check sum keeps a core busy."""
+"""Threads of a rank. A file system serves several writers better than one, and a checksum keeps a core busy."""
 _TASK_BYTES = 256 << 20
-"""What a thread reads before it takes the next piece of work."""
+"""Bytes that a thread reads before taking the next task."""
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
@@ -55,7 +55,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor in this process's memory: written from there, or read into it."""
+    """A box of a tensor in this process's memory, to be written or filled."""
 
     tensor: str
     box: Box
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The entry's."""
+        """Name of the entry."""
         return entry_name(self.tensor, self.box, self.kind)
 
 
@@ -79,9 +79,9 @@ class Entry:
     kind: str
     dtype: torch.dtype
     offset: int
-    """First byte in the file; the elements are in C order."""
+    """First byte in the file; elements are in C order."""
     crc: int
-    """CRC-32 of its bytes."""
+    """CRC-32 of the bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -93,13 +93,13 @@ class Entry:
 
 
 def entry_name(tensor: str, box: Box, kind: str) -> str:
-    """What a box is called in a file."""
+    """Returns the name of a box in a file."""
     at = ",".join(f"{a}:{a + n}" for a, n in zip(box.start, box.shape, strict=True))
     return f"{tensor}[{at}].{kind}"
 
 
 def file_name(rank: int) -> str:
-    """What a rank's file is called."""
+    """Returns the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -107,14 +107,14 @@ def file_name(rank: int) -> str:
 
 
 def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
-    """Writes a new file and brings it to the disk; returns its size and check sum.
+    """Writes a new file through to the disk; returns size and checksum.
 
-    The file's header comes last: what was broken off is no safetensors file.
+    The header is written last, so an interrupted file is no safetensors file.
 
     Raises:
-        OSError: the file system failed, or the file is there already.
+        OSError: The file system failed, or the file exists already.
     """
-    ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)  # so that every entry is aligned
+    ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)  # aligns every entry
     ends = list(accumulate(part.values.numel() * part.values.dtype.itemsize for part in ordered))
     begins = [0, *ends[:-1]] if ends else []
     header = _header(ordered, begins, ends, [0] * len(ordered))
@@ -147,7 +147,7 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
 
 
 def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
-    """As long as it is, whatever the check sums are."""
+    """Returns a file's header, of a length independent of the checksums."""
     table: dict[str, Any] = {"__metadata__": {"crc32": "".join(f"{crc:08x}" for crc in crcs)}}
     for part, begin, end in zip(parts, begins, ends, strict=True):
         code, shape = _CODES[part.values.dtype], list(part.values.shape)
@@ -161,10 +161,10 @@ def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], c
 
 
 def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[Entry]:
-    """The entries of these tensors in all files, from the files' headers.
+    """Returns the entries of these tensors in all files, from the files' headers.
 
     Raises:
-        UserError: a file's header cannot be read; names the file.
+        UserError: A file's header cannot be read; names the file.
     """
     return [entry for name in header.files for entry in _entries(folder / name, header, tensors)]
 
@@ -194,16 +194,16 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[E
 
 
 def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
-    """Fills parts from the entries that hold something of them; reads those elements and no others.
+    """Fills parts from overlapping entries; reads only the elements needed.
 
-    Values are converted to the part's type. An entry that is read whole is compared with its check sum.
+    Values are converted to the part's type. An entry read completely is compared with its checksum.
 
     Returns:
-        True if all that was read is compared; False if some entries were read in part (`check_entries` reads them).
+        True if everything read was compared; False if entries were read in part (`check_entries` reads these).
 
     Raises:
-        UserError: the entries have fewer or more elements of a part than it has. Names the tensor.
-        Damaged: An entry is not as it was saved. Names tensor and file.
+        UserError: The entries contain too few or too many elements of a part; names the tensor.
+        Damaged: An entry differs from its saved state; names tensor and file.
     """
     by_tensor: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -238,10 +238,10 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
 
 
 def check_entries(entries: Sequence[Entry]) -> None:
-    """Reads entries and compares them with their check sums.
+    """Reads entries for comparison with the saved checksums.
 
     Raises:
-        Damaged: One is not as it was saved. Names tensor and file.
+        Damaged: An entry differs from its saved state; names tensor and file.
     """
     buffers = _buffers([Part("", entry.box, "", torch.empty(0)) for entry in entries])
 
@@ -257,7 +257,7 @@ def check_entries(entries: Sequence[Entry]) -> None:
 
 
 def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry, Box, Tensor]]]:
-    """A file's parts in the order in which they lie in it, some at a time."""
+    """Groups a file's parts, in file order, into tasks of bounded size."""
     task: list[tuple[Entry, Box, Tensor]] = []
     size = 0
     for one in sorted(wanted, key=lambda one: one[0].offset):
@@ -285,10 +285,10 @@ def _read(descriptor: int, entry: Entry, box: Box, into: Tensor | None, buffer: 
 
 
 def compare(entry: Entry, crc: int) -> None:
-    """Compares an entry's check sum with the one that it was saved with.
+    """Compares an entry's checksum with the saved checksum.
 
     Raises:
-        Damaged: They differ.
+        Damaged: The checksums differ.
     """
     if crc != entry.crc:
         raise Damaged(
@@ -298,16 +298,16 @@ def compare(entry: Entry, crc: int) -> None:
 
 
 def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None:
-    """Reads a box that lies in an entry, in C order.
+    """Reads a box inside an entry, in C order.
 
     Args:
-        descriptor: the entry's file, open.
-        entry: what is read from.
-        box: of the entry's tensor, like the entry's own.
-        data: as many bytes as the box has.
+        descriptor: The entry's file, open.
+        entry: Entry to read from.
+        box: Box in the entry's tensor, with global coordinates as in the entry.
+        data: Destination, of the box's size in bytes.
     """
     shape, start = entry.box.shape, [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
-    # Dimensions that the box has in full, with the one before them, are one run of bytes.
+    # Trailing dimensions read in full, and the dimension before them, form a single run of bytes.
     outer = len(shape) - 1
     while outer and box.shape[outer] == shape[outer]:
         outer -= 1
@@ -328,18 +328,18 @@ def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None
 
 
 class Buffer:
-    """Some bytes of host memory, pinned where a GPU copies into them."""
+    """A block of host memory, pinned for copies from a GPU."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def of(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Its beginning as a tensor."""
+        """Returns the beginning of the buffer as a tensor."""
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 class Buffers:
-    """A buffer for each thread, which a thread borrows."""
+    """A pool of buffers, one per thread."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._free: SimpleQueue[Buffer] = SimpleQueue()
@@ -348,7 +348,7 @@ class Buffers:
 
     @contextmanager
     def one(self) -> Iterator[Buffer]:
-        """A buffer of one's own, until the end of the `with`."""
+        """Lends a buffer until the end of the `with`."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -357,20 +357,20 @@ class Buffers:
 
 
 def _buffers(parts: Sequence[Part]) -> Buffers:
-    """Buffers that hold a chunk, or the widest row of the parts (in 4-byte elements) where that is more."""
+    """Returns buffers for a chunk, or for the widest row of the parts (in 4-byte elements) if larger."""
     size = max([CHUNK_BYTES, *(4 * prod(part.box.shape[1:]) for part in parts)])
     return Buffers([Buffer(size, any(part.values.is_cuda for part in parts)) for _ in range(THREADS)])
 
 
 def _strips(box: Box, itemsize: int) -> Iterator[slice]:
-    """Rows of a box, a chunk at a time."""
+    """Yields the rows of a box, a chunk at a time."""
     step = max(1, CHUNK_BYTES // (prod(box.shape[1:]) * itemsize))
     for at in range(0, box.shape[0], step):
         yield slice(at, min(at + step, box.shape[0]))
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's bytes in host memory."""
+    """Returns a contiguous tensor's bytes in host memory."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 
@@ -382,7 +382,7 @@ def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def _each(do: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
-    """`do` of each item, on several threads; after the first failure no further one is begun."""
+    """Calls `do` for each item, on several threads; after the first failure no further call starts."""
     with ThreadPoolExecutor(THREADS, "boxes") as pool:
         futures = [pool.submit(do, item) for item in items]
         try:

@@ -1,8 +1,8 @@
-"""What a checkpoint is of, and whether it is whole. Needs no torch.
+"""The description of a checkpoint, and the check for completeness. Needs no torch.
 
-A checkpoint is a folder of files of boxes (`box_files`) and `checkpoint.json`, which is written last: a folder without
-it is none. It has a CRC-32 of each file's header, and that has a CRC-32 of each entry: a file that another save wrote,
-at another step or in another run, is found by its header alone.
+A checkpoint is a folder of files of boxes (`box_files`) and `checkpoint.json`, written last: a folder without it is no
+checkpoint. `checkpoint.json` contains a CRC-32 of each file's header; the header contains a CRC-32 of each entry. So a
+file written by another save, at another step or in another run, is detected by the header alone.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 
 HEADER = "checkpoint.json"
 FORMAT = 2
-"""2 has check sums of the files' headers."""
+"""Version of the format; 2 added checksums of the files' headers."""
 _OLD = ".metadata"
-"""Of torch's distributed checkpoints, which earlier versions wrote."""
+"""File of torch's distributed checkpoints, written by earlier versions."""
 
 
 class Damaged(UserError):
-    """A file of a checkpoint that is not as it was saved."""
+    """A file of a checkpoint differs from its saved state."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file of boxes as it was saved."""
+    """A file of boxes as saved."""
 
     nbytes: int
     crc: int
-    """CRC-32 of its header."""
+    """CRC-32 of the header."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Header:
     """The content of checkpoint.json."""
 
     dtype: str
-    """Of the model: `bfloat16` or `float32`."""
+    """Type of the model: `bfloat16` or `float32`."""
     step: int
     """Optimizer steps taken."""
     schedule: dict[str, Any]
     """State of the learning-rate schedule."""
     layout: dict[str, Any]
-    """The layout that wrote it, for people: any other reads it."""
+    """Layout of the writer, for information: a reader may use any other."""
     tensors: dict[str, tuple[int, ...]]
     """Global shapes by Hugging Face name."""
     files: dict[str, Written]
@@ -57,7 +57,7 @@ class Header:
 
 
 def write_header(folder: Path, header: Header) -> None:
-    """Writes checkpoint.json and brings it and the folder to the disk: the checkpoint is whole from now on."""
+    """Writes checkpoint.json and flushes file and folder to the disk; this completes the checkpoint."""
     with writing(folder / HEADER), (folder / HEADER).open("x") as opened:
         json.dump(asdict(header), opened)
         opened.flush()
@@ -66,7 +66,7 @@ def write_header(folder: Path, header: Header) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Flushes a folder's names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,10 +75,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def refuse_old(folder: Path) -> None:
-    """Refuses a checkpoint of an earlier version by name.
+    """Refuses a checkpoint of an earlier version.
 
     Raises:
-        UserError: Says what to do with it.
+        UserError: The checkpoint is of an earlier version; names the remedy.
     """
     fix = "go on with that version, or export it there (python -m skyrl_mega.export) and start a new run with "
     fix += "model.path set to the export"
@@ -89,18 +89,18 @@ def refuse_old(folder: Path) -> None:
         )
     try:
         content = parse_json((folder / HEADER).read_bytes())
-    except (OSError, ValueError):  # it is damaged
+    except (OSError, ValueError):  # damaged: `read_header` raises
         return
     if isinstance(content, dict) and (there := content.get("format")) in range(1, FORMAT):
         raise UserError(f"{folder / HEADER}: format is {there}, of an earlier version; this one reads {FORMAT}: {fix}")
 
 
 def read_header(folder: Path) -> Header:
-    """Reads what a checkpoint is of; all its files are there and whole, by their lengths.
+    """Reads the description of a checkpoint and checks the existence and length of all files.
 
     Raises:
-        Damaged: It is not whole; names the file.
-        UserError: It is of another version.
+        Damaged: The checkpoint is incomplete; names the file.
+        UserError: The checkpoint is of another version.
     """
     refuse_old(folder)
     file = folder / HEADER
@@ -130,10 +130,10 @@ def read_header(folder: Path) -> Header:
 
 
 def read_table(file: Path, header: Header) -> bytes:
-    """Returns the header of a file of boxes, with the eight bytes of its length.
+    """Returns the header of a file of boxes, including the eight bytes of the length.
 
     Raises:
-        Damaged: It is not the one that was saved.
+        Damaged: The header differs from the saved header.
     """
     written = header.files[file.name]
     try:
@@ -154,10 +154,10 @@ def read_table(file: Path, header: Header) -> bytes:
 
 
 def check_tables(folder: Path) -> None:
-    """Checks that every file of a checkpoint was written by the save that it is of, without reading its tensors.
+    """Checks that every file of a checkpoint was written by the checkpoint's own save, without reading tensors.
 
     Raises:
-        Damaged: One was not, or is not whole; names it.
+        Damaged: A file belongs to another save or is incomplete; names the file.
         UserError: The checkpoint is of another version.
     """
     header = read_header(folder)

@@ -1,4 +1,4 @@
-"""CRC-32 of bytes that are read in pieces, in any order."""
+"""CRC-32 of bytes read in pieces, in any order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
-"""That of CRC-32, its lowest power in the highest bit."""
+"""The polynomial of CRC-32, with the lowest power in the highest bit."""
 _ONE = 1 << 31
 """The polynomial 1."""
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-32 of pieces of bytes that follow one another, from each one's length and its own CRC-32."""
+    """Returns the CRC-32 of consecutive pieces of bytes, from the length and the CRC-32 of each piece."""
     crc = 0
     for length, own in pieces:
         crc = _times(_shift(length), crc) ^ own
@@ -21,7 +21,7 @@ def joined(pieces: Iterable[tuple[int, int]]) -> int:
 
 @cache
 def _shift(length: int) -> int:
-    """Returns what a CRC-32 is multiplied by when so many bytes follow: x to the power of their bits."""
+    """Returns the factor of a CRC-32 when `length` more bytes follow: x to the power of the number of bits."""
     power, found, left = 1 << 23, _ONE, length  # x^8: one byte
     while left:
         if left & 1:
@@ -31,7 +31,7 @@ def _shift(length: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """Returns the product of two polynomials over GF(2), modulo that of CRC-32."""
+    """Returns the product of two polynomials over GF(2), modulo the polynomial of CRC-32."""
     found = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:

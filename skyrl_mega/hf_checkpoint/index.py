@@ -1,8 +1,7 @@
-"""Checks a Hugging Face directory by its files' headers, before any process starts. Needs neither torch nor
-safetensors.
+"""Checks of a Hugging Face directory by file headers, before any process starts. Needs neither torch nor safetensors.
 
-A safetensors file is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}},
-and data.
+A safetensors file is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, and
+data.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from skyrl_mega.models.registry import architecture
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that a weight may have on disk → bytes."""
+"""Types allowed for a weight on disk → bytes."""
 ALL_DTYPES = {**DTYPES, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-"""Types whose bytes are known, of tensors that nobody asks for too."""
+"""Types of known size, including types of unused tensors → bytes."""
 FETCH = "fetch it again; model.path must be a Hugging Face directory"
 LONGEST_HEADER = 100_000_000
-"""Bytes; the format's own limit. A longer one is no safetensors file."""
+"""Maximum length of a header in bytes, from the format's own definition."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, as the header has it."""
+    """A tensor in a file, as described by the header."""
 
     file: Path
     dtype: str
@@ -39,13 +38,13 @@ class Entry:
 
 
 def expected(path: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors that the directory's config.json promises: name → shape."""
+    """Returns the tensors of the model in the directory's config.json: name → shape."""
     hf = read_config(path)
     return architecture(hf).tensors(hf)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json. UserError when it is not there or not JSON."""
+    """Returns the content of config.json; raises UserError for a missing file or invalid JSON."""
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
         raise UserError(
@@ -58,18 +57,19 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Entry]:
-    """Verifies that the directory holds every tensor of its architecture, whole; reads headers only.
+    """Checks that the directory contains every tensor of the architecture, complete; reads only headers.
 
-    Returns where each tensor is.
+    Returns the entry of each tensor.
 
     Raises:
-        UserError: one line: file, tensor, what is expected and what was found.
+        UserError: A tensor is missing or wrong; names file and tensor, and the expected and the actual value, in one
+            line.
     """
     return check_tensors(path, expected(path) if hf is None else architecture(hf).tensors(hf))
 
 
 def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-    """The same for a part of the tensors: name → shape; opens only the files they are in."""
+    """Checks some of the tensors (name → shape) and opens only their files; returns the entry of each tensor."""
     where = _files(path, tensors)
     headers = {file: read_header(file) for file in sorted(set(where.values()))}
     found: dict[str, Entry] = {}
@@ -93,14 +93,14 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def names_in(path: Path) -> set[str]:
-    """The tensors that the directory's files have, whether the model of its config.json has them or not."""
+    """Returns all tensors in the directory's files, including tensors unknown to the model of config.json."""
     if (path / INDEX).exists():
         return set(read_json(path / INDEX, FETCH).get("weight_map") or ())
     return set(read_header(path / SINGLE))
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one file, from its header; UserError when the file is cut off or no safetensors file."""
+    """Returns the tensors in a file's header; raises UserError for a file cut off or not in safetensors format."""
     try:
         size = os.path.getsize(file)
         with open_regular(file) as f:
@@ -124,10 +124,11 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def _tiled(header: Mapping[str, Any]) -> int:
-    """Bytes of all tensors, which follow one another without gap or overlap, each as long as its shape says.
+    """Returns the bytes of all tensors; checks that tensors follow each other without gap or overlap, and match their
+    shapes.
 
     Raises:
-        Malformed: They do not.
+        Malformed: Tensors overlap, leave a gap, or have another size.
     """
     end = 0
     for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -143,7 +144,7 @@ def _tiled(header: Mapping[str, Any]) -> int:
 
 
 def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
-    """Tensor → the file that should hold it."""
+    """Returns the file expected to hold each tensor."""
     index = path / INDEX
     if not index.exists():
         single = path / SINGLE
@@ -156,7 +157,7 @@ def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
     for name in tensors:
         if name not in weight_map:
             raise UserError(f"{index}: tensor {name} is missing; download or export the checkpoint again")
-        # A name from a file must not lead out of the directory.
+        # A name in a file must not lead out of the directory.
         if Path(str(weight_map[name])).name != weight_map[name] or not weight_map[name].isprintable():
             raise UserError(f"{index}: {weight_map[name]!r} is no file name; fetch it again")
     return {name: path / weight_map[name] for name in tensors}

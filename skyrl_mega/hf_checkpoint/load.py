@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: safetensors ↔ the local tensors of a layout."""
+"""Reading and writing of Hugging Face directories: safetensors ↔ the local tensors of a layout."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import default_group
 
 BUCKET_BYTES = 64 << 20
-"""Size of a message; a rank has three of them at most."""
+"""Size of a message; a rank holds at most three."""
 BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""Files of a Hugging Face directory that travel with the weights: configuration, tokenizer, chat template, licence."""
+"""Files of a Hugging Face directory copied with the weights: configuration, tokenizer, chat template, licence."""
 _EXPORTED = ".exported.json"
-"""The name and size of every file of a directory that `save` wrote, so that a later one may replace it."""
+"""File with the name and size of every file written by `save`, so a later call may replace the directory."""
 
 
 def load(
@@ -40,17 +40,17 @@ def load(
 ) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
-    Reads only the shard's boxes. Padding keeps what it holds.
+    Reads only the shard's boxes. Padding stays unchanged.
 
     Args:
-        path: the directory.
-        shard: what this rank holds.
-        params: its local tensors.
-        optional: name → shape of tensors that the model of config.json does not have: they are read where the files
-            have them, and stay as they are elsewhere.
+        path: The directory.
+        shard: This rank's shard.
+        params: The shard's local tensors.
+        optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise
+            left unchanged.
 
     Raises:
-        UserError: one line for a missing or misshapen tensor and for a file that is cut off.
+        UserError: A tensor is missing or misshapen, or a file is cut off; described in one line.
     """
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces:
@@ -88,19 +88,19 @@ def save(
 ) -> None:
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
 
-    The directory appears whole, and replaces an older one that `exported` recognises, when every file is written.
+    The directory appears when every file is written, and replaces an older directory recognised by `exported`.
 
     Args:
-        path: the directory to write.
-        source: the directory whose configuration and tokenizer are copied beside the weights.
-        layout: what every rank of the group holds.
-        params: this rank's local tensors; their dtype is the files'.
-        writers: ranks that write files, in turn; more than one needs a file system that all of them share.
-        file_bytes: size of one file, which is also the memory that a writer needs on the host.
-        timeout_s: seconds that one message may take.
+        path: The directory to write.
+        source: The source directory of configuration and tokenizer.
+        layout: The shards of all ranks in the group.
+        params: This rank's local tensors; their dtype is the files' type.
+        writers: Ranks that write files, in turn; several need a shared file system.
+        file_bytes: Size of a file, and of the host memory needed by a writer.
+        timeout_s: Seconds allowed for an exchange, with a file for each writer.
 
     Raises:
-        UserError: the directory holds something that no export wrote; of the first rank.
+        UserError: The directory contains anything not written by an export; raised on rank 0.
     """
     rank = dist.get_rank()
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def save(
 
 
 def exported(folder: Path, names: set[str]) -> bool:
-    """Returns True if a folder with these entries holds what `save` wrote, and nothing else."""
+    """Returns True if a folder with these entries contains exactly the files written by `save`."""
     try:
         sizes = json.loads((folder / _EXPORTED).read_text(encoding="utf-8"))
         return names == {*sizes, _EXPORTED} and all((folder / n).stat().st_size == sizes[n] for n in sizes)
@@ -146,7 +146,7 @@ def _write_files(partial: Path, names: Sequence[str], gathered: Iterator[tuple[i
                 _write(tensors, partial / names[mine])
             except OSError as caught:
                 error = caught
-        del tensors  # before the next file's are made
+        del tensors  # before the next file's tensors are allocated
         _together(error)
 
 
@@ -158,9 +158,10 @@ def _gathered(
     bucket_bytes: int,
     timeout_s: float,
 ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
-    """As many files at a time as there are writers: the one that this rank has to write, and its tensors in full.
+    """Yields, for as many files at a time as there are writers, the index of this rank's file (or None) and the full
+    tensors.
 
-    A collective, which makes no buffers and no stream but once.
+    A collective. Allocates buffers and stream only once.
     """
     rank, first = dist.get_rank(), next(iter(params.values()))
     transport = default_group(timeout_s, first.device)
@@ -194,7 +195,9 @@ def _gathered(
 
 
 def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int) -> Iterator[list[str]]:
-    """Deals tensors, in order, to files of at most `file_bytes` (one tensor at least)."""
+    """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor); yields each file's
+    names.
+    """
     names: list[str] = []
     size = 0
     for name, shape in tensors.items():
@@ -208,7 +211,7 @@ def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int
 
 
 def file_names(count: int) -> list[str]:
-    """What the safetensors files of a directory are called."""
+    """Returns the names of a directory's safetensors files."""
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
@@ -216,10 +219,10 @@ def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]],
     """Writes the index, and copies configuration and tokenizer from `source`.
 
     Args:
-        folder: a directory with the safetensors files.
-        source: a Hugging Face directory.
-        files: file → its tensors; a single file needs no index.
-        nbytes: of all tensors.
+        folder: A directory with the safetensors files.
+        source: A Hugging Face directory.
+        files: File → its tensors; a single file needs no index.
+        nbytes: Bytes of all tensors.
     """
     if len(files) > 1:
         weight_map = {tensor: file for file, names in files.items() for tensor in names}
@@ -232,7 +235,7 @@ def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]],
 
 
 def _whole(layout: Layout, names: Sequence[str]) -> Shard:
-    """A shard that holds each of `names` in full, under its own name."""
+    """Returns a shard with each of `names` in full, under the tensor's own name."""
     shapes = {name: layout.tensors[name] for name in names}
     pieces = (Piece(name, Box((0,) * len(s), s), name, (0,) * len(s)) for name, s in shapes.items())
     return Shard(shapes, tuple(pieces))
@@ -245,7 +248,7 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int) -> None:
-    """Index, configuration and tokenizer, and what is there in all."""
+    """Writes index, configuration, tokenizer, and the list of all files."""
     write_beside(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
     sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
     (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
@@ -256,7 +259,7 @@ def _device() -> torch.device:
 
 
 def _together(error: Exception | None) -> None:
-    """A barrier at which all ranks learn that one of them failed."""
+    """Waits for all ranks; raises on every rank if any rank failed."""
     failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=_device())
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if error:

@@ -1,8 +1,8 @@
-"""Loads a Hugging Face directory's tokenizer, proved by use.
+"""The tokenizer of a Hugging Face directory, verified by use.
 
-`tokenizer_config.json` names a class, and under transformers 5 a class brings a pipeline of its own: what it makes of a
-`tokenizer.json` of another kind loses spaces and newlines without a word. `tokenizer.json` itself is what the model was
-trained with. So both encode and decode the same texts, and where they differ the file counts.
+`tokenizer_config.json` names a class, and under transformers 5 a class has a pipeline of its own: with a
+`tokenizer.json` of another kind, spaces and newlines are lost silently. The model was trained with `tokenizer.json`
+itself. Both therefore encode and decode the same texts, and after any difference the file takes precedence.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from skyrl_mega.config.safe_read import check_folder
 from skyrl_mega.config.values import shown
 
 ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")
-"""Texts of spaces, newlines, digits and ASCII in lower case, which come back from any tokenizer that a policy can have,
-but for letters that it says it does not know."""
+"""Texts of spaces, newlines, digits and lower-case ASCII. Any tokenizer usable by a policy returns these unchanged,
+except for letters reported as unknown.
+"""
 KNOWN = ("\ta\tb\r\n", "ü ñ ж", "語 中文、日本語 한국어", "🙂 👩‍👩‍👧")
-"""Texts that come back, or of which the tokenizer says that it does not know something."""
+"""Texts returned unchanged, or reported as partly unknown."""
 FETCH = "fetch tokenizer.json and tokenizer_config.json again"
 
 
 def load(path: Path, key: str, *, lossless: bool = True) -> Any:
-    """Returns a directory's tokenizer as transformers has it, with special tokens and chat template.
+    """Returns a directory's tokenizer as loaded by transformers, with special tokens and chat template.
 
     Args:
         path: Directory.
-        key: Setting or option that names it, for errors.
-        lossless: Texts come back as they were. False for an embedding model, whose tokenizer may write lower case.
+        key: Setting or option for the directory, named in errors.
+        lossless: True if texts must come back unchanged. False for an embedding model, whose tokenizer may write lower
+            case.
 
     Raises:
-        UserError: A file is no regular one, config.json cannot be used, nothing can be loaded, or texts get lost.
+        UserError: A file is not regular, config.json cannot be used, nothing can be loaded, or text is lost.
     """
     if path.is_dir():
         check_folder(path, FETCH)
@@ -46,11 +48,11 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
         )
         if text is not None and difference(tokenizer, text):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        tokenizer.decode(tokenizer.encode(ALWAYS[0]))  # some faults show when it is first used
-    except Exception as error:  # two libraries and the directory's own files raise anything
+        tokenizer.decode(tokenizer.encode(ALWAYS[0]))  # some faults appear only in use
+    except Exception as error:  # two libraries and the directory's own files may raise anything
         if text is None:
             raise _unusable(path, key, error) from error
-        try:  # a class that fails on a file of another kind
+        try:  # the class may fail on a file of another kind
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             tokenizer.decode(tokenizer.encode(ALWAYS[0]))
         except Exception as second:
@@ -66,7 +68,9 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
 
 
 def difference(tokenizer: Any, text: Tokenizer) -> str | None:
-    """Returns a text of which a tokenizer makes something else than its tokenizer.json, in words; None without one."""
+    """Returns a description of a text handled differently by a tokenizer and its tokenizer.json; None without such a
+    text.
+    """
     for probe in (*ALWAYS, *KNOWN):
         ids, expected = tokenizer.encode(probe, add_special_tokens=False), text.encode(probe, add_special_tokens=False)
         if ids != expected.ids:
@@ -85,7 +89,7 @@ def _prove(tokenizer: Any, where: str) -> None:
     for probe in (*(_known(tokenizer, probe) for probe in ALWAYS), *KNOWN):
         ids = tokenizer.encode(probe, add_special_tokens=False)
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Pipelines of SentencePiece's kind begin a text with a space of their own, or take one of its own for that.
+        # Pipelines like SentencePiece's add a space at the start of a text, or take the text's own for it.
         if decoded.lstrip(" ") != probe.lstrip(" ") and not (probe in KNOWN and unknown is not None and unknown in ids):
             raise UserError(
                 f"{where} loses text: {probe!a} comes back as {ascii(decoded)[:100]}; {FETCH}, with tokenizer_class "
@@ -94,8 +98,9 @@ def _prove(tokenizer: Any, where: str) -> None:
 
 
 def _known(tokenizer: Any, probe: str) -> str:
-    """Returns a text without the characters that a tokenizer says it does not know, as one of digits says of letters;
-    white space stays."""
+    """Returns a text without the characters unknown to the tokenizer, as letters are to a tokenizer of digits; white
+    space stays.
+    """
     unknown = tokenizer.unk_token_id
 
     def knows(letter: str) -> bool:
@@ -105,14 +110,14 @@ def _known(tokenizer: Any, probe: str) -> str:
 
 
 def _config(path: Path, key: str) -> Any:
-    """Returns config.json as transformers reads it, which loads a tokenizer's class by it; None without the file."""
+    """Returns config.json as read by transformers, the basis for the tokenizer's class; None without the file."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
         return None
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever its values make of the classes of a model
+    except Exception as error:  # its values can make a model's classes raise anything
         raise UserError(f"{key}={path}: config.json cannot be used: {_said(error)}; fetch it again") from error
 
 
@@ -124,7 +129,7 @@ def _file(path: Path, key: str) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
         raise _unusable(path, key, error) from error
-    tokenizer.no_padding()  # embedding models keep a training run's settings of both in their file
+    tokenizer.no_padding()  # embedding models keep both settings of their training run in the file
     tokenizer.no_truncation()
     return tokenizer
 
