@@ -43,7 +43,7 @@ class Request:
     seed: int
     """Seed of this request's own generator, so samples do not depend on other requests in the batch."""
     seconds: float | None = None
-    """Time limit; afterwards the request ends with the tokens so far, possibly none. None means no limit."""
+    """Time limit in seconds; afterwards the request ends with the tokens so far, possibly none. None means no limit."""
     routes_from: int = 0
     """Position in `tokens` of the first wanted route, for engines returning routes; earlier routes are known."""
     prompt: int | None = None

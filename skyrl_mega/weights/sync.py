@@ -57,7 +57,7 @@ class Compared:
 
 
 class WeightSync:
-    """Transfers the policy's weights to the engines.
+    """The weight sync from the policy to the engines.
 
     Args:
         policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> Report`, `disconnect_weights()`.

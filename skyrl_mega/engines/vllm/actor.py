@@ -167,8 +167,8 @@ class VllmEngine:
     async def _watch(self) -> None:
         """Fails the calls under way if vLLM stalls: no request got a token for too long.
 
-        Only time counts while this process runs and vLLM may compute: not a pause for a weight sync, nor a suspension
-        of this process.
+        Counts only time in which this process runs and vLLM may compute: not a pause for a weight sync, nor a
+        suspension of the process itself.
         """
         limit = self.spec.rollout.request_timeout_s
         every = min(LOOK_EVERY_S, limit / 10)
@@ -246,7 +246,7 @@ class VllmEngine:
         """Returns the completions with the routes recorded by the worker.
 
         Raises:
-            WrongRoutes: Routes belong to other tokens.
+            WrongRoutes: Recorded routes do not fit the request.
         """
         if not self._records:
             return ended
@@ -436,7 +436,7 @@ def _shape(spec: EngineSpec) -> RouteShape:
     """Returns the shape of the routes of an engine's model.
 
     Raises:
-        UserError: The model is without experts.
+        UserError: The model has no experts.
     """
     hf = read_config(Path(spec.path))
     shape = RouteShape.of(architecture(hf).describe(hf))

@@ -80,8 +80,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         self.device, self.dtype = device, dtype
         self.layers: list[_Layer] = []
         self.followers: list[_Layer] = []
-        """Layers with all parameters tied to other layers; data derived from these is computed again after an update.
-        """
+        """Layers with all parameters tied to other layers; derived data is computed again after an update."""
         self.layer_of: dict[str, _Layer] = {}
         self.checking = False
         self.undefined = False

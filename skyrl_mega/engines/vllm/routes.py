@@ -63,7 +63,7 @@ class _Request:
 
 
 class RouteRecorder:
-    """Records the choices of vLLM's routers in a worker on a CPU, where routers run as Python.
+    """A recorder of the choices of vLLM's routers in a worker on a CPU, where routers run as Python.
 
     A prefix found in the KV cache is not read again. Routes are therefore also stored by cache position, for as long
     as the keys and values there.

@@ -31,9 +31,7 @@ class SeedsAhead:
     def __call__(
         self, logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Samples tokens [N] from logits [N, V], with the given rows' generators; also returns logits or log-probs [N,
-        V].
-        """
+        """Samples tokens [N] from logits [N, V] with the rows' generators; also returns logits or log-probs [N, V]."""
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)

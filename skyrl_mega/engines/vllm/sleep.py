@@ -2,9 +2,10 @@
 
 On CUDA both are held by the allocator of vLLM's sleep mode (`device_allocator/cumem.py`), started by
 `enable_sleep_mode`. This allocator frees the pages of everything allocated under a tag, and maps new pages to the same
-addresses, held by CUDA graphs. We use its `discard`, without a copy: an update delivers every weight. Data in the same
-memory that no update delivers, such as rotary tables, scales and orders of rows, is constant: it is copied to the host
-before, and back afterwards. vLLM's own `sleep(level=2)` saves only the model's buffers, and drops both parts or none.
+addresses, held by CUDA graphs. We use its `discard`, which keeps no copy: an update delivers every weight. Data in the
+same memory that no update delivers, such as rotary tables, scales and orders of rows, is constant: it is copied to the
+host before, and back afterwards. vLLM's own `sleep(level=2)` saves only the model's buffers, and drops both parts or
+none.
 
 A CPU has no such allocator: there the kernel takes back the pages of parameters and cache, whose addresses stay as
 well. Packed copies of linear layers' weights are freed; the next update packs the weights again.

@@ -92,7 +92,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()
         if dropped and self.device.type == "cpu":
-            trim()  # for tensors written aside
+            trim()  # frees tensors written aside
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
