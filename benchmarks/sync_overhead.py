@@ -170,7 +170,7 @@ class Sync:
         params = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in layout.shards[index].params.items()}
         size = ranks + len(self.target.shards)
         place = {process: process for process in range(size)}
-        transport = OnStreams(Group(), rank, size, ("",) * size, CPU, 60.0, place=place)
+        transport = OnStreams(Group(), rank, size, ("",) * size, CPU, 60.0, group_rank=place)
 
         def connect(_: object, hosts: dict[int, int], buffers: Any) -> tuple[dict[int, Guest], Host | None]:
             buffers.flat.zero_()
@@ -204,9 +204,9 @@ class Sync:
             elsewhere = params
             params = {name: torch.empty_like(tensor) for name, tensor in elsewhere.items()}
             moved = run(False)
-        cargos = exchange._cargos
-        parts = sum(len(cargo.items) for cargo in cargos)
-        return Overhead(parts, len(cargos), first, later, checksums, moved, launches, self.report.table_bytes)
+        buckets = exchange._buckets
+        parts = sum(len(bucket.items) for bucket in buckets)
+        return Overhead(parts, len(buckets), first, later, checksums, moved, launches, self.report.table_bytes)
 
 
 def main() -> None:

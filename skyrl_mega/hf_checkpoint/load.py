@@ -21,7 +21,7 @@ from skyrl_mega.cluster.whole import whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
-from skyrl_mega.weights.exchange.exchange import Exchange, Lane, local_view
+from skyrl_mega.weights.exchange.exchange import Exchange, Staging, local_view
 from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.plan.plan import plan
 from skyrl_mega.weights.plan.topology import Links, Topology
@@ -166,7 +166,7 @@ def _gathered(
     rank, first = dist.get_rank(), next(iter(params.values()))
     transport = default_group(timeout_s, first.device)
     here = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
-    lane, exchanges = Lane(transport), []
+    staging, exchanges = Staging(transport), []
     for start in range(0, len(files), len(writers)):
         batch = dict(zip(writers, range(start, len(files)), strict=False))
         held = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
@@ -180,7 +180,7 @@ def _gathered(
             target=rank,
             target_layout=wanted,
             bucket_bytes=bucket_bytes,
-            lane=lane,
+            staging=staging,
         )
         exchanges.append((exchange, batch.get(rank), held[rank].params))
     try:
@@ -191,7 +191,7 @@ def _gathered(
             yield mine, tensors
             del tensors
     finally:
-        lane.close()
+        staging.close()
 
 
 def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int) -> Iterator[list[str]]:

@@ -18,7 +18,7 @@ from skyrl_mega.weights.plan.cache import cached_plan
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs
 from skyrl_mega.weights.transports.group import join
-from skyrl_mega.weights.transports.ipc import hosts
+from skyrl_mega.weights.transports.ipc import device_owners
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Connection:
             rank, name = ranks + target, f"engine {engine} worker {worker}"
         ends, wire = inputs.endpoints()
         plan = self.plan()  # before the meeting, so that no process waits there for planning
-        where = hosts(plan.topology, 0, ranks)
-        guests = {guest for guest, host in where.items() if guest != host}
+        owners = device_owners(plan.topology, 0, ranks)
+        device_peers = {peer for peer, host in owners.items() if peer != host}
         transport = join(
             (self.host, self.port),
             rank,
@@ -92,7 +92,7 @@ class Connection:
             device=device,
             timeout_s=self.timeout_s,
             group=self.meeting,
-            guests=guests,
+            device_peers=device_peers,
         )
         return Exchange(
             plan,

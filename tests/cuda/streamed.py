@@ -98,7 +98,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
         assert streams.Pool.settings.endswith("expandable_segments:True")
         built.close()
         built.close()
-        assert streams.Nccl.aborted == (built._host is None)
+        assert streams.Nccl.aborted == (built._owner is None)
     return vars(report) | {name: kernel.launches for name, kernel in kernels.items()}
 
 
@@ -107,7 +107,7 @@ def test_syncs_on_streams(case: Case) -> None:
     reports = run_ranks(case.size, sync, case)
     assert all(r["_copy"] and r["_sum"] for r in reports)
     ranks = case.parallel.ranks
-    assert sum(r["sent"] + r["handed_on"] for r in reports) == sum(r["received"] for r in reports[ranks:])
+    assert sum(r["sent"] + r["forwarded"] for r in reports) == sum(r["received"] for r in reports[ranks:])
 
 
 FP8 = Case(
@@ -169,9 +169,9 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
         if how == "a wrong byte" and rank == 0:
             pack = executor.Run.pack
 
-            def wrong(self: Any, cargo: Any, flat: Tensor) -> None:
-                pack(self, cargo, flat)
-                flat[cargo.items[-1].offset] ^= 1
+            def wrong(self: Any, bucket: Any, flat: Tensor) -> None:
+                pack(self, bucket, flat)
+                flat[bucket.items[-1].offset] ^= 1
 
             executor.Run.pack = wrong  # type: ignore[method-assign]
         if how != "a wrong byte" and rank == 0:
@@ -187,7 +187,7 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
                     built.transport.give_up("model.norm.weight")
         except (ChecksumError, TransportError) as error:
             assert built.transport.group is None, "it is still in the group"
-            assert streams.Nccl.aborted == (built._host is None)
+            assert streams.Nccl.aborted == (built._owner is None)
             assert [streams.MAIN.seen[side] for side in streams.Stream.made] == [streams.Stream.made[0].count]
             return str(error)
     return ""

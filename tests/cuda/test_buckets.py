@@ -16,11 +16,11 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Layout
 from skyrl_mega.weights.exchange import pack as views_of
 from skyrl_mega.weights.exchange.rank_program import RankBucket, Role, rank_program
-from skyrl_mega.weights.exchange.tensors import Ends
+from skyrl_mega.weights.exchange.tensors import BucketViewCache
 from skyrl_mega.weights.fp8.format import FP8, Wire, quantised, with_scales
 from skyrl_mega.weights.fp8.scales import Scales
 from skyrl_mega.weights.plan.plan import plan
-from skyrl_mega.weights.transports.ipc import hosts
+from skyrl_mega.weights.transports.ipc import device_owners
 from tests.weights.grids import LAYOUTS
 from tests.weights.test_fp8_wire import ODD
 
@@ -98,15 +98,15 @@ def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire
     if fp8:
         source, target = with_scales(source, names), with_scales(target, names)
     made = plan(source, target, itemsize=wire.itemsize)
-    where = hosts(made.topology, 0, 2)
+    where = device_owners(made.topology, 0, 2)
     sender, receiver = Role(0, 0, source.shards[0], None, None), Role(2, None, None, 0, target.shards[0])
     sent, _ = rank_program(
-        made, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, hosts=where
+        made, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
     )
     got, _ = rank_program(
-        made, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, hosts=where
+        made, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
     )
-    return source, target, wire, *([cargo for step in steps for cargo in step.new] for steps in (sent, got))
+    return source, target, wire, *([bucket for step in steps for bucket in step.new] for steps in (sent, got))
 
 
 def on_cuda(shapes: dict[str, tuple[int, ...]], odd: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -119,11 +119,11 @@ def on_cuda(shapes: dict[str, tuple[int, ...]], odd: torch.dtype | None = None) 
 
 def test_hundreds_of_parts_are_one_launch(kernels: dict[str, Kernel]) -> None:
     source, target, _, sent, got = ends(MANY, False, 64 << 20)
-    for shards, cargos, is_source in ((source.shards[0], sent, True), (target.shards[0], got, False)):
-        params, side = on_cuda(shards.params), Ends(is_source, CUDA)
-        for cargo in cargos:
-            flat = torch.empty(cargo.size(True), dtype=torch.uint8, device=CUDA)
-            views, owners = side.of(cargo, params.__getitem__)
+    for shards, buckets, is_source in ((source.shards[0], sent, True), (target.shards[0], got, False)):
+        params, side = on_cuda(shards.params), BucketViewCache(is_source, CUDA)
+        for bucket in buckets:
+            flat = torch.empty(bucket.size(True), dtype=torch.uint8, device=CUDA)
+            views, owners = side.of(bucket, params.__getitem__)
             assert len(views.views) > 100 and not views.copies and not views.conversions
             views.pack(owners, flat) if is_source else views.unpack(owners, flat)
             (grid, (addresses, rows, of_tile, launched_with)), *more = kernels["_copy"].launches
@@ -135,10 +135,10 @@ def test_hundreds_of_parts_are_one_launch(kernels: dict[str, Kernel]) -> None:
             assert len(kernels["_sum"].launches) == 1
             kernels["_copy"].launches.clear()
             kernels["_sum"].launches.clear()
-            again, _ = side.of(cargo, {name: p.clone() for name, p in params.items()}.__getitem__)
+            again, _ = side.of(bucket, {name: p.clone() for name, p in params.items()}.__getitem__)
             assert again is views, "tensors of the same form, elsewhere, need no new table"
             grown = {name: p.float() for name, p in params.items()}
-            assert side.of(cargo, grown.__getitem__)[0] is not views
+            assert side.of(bucket, grown.__getitem__)[0] is not views
 
 
 def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]) -> None:
@@ -155,11 +155,11 @@ def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]
         for n, s in target.shards[0].params.items()
         if "_scale_inv" in n
     }
-    for params, cargos, is_source in (({**held, **scales.tables}, sent, True), (given, got, False)):
+    for params, buckets, is_source in (({**held, **scales.tables}, sent, True), (given, got, False)):
         kinds = set()
-        for cargo in cargos:
-            flat = torch.empty(cargo.size(True), dtype=torch.uint8, device=CUDA)
-            views, owners = Ends(is_source, CUDA).of(cargo, params.__getitem__)
+        for bucket in buckets:
+            flat = torch.empty(bucket.size(True), dtype=torch.uint8, device=CUDA)
+            views, owners = BucketViewCache(is_source, CUDA).of(bucket, params.__getitem__)
             for kernel in kernels.values():
                 kernel.launches.clear()
             kinds |= {(view.dtype, view.region.dtype, view.plain) for view in views.views}
@@ -173,8 +173,8 @@ def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]
                 views.unpack(owners, flat)
                 views.dequantise(owners, flat)
                 assert len(kernels["_dequantise"].launches) == len(views.conversions)
-                trailer = flat[cargo.nbytes :].view(torch.int64)
-                different = views.unlike(owners, flat, trailer)
+                trailer = flat[bucket.nbytes :].view(torch.int64)
+                different = views.mismatches(owners, flat, trailer)
                 assert (different.shape, different.dtype, different.device) == ((len(views.views),), torch.bool, CUDA)
         assert (FP8, torch.bfloat16, False) in kinds and (torch.bfloat16, torch.float32, False) in kinds
         assert (torch.bfloat16, torch.bfloat16, True) in kinds and (torch.float32, torch.float32, True) in kinds
@@ -193,7 +193,7 @@ def test_parameters_that_lie_elsewhere_are_copied_one_by_one(kernels: dict[str, 
     flat = torch.empty(48 + 24, dtype=torch.uint8, device=CUDA)
     views.pack(params, flat)
     views.unpack(params, flat)
-    different = views.unlike(params, flat, flat[48:].view(torch.int64))
+    different = views.mismatches(params, flat, flat[48:].view(torch.int64))
     assert (different.shape, different.device) == ((3,), CUDA)
     assert len(kernels["_copy"].launches) == 2 and len(kernels["_sum"].launches) == 1  # of the bucket's own parts, too
 

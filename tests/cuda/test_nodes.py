@@ -28,7 +28,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer import placement as seats
 from skyrl_mega.trainer import start_actors
 from skyrl_mega.weights.plan.topology import Links, Topology
-from skyrl_mega.weights.transports.ipc import hosts
+from skyrl_mega.weights.transports.ipc import device_owners
 from tests.cuda.nodes import PYNVML, ROOT, SOCKETS, Teller
 
 ADDRESSES = ("127.0.0.8", "127.0.0.10")
@@ -47,7 +47,7 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
     share one; whoever is left out sits where its host sits."""
     shared, placement = config.cluster.shared, place(config)
     planned = Topology.from_placement(placement, Links.from_config(config.cluster))
-    host_of = hosts(planned, 0, len(ranks))
+    host_of = device_owners(planned, 0, len(ranks))
     sits = dict(enumerate([*ranks, *workers]))
     group = [sits[process] for process, host in host_of.items() if process == host]
     assert len(group) == len(set(group)) == len(set(sits.values()))

@@ -19,7 +19,7 @@ from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.plan.plan import Plan, plan
 from skyrl_mega.weights.plan.topology import Topology
 from skyrl_mega.weights.transports.group import Transport, host_store, join
-from skyrl_mega.weights.transports.ipc import hosts
+from skyrl_mega.weights.transports.ipc import device_owners
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def meet(
     address: str,
     size: int,
     timeout_s: float = 120,
-    guests: Any = (),
+    device_peers: Any = (),
     hosted: bool = False,
     device: torch.device = CPU,
 ) -> tuple[Transport, Any]:
@@ -40,9 +40,12 @@ def meet(
     if rank == 0 and not hosted:
         store = host_store(host, timeout_s)
         lobby.set("port", str(store.port))
-        return join(store, rank, size, name, device=device, timeout_s=timeout_s, guests=guests), (lobby, store)
+        return join(store, rank, size, name, device=device, timeout_s=timeout_s, device_peers=device_peers), (
+            lobby,
+            store,
+        )
     where = (host, int(lobby.get("port")))
-    return join(where, rank, size, name, device=device, timeout_s=timeout_s, guests=guests), lobby
+    return join(where, rank, size, name, device=device, timeout_s=timeout_s, device_peers=device_peers), lobby
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ def exchange(
     """This process's exchange: policy ranks first. The last of the three has to be kept."""
     made = plan(source, target, case.topology, wire.itemsize)
     ranks = len(source.shards)
-    where = hosts(made.topology, 0, ranks)
-    guests = [p for p, host in where.items() if p != host]
-    transport, kept = meet(rank, address, case.size, case.timeout_s, guests, hosted, case.device)
+    owners = device_owners(made.topology, 0, ranks)
+    device_peers = [p for p, owner in owners.items() if p != owner]
+    transport, kept = meet(rank, address, case.size, case.timeout_s, device_peers, hosted, case.device)
     is_source = rank < ranks
     agree = maximum(rank, ranks, address) if is_source and wire.quantised else None
     built = Exchange(

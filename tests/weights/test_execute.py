@@ -98,7 +98,7 @@ def test_sync_between_processes(case: Case) -> None:
     reports = run_ranks(case.size, sync, case)
     ranks = case.parallel.ranks
     # Every byte that arrives over a link was sent or handed on once, and nothing else was.
-    assert sum(r["sent"] + r["handed_on"] for r in reports) == sum(r["received"] for r in reports[ranks:])
+    assert sum(r["sent"] + r["forwarded"] for r in reports) == sum(r["received"] for r in reports[ranks:])
     print({name: sum(r[name] for r in reports) for name in reports[0]})
 
 

@@ -169,9 +169,9 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
     ends_unpack, run_pack = executor.BucketViews.unpack, executor.Run.pack
     if how == "on the wire" and rank == 0:
 
-        def pack(self: Any, cargo: Any, flat: torch.Tensor) -> None:
-            run_pack(self, cargo, flat)
-            flat[cargo.items[-1].offset] ^= 1
+        def pack(self: Any, bucket: Any, flat: torch.Tensor) -> None:
+            run_pack(self, bucket, flat)
+            flat[bucket.items[-1].offset] ^= 1
 
         executor.Run.pack = pack  # type: ignore[method-assign]
     if how == "wrong place" and rank == last:

@@ -44,19 +44,19 @@ def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> 
     room = max(ALIGNMENT, bucket_bytes // ALIGNMENT * ALIGNMENT)
     parts, begin = cut(plan.parts, room)
     early = np.array([name in first for name in parts.tensors], bool)[parts.tensor]
-    found = []
+    filled = []
     for number, route in enumerate(plan.routes):
         count = begin[route.parts + 1] - begin[route.parts]
-        fine = np.repeat(begin[route.parts] - np.cumsum(count) + count, count) + np.arange(count.sum())
-        for phase, members in enumerate((fine[early[fine]], fine[~early[fine]])):
+        finer = np.repeat(begin[route.parts] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        for phase, members in enumerate((finer[early[finer]], finer[~early[finer]])):
             ends = _ends(parts.nbytes[members])
             at = 0
             while at < len(members):
                 stop = max(at + 1, int(np.searchsorted(ends, ends[at] + room, "right")) - 1)
-                found.append((phase, int(members[at]), number, members[at:stop]))
+                filled.append((phase, int(members[at]), number, members[at:stop]))
                 at = stop
-    found.sort(key=lambda bucket: bucket[:3])
-    return Buckets(parts, [b[2] for b in found], [b[3] for b in found], [b[0] for b in found])
+    filled.sort(key=lambda bucket: bucket[:3])
+    return Buckets(parts, [b[2] for b in filled], [b[3] for b in filled], [b[0] for b in filled])
 
 
 def cut(parts: TransferTable, room: int) -> tuple[TransferTable, Ints]:

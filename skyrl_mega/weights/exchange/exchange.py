@@ -17,44 +17,44 @@ from torch import Tensor
 
 from skyrl_mega.config.limits import SYNC_BUCKETS
 from skyrl_mega.parallel.box import Layout, Shard
-from skyrl_mega.weights.exchange.executor import ChecksumError, Member, Report, Run, visit
+from skyrl_mega.weights.exchange.executor import ChecksumError, Member, Report, Run, read_from_owner
 from skyrl_mega.weights.exchange.pack import local_view
 from skyrl_mega.weights.exchange.rank_program import Role, rank_program
-from skyrl_mega.weights.exchange.tensors import Ends
+from skyrl_mega.weights.exchange.tensors import BucketViewCache
 from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.fp8.scales import Agree, Scales
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.transports.group import Deadline, Transport
-from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer, connect, hosts
+from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer, connect, device_owners
 
-__all__ = ["ChecksumError", "Exchange", "Lane", "Report", "copy", "local_view"]
+__all__ = ["ChecksumError", "Exchange", "Report", "Staging", "copy", "local_view"]
 
 Params = Mapping[str, Tensor]
 
 
-class Lane:
-    """A process's stream and buffers, for all runs of an exchange, or of several exchanges run in sequence.
+class Staging:
+    """A process's staging buffers and stream, for all runs of an exchange, or of several exchanges run in sequence.
 
     There is a single stream because the allocator keeps freed memory for the stream of last use. Buffers are allocated
     on first use, in the largest size requested until then.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._given = transport.device
+        self._transport_device = transport.device
         self._stream = torch.cuda.Stream(transport.device) if transport.on_streams else None
         self._size = self._count = 0
         self._shared = False
-        self._made: Buffers | None = None
+        self._allocated: Buffers | None = None
         self.device = torch.empty(0, device=transport.device).device
         """The transport's device, with an index."""
 
-    def want(self, size: int, count: int, shared: bool = False) -> None:
+    def reserve(self, size: int, count: int, shared: bool = False) -> None:
         """Requests `count` buffers of `size` bytes, shared with device peers if `shared`.
 
         Raises:
             RuntimeError: The buffers are already allocated.
         """
-        if self._made is not None:
+        if self._allocated is not None:
             raise RuntimeError("the lane's buffers are made; an exchange that shares a lane is built before any runs")
         self._size, self._count = max(size, self._size), max(count, self._count)
         self._shared = shared or self._shared
@@ -62,14 +62,14 @@ class Lane:
     @property
     def buffers(self) -> Buffers:
         """All buffers, allocated on first access."""
-        if self._made is None:
-            with self.entered():
-                self._made = Buffers(self._size, self._count, self._given, self._shared)
-        return self._made
+        if self._allocated is None:
+            with self.on_stream():
+                self._allocated = Buffers(self._size, self._count, self._transport_device, self._shared)
+        return self._allocated
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs the context, on a GPU, on the lane's own stream: after earlier and before later work of the current
+    def on_stream(self) -> Iterator[None]:
+        """Runs the context, on a GPU, on the staging stream: after earlier and before later work of the current
         stream.
 
         The order also holds after an error, so that later work cannot overtake pending writes.
@@ -77,7 +77,7 @@ class Lane:
         if self._stream is None:
             yield
             return
-        outside = torch.cuda.current_stream(self._given)
+        outside = torch.cuda.current_stream(self._transport_device)
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream):
@@ -87,8 +87,8 @@ class Lane:
 
     def close(self) -> None:
         """Frees the buffers. Closing twice is harmless."""
-        if self._made is not None:
-            self._made.close()
+        if self._allocated is not None:
+            self._allocated.close()
 
 
 class Exchange:
@@ -97,19 +97,19 @@ class Exchange:
     Args:
         plan: All transfers; the same in every process of the transport.
         transport: The group; source rank s of the plan is process `source_base + s`, target rank t `target_base + t`.
-            Device peers are given by `ipc.hosts`. Construction connects device owners and peers.
+            Device peers are given by `ipc.device_owners`. Construction connects device owners and peers.
         wire: The types on the wire; the sender converts to them, the receiver from them.
         source, target: This process's ranks in the two layouts; None without a part in a layout.
         source_layout, target_layout: With scales if the wire quantises (`fp8.format.with_scales`).
         bucket_bytes: Maximum size of a message.
         in_flight: Buffers of a process, at least 2: packing or loading of a bucket overlaps with transfers.
         agree: Maximum over ranks, for a source of an FP8 wire; see `fp8.scales.Agree`.
-        lane: Stream and buffers shared with other exchanges. All of these are built before any runs, and run in
-            sequence; no two processes may share a device. None creates a lane.
+        staging: Stream and buffers shared with other exchanges. All of these are built before any runs, and run in
+            sequence; no two processes may share a device. None creates new ones.
 
     Raises:
-        ValueError: Fewer than 2 buffers; two sources on the same device; straddling blocks without `agree`; a shared
-            lane for processes on a shared device.
+        ValueError: Fewer than 2 buffers; two sources on the same device; straddling blocks without `agree`; shared
+            staging for processes on a shared device.
         TransportError: A process of this device did not connect.
     """
 
@@ -128,17 +128,17 @@ class Exchange:
         source_base: int = 0,
         target_base: int = 0,
         agree: Agree | None = None,
-        lane: Lane | None = None,
+        staging: Staging | None = None,
     ) -> None:
         if in_flight < 2:
             raise ValueError(f"an exchange needs 2 buffers at least, not {in_flight}")
         self.transport, self.wire, self.in_flight = transport, wire, in_flight
         self._target_shard = _shard(target_layout, target)
         role = Role(transport.rank, source, _shard(source_layout, source), target, self._target_shard)
-        where = hosts(plan.topology, source_base, target_base)
-        where.setdefault(transport.rank, transport.rank)
-        self._host_rank = where[transport.rank]
-        self._steps, self._visits = rank_program(
+        owners = device_owners(plan.topology, source_base, target_base)
+        owners.setdefault(transport.rank, transport.rank)
+        self._owner_rank = owners[transport.rank]
+        self._steps, self._peer_buckets = rank_program(
             plan,
             wire,
             role,
@@ -146,30 +146,33 @@ class Exchange:
             in_flight=in_flight,
             source_base=source_base,
             target_base=target_base,
-            hosts=where,
+            owners=owners,
         )
-        self._cargos = self._visits or list(
-            {cargo.number: cargo for step in self._steps for cargo in step.new}.values()
+        self._buckets = self._peer_buckets or list(
+            {bucket.number: bucket for step in self._steps for bucket in step.new}.values()
         )
-        self._places = Counter(p.param for cargo in self._cargos for item in cargo.items for p in item.put)
+        self._places = Counter(p.param for bucket in self._buckets for item in bucket.items for p in item.unpacked_to)
         self._scales: Scales | None = None
         if source is not None and source_layout is not None and wire.quantised:
-            sent = {item.tensor for cargo in self._cargos for item in cargo.items if item.taken}
+            sent = {item.tensor for bucket in self._buckets for item in bucket.items if item.packed_from}
             self._scales = Scales(source_layout, source, wire.quantised, sent, agree, transport.device)
         self._target_scales: dict[str, Tensor] = {}
-        self._runs = 0
-        guests = [process for process, host in where.items() if host == transport.rank != process]
-        size = 0 if self._visits else max((cargo.size(True) for cargo in self._cargos), default=0)
-        self._lane = lane or Lane(transport)
-        self._lane.want(size, min(in_flight, len(self._cargos)), bool(guests))
-        self._guests: dict[int, ToPeer] = {}
-        self._host: ToOwner | None = None
-        if lane is None:
-            with self._lane.entered():
-                self._guests, self._host = connect(transport, where, self._lane.buffers)
-        elif guests or self._visits:
+        self._run_count = 0
+        device_peers = [process for process, owner in owners.items() if owner == transport.rank != process]
+        size = 0 if self._peer_buckets else max((bucket.size(True) for bucket in self._buckets), default=0)
+        self._staging = staging or Staging(transport)
+        self._staging.reserve(size, min(in_flight, len(self._buckets)), bool(device_peers))
+        self._device_peers: dict[int, ToPeer] = {}
+        self._owner: ToOwner | None = None
+        if staging is None:
+            with self._staging.on_stream():
+                self._device_peers, self._owner = connect(transport, owners, self._staging.buffers)
+        elif device_peers or self._peer_buckets:
             raise ValueError("processes that share a device cannot share a lane")
-        self._sources, self._targets = Ends(True, self._lane.device), Ends(False, self._lane.device)
+        self._sources, self._targets = (
+            BucketViewCache(True, self._staging.device),
+            BucketViewCache(False, self._staging.device),
+        )
 
     def run(
         self,
@@ -195,42 +198,44 @@ class Exchange:
                 and tensor. After this or any other error the transport is closed.
             ChecksumError: A part differs from the data packed by the sender; names tensor, box and both processes.
         """
-        given, wanted = source or {}, target or {}
-        run = self._begin(given, wanted, loaded or (lambda name: None), checksums=checksums)
-        with torch.no_grad(), self._lane.entered():
+        source_params, target_params = source or {}, target or {}
+        run = self._begin(source_params, target_params, loaded or (lambda name: None), checksums=checksums)
+        with torch.no_grad(), self._staging.on_stream():
             done = False
             try:
-                self._prepare(run, given, wanted)
-                self._go(run)
-                run.prove()
+                self._prepare(run, source_params, target_params)
+                self._execute(run)
+                run.verify()
                 done = True
             finally:
                 if not done:
-                    self._leave(run.under_way)
-        self._runs += 1
-        run.report.extra_bytes = self._lane.buffers.flat.numel()
+                    self._abort(run.under_way)
+        self._run_count += 1
+        run.report.extra_bytes = self._staging.buffers.flat.numel()
         run.report.table_bytes = self._sources.table_bytes + self._targets.table_bytes
         return run.report
 
     def close(self) -> None:
         """Leaves the group and frees the buffers for good. Closing twice is harmless."""
         self.transport.close()
-        for guest in self._guests.values():
-            guest.close()
-        if self._host is not None:
-            self._host.close()
-        self._lane.close()
+        for peer in self._device_peers.values():
+            peer.close()
+        if self._owner is not None:
+            self._owner.close()
+        self._staging.close()
 
-    def _begin(self, given: Params, wanted: Params, loaded: Callable[[str], None], *, checksums: bool) -> Run:
+    def _begin(
+        self, source_params: Params, target_params: Params, loaded: Callable[[str], None], *, checksums: bool
+    ) -> Run:
         """Returns a new run between these parameters and the tables of scales."""
 
-        def taken(name: str) -> Tensor:
-            return self._scales.tables[name] if self._scales and name in self._scales.tables else given[name]
+        def source_param(name: str) -> Tensor:
+            return self._scales.tables[name] if self._scales and name in self._scales.tables else source_params[name]
 
-        def put(name: str) -> Tensor:
-            return self._target_scales[name] if name in self._target_scales else wanted[name]
+        def target_param(name: str) -> Tensor:
+            return self._target_scales[name] if name in self._target_scales else target_params[name]
 
-        def told(name: str) -> None:
+        def notify_loaded(name: str) -> None:
             if name not in self._target_scales:
                 loaded(name)
 
@@ -239,35 +244,35 @@ class Exchange:
             Deadline(self.transport.timeout_s),
             Report(),
             checksums,
-            sources=lambda cargo: self._sources.of(cargo, taken),
-            targets=lambda cargo: self._targets.of(cargo, put),
+            sources=lambda bucket: self._sources.of(bucket, source_param),
+            targets=lambda bucket: self._targets.of(bucket, target_param),
             remaining=self._places.copy(),
-            loaded=told,
+            loaded=notify_loaded,
         )
 
-    def _prepare(self, run: Run, given: Params, wanted: Params) -> None:
+    def _prepare(self, run: Run, source_params: Params, target_params: Params) -> None:
         """Computes scales and, in the first run, looks up every source parameter, so missing parameters fail before
         the first message.
         """
         with run.report.timed("pack_s"):
-            self._make_scales(wanted)
-            if not self._runs:
-                for cargo in self._cargos:
-                    if cargo.packed:
-                        run.sources(cargo)
+            self._make_scales(target_params)
+            if not self._run_count:
+                for bucket in self._buckets:
+                    if bucket.packed:
+                        run.sources(bucket)
         if self._scales is not None:
             with run.report.timed("quantise_s"):
-                self._scales.compute(given)
+                self._scales.compute(source_params)
 
-    def _go(self, run: Run) -> None:
-        if self._host is None:
-            Member(run, self._steps, self._lane.buffers, self._guests, self.in_flight).go()
+    def _execute(self, run: Run) -> None:
+        if self._owner is None:
+            Member(run, self._steps, self._staging.buffers, self._device_peers, self.in_flight).run_steps()
         else:
-            visit(run, self._host, self._host.buffers, self._visits, self._host_rank)
+            read_from_owner(run, self._owner, self._owner.buffers, self._peer_buckets, self._owner_rank)
 
-    def _leave(self, what: str) -> None:
+    def _abort(self, what: str) -> None:
         """Closes the exchange; waiting processes are informed at once."""
-        if self.transport.group is not None or self._host is not None:
+        if self.transport.group is not None or self._owner is not None:
             self.transport.give_up(what)
         self.close()
 
@@ -294,12 +299,12 @@ def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, 
     """Executes a plan with all ranks in this process."""
     with torch.no_grad():
         for route in plan.routes:
-            taken = plan.parts.locate(source.shards[route.source], route.parts)
+            sources_of = plan.parts.locate(source.shards[route.source], route.parts)
             boxes = plan.parts.boxes(route.parts)
             for receiver in route.receivers:
-                put = plan.parts.locate(target.shards[receiver], route.parts)
-                for (_, box), (here, *_), places in zip(boxes, taken, put, strict=True):
+                targets_of = plan.parts.locate(target.shards[receiver], route.parts)
+                for (_, box), (from_place, *_), places in zip(boxes, sources_of, targets_of, strict=True):
                     for place in places:
                         local_view(targets[receiver][place.param], place.offset, box).copy_(
-                            local_view(sources[route.source][here.param], here.offset, box)
+                            local_view(sources[route.source][from_place.param], from_place.offset, box)
                         )

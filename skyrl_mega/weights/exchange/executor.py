@@ -22,7 +22,7 @@ from skyrl_mega.weights.exchange.rank_program import RankBucket, Step
 from skyrl_mega.weights.transports.group import Deadline, Message, Transport
 from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between checks for departed processes while waiting for the GPU."""
 
 
@@ -52,7 +52,7 @@ class Report:
     """Bytes of parts packed and sent by this process."""
     received: int = 0
     """Bytes of parts packed on other devices and loaded by this process."""
-    handed_on: int = 0
+    forwarded: int = 0
     """Bytes of parts packed elsewhere and forwarded by this process."""
     local: int = 0
     """Bytes of parts packed on this process's device and loaded by this process."""
@@ -92,70 +92,70 @@ class Run:
     loaded: Callable[[str], None]
     under_way: str = ""
     """Description of the last bucket handled, for errors."""
-    _proofs: list[tuple[RankBucket, Tensor]] = field(default_factory=list)
+    _mismatches: list[tuple[RankBucket, Tensor]] = field(default_factory=list)
     """Masks of the parts differing from the data sent, by bucket."""
 
-    def pack(self, cargo: RankBucket, flat: Tensor) -> None:
+    def pack(self, bucket: RankBucket, flat: Tensor) -> None:
         """Fills a bucket and the trailing checksums."""
-        self.under_way = cargo.what
+        self.under_way = bucket.what
         with self.report.timed("pack_s"):
-            views, params = self.sources(cargo)
+            views, params = self.sources(bucket)
             views.pack(params, flat)
         if views.conversions:
             with self.report.timed("quantise_s"):
                 views.quantise(params, flat)
         if self.with_checksums:
             with self.report.timed("checksum_s"):
-                _trailer(cargo, flat).copy_(views.checksums(params, flat))
+                _trailer(bucket, flat).copy_(views.checksums(params, flat))
 
-    def load(self, cargo: RankBucket, flat: Tensor, *, local: bool) -> None:
+    def load(self, bucket: RankBucket, flat: Tensor, *, local: bool) -> None:
         """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent."""
-        self.under_way = cargo.what
+        self.under_way = bucket.what
         with self.report.timed("load_s"):
-            views, params = self.targets(cargo)
+            views, params = self.targets(bucket)
             views.unpack(params, flat)
         if views.conversions:
             with self.report.timed("quantise_s"):
                 views.dequantise(params, flat)
         if local:
-            self.report.local += cargo.payload
+            self.report.local += bucket.payload
         else:
-            self.report.received += cargo.payload
+            self.report.received += bucket.payload
         if self.with_checksums and views.views:
             with self.report.timed("checksum_s"):
-                sent = _trailer(cargo, flat)
-                if cargo.places != list(range(cargo.parts)):
-                    sent = sent[upload(np.array(cargo.places), sent.device)]
-                self._proofs.append((cargo, views.unlike(params, flat, sent)))
+                sent = _trailer(bucket, flat)
+                if bucket.places != list(range(bucket.parts)):
+                    sent = sent[upload(np.array(bucket.places), sent.device)]
+                self._mismatches.append((bucket, views.mismatches(params, flat, sent)))
         del params  # `loaded` may free the memory
-        for name, places in cargo.writes.items():
+        for name, places in bucket.writes.items():
             self.remaining[name] -= places
             if not self.remaining[name]:
                 self.loaded(name)
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Checks that every part arrived in the right place. Called once, at the end: on a GPU the host waits for the
         result.
 
         Raises:
             ChecksumError: A part is wrong; names the first.
         """
-        if not self._proofs:
+        if not self._mismatches:
             return
         with self.report.timed("checksum_s"):
-            wrong = torch.cat([different for _, different in self._proofs]).nonzero().view(-1).tolist()
+            wrong = torch.cat([different for _, different in self._mismatches]).nonzero().view(-1).tolist()
         if wrong:
             at = wrong[0]
-            for cargo, different in self._proofs:
+            for bucket, different in self._mismatches:
                 if at < len(different):
-                    item, names = cargo.items[cargo.places[at]], self.transport.names
-                    raise ChecksumError(item.tensor, item.box, names[cargo.source], names[self.transport.rank])
+                    item, names = bucket.items[bucket.places[at]], self.transport.names
+                    raise ChecksumError(item.tensor, item.box, names[bucket.source], names[self.transport.rank])
                 at -= len(different)
 
 
-def _trailer(cargo: RankBucket, flat: Tensor) -> Tensor:
+def _trailer(bucket: RankBucket, flat: Tensor) -> Tensor:
     """Returns the checksums behind a bucket's parts, int64 [parts]."""
-    return flat[cargo.nbytes : cargo.size(True)].view(torch.int64)
+    return flat[bucket.nbytes : bucket.size(True)].view(torch.int64)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Member:
     run: Run
     steps: Sequence[Step]
     buffers: Buffers
-    guests: Mapping[int, ToPeer]
+    device_peers: Mapping[int, ToPeer]
     in_flight: int
     _free: list[int] = field(default_factory=list)
     _slots: dict[int, int] = field(default_factory=dict)
@@ -183,24 +183,24 @@ class Member:
     _started: deque[_Started] = field(default_factory=deque)
     _marks: list[tuple[torch.cuda.Event, Step]] = field(default_factory=list)
 
-    def go(self) -> None:
+    def run_steps(self) -> None:
         """Executes all steps."""
         self._free = list(range(self.buffers.count))
         for step in self.steps:
             while len(self._free) < len(step.new):
-                self._release()
-            for cargo in step.new:
-                self._slots[cargo.number] = self._free.pop()
+                self._complete_oldest()
+            for bucket in step.new:
+                self._slots[bucket.number] = self._free.pop()
             self._start(step)
             waiting = [started for started in self._started if not started.delivered]
             for started in waiting[: max(0, len(waiting) - self.in_flight + 1)]:
                 self._deliver(started)
         while self._started:
-            self._release()
+            self._complete_oldest()
         self._finish()
 
-    def _flat(self, cargo: RankBucket) -> Tensor:
-        return self.buffers.slot(self._slots[cargo.number])[: cargo.size(self.run.with_checksums)]
+    def _flat(self, bucket: RankBucket) -> Tensor:
+        return self.buffers.slot(self._slots[bucket.number])[: bucket.size(self.run.with_checksums)]
 
     def _start(self, step: Step) -> None:
         run, send = self.run, step.send
@@ -212,13 +212,13 @@ class Member:
             if send.packed:
                 run.report.sent += send.payload
             else:
-                run.report.handed_on += send.payload
+                run.report.forwarded += send.payload
 
         def prepare() -> None:
             if send is not None and send.packed:
                 run.pack(send, self._flat(send))
             elif send is not None:
-                self._arrive(send)
+                self._wait_until_arrived(send)
 
         if receive is None and outgoing is None:
             prepare()
@@ -229,9 +229,9 @@ class Member:
             self._arriving[step.receive.number] = incoming
         self._started.append(_Started(step, incoming, sending))
 
-    def _arrive(self, cargo: RankBucket) -> None:
+    def _wait_until_arrived(self, bucket: RankBucket) -> None:
         """Waits for a bucket to arrive."""
-        ticket = self._arriving.pop(cargo.number, None)
+        ticket = self._arriving.pop(bucket.number, None)
         if ticket is not None:
             with self.run.report.timed("wire_s"):
                 self.run.transport.wait(ticket, self.run.deadline)
@@ -239,17 +239,17 @@ class Member:
     def _deliver(self, started: _Started) -> None:
         """Loads the buckets of a step and announces each to device peers."""
         started.delivered = True
-        for cargo in started.step.new:
-            self._arrive(cargo)
-            if cargo.guests:
-                self._settle(started.step)
-            for guest in cargo.guests:
-                at = self._slots[cargo.number] * self.buffers.size
-                self.guests[guest].ready(cargo.number, at, cargo.what, self.run.deadline)
-            if cargo.unpacked:
-                self.run.load(cargo, self._flat(cargo), local=cargo.packed)
+        for bucket in started.step.new:
+            self._wait_until_arrived(bucket)
+            if bucket.device_peers:
+                self._wait_for_gpu(started.step)
+            for peer in bucket.device_peers:
+                at = self._slots[bucket.number] * self.buffers.size
+                self.device_peers[peer].ready(bucket.number, at, bucket.what, self.run.deadline)
+            if bucket.unpacked:
+                self.run.load(bucket, self._flat(bucket), local=bucket.packed)
 
-    def _release(self) -> None:
+    def _complete_oldest(self) -> None:
         """Completes the oldest step and frees the buffers no longer needed."""
         started = self._started[0]
         if not started.delivered:
@@ -258,44 +258,44 @@ class Member:
         with self.run.report.timed("wire_s"):
             if started.outgoing is not None:
                 self.run.transport.wait(started.outgoing, self.run.deadline)
-            for cargo in started.step.over:
-                for guest in cargo.guests:
-                    self.guests[guest].wait_until_read(cargo.number, cargo.what, self.run.deadline)
-                self._free.append(self._slots.pop(cargo.number))
+            for bucket in started.step.finished:
+                for peer in bucket.device_peers:
+                    self.device_peers[peer].wait_until_read(bucket.number, bucket.what, self.run.deadline)
+                self._free.append(self._slots.pop(bucket.number))
         if self.run.transport.on_streams:
-            mark = torch.cuda.Event()
-            mark.record()
-            self._marks.append((mark, started.step))
+            event = torch.cuda.Event()
+            event.record()
+            self._marks.append((event, started.step))
 
-    def _settle(self, step: Step) -> None:
+    def _wait_for_gpu(self, step: Step) -> None:
         """Waits for the GPU, because another process reads the buffers next."""
         if self.run.transport.on_streams:
-            mark = torch.cuda.Event()
-            mark.record()
-            self._until(mark, step)
+            event = torch.cuda.Event()
+            event.record()
+            self._wait_for_event(event, step)
 
     def _finish(self) -> None:
-        for mark, step in self._marks:
-            self._until(mark, step)
+        for event, step in self._marks:
+            self._wait_for_event(event, step)
 
-    def _until(self, mark: torch.cuda.Event, step: Step) -> None:
+    def _wait_for_event(self, event: torch.cuda.Event, step: Step) -> None:
         """Waits for an event of the current stream.
 
         Raises:
             TransportError: The deadline passed or a process left the group.
         """
         transport, deadline = self.run.transport, self.run.deadline
-        looked = time.monotonic()
+        last_check = time.monotonic()
         with self.run.report.timed("wire_s"):
-            while not mark.query():
+            while not event.query():
                 time.sleep(0.0002)
-                due = time.monotonic() > looked + LOOK_S
+                due = time.monotonic() > last_check + CHECK_S
                 if deadline.passed or (due and transport.broken):
-                    peer, what = self._waited_for(step)
+                    peer, what = self._awaited(step)
                     raise transport.failed(peer, what, "", timed_out=deadline.passed, deadline=deadline)
-                looked = time.monotonic() if due else looked
+                last_check = time.monotonic() if due else last_check
 
-    def _waited_for(self, step: Step) -> tuple[int, str]:
+    def _awaited(self, step: Step) -> tuple[int, str]:
         """Returns the peer and the tensors of a step, or of the oldest step in progress with a peer."""
         for at in (step, *(started.step for started in self._started)):
             if at.receive is not None:
@@ -305,17 +305,17 @@ class Member:
         return self.run.transport.rank, self.run.under_way
 
 
-def visit(run: Run, host: ToOwner, buffers: Tensor, cargos: Sequence[RankBucket], host_rank: int) -> None:
+def read_from_owner(run: Run, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int) -> None:
     """Executes a run as device peer: loads the owner's buckets in place.
 
     Args:
         buffers: The owner's buffers, uint8, shared by both processes.
     """
-    for cargo in cargos:
+    for bucket in buckets:
         with run.report.timed("wire_s"):
-            at = host.wait_until_ready(cargo.number, cargo.what, run.deadline)
-        flat = buffers[at : at + cargo.size(run.with_checksums)]
-        run.load(cargo, flat, local=cargo.source == host_rank)
+            at = owner.wait_until_ready(bucket.number, bucket.what, run.deadline)
+        flat = buffers[at : at + bucket.size(run.with_checksums)]
+        run.load(bucket, flat, local=bucket.source == owner_rank)
         if run.transport.on_streams:
             torch.cuda.current_stream().synchronize()  # only copies on this device, which cannot hang
-        host.read(cargo.number, cargo.what, run.deadline)
+        owner.read(bucket.number, bucket.what, run.deadline)

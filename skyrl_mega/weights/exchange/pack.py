@@ -89,20 +89,23 @@ class BucketViews:
         self, views: Sequence[View], names: Sequence[str], params: Sequence[Tensor], device: torch.device
     ) -> None:
         self.views, self.names = tuple(views), tuple(names)
-        here = [param.device == device for param in params]
-        alone = [not (view.plain and here[view.region.owner]) for view in views]
-        together = [view.region for view, apart in zip(views, alone, strict=True) if not apart]
-        rest = [view for view, apart in zip(views, alone, strict=True) if apart]
-        self.copies = [view for view in rest if view.scale is None]
-        self.conversions = [view for view in rest if view.scale is not None]
-        self._rest = rest
-        self._boxes = Boxes(together, device) if together else None
+        on_device = [param.device == device for param in params]
+        separate = [not (view.plain and on_device[view.region.owner]) for view in views]
+        joint = [view.region for view, is_separate in zip(views, separate, strict=True) if not is_separate]
+        separate_views = [view for view, is_separate in zip(views, separate, strict=True) if is_separate]
+        self.copies = [view for view in separate_views if view.scale is None]
+        self.conversions = [view for view in separate_views if view.scale is not None]
+        self._separate_views = separate_views
+        self._boxes = Boxes(joint, device) if joint else None
         # Regions to checksum, in bucket order; the bucket is one more tensor after the parameters.
-        summed = [_in_bucket(v, len(params)) if apart else v.region for v, apart in zip(views, alone, strict=True)]
-        self._summed = Boxes(summed, device) if rest else self._boxes
+        summed = [
+            _in_bucket(v, len(params)) if is_separate else v.region
+            for v, is_separate in zip(views, separate, strict=True)
+        ]
+        self._summed = Boxes(summed, device) if separate_views else self._boxes
         self._order: Tensor | None = None
-        if together and rest:  # from the order (plain copies, others) to bucket order
-            self._order = upload(np.argsort(np.argsort(alone, kind="stable")), device)
+        if joint and separate_views:  # from the order (plain copies, others) to bucket order
+            self._order = upload(np.argsort(np.argsort(separate, kind="stable")), device)
 
     @property
     def table_bytes(self) -> int:
@@ -141,20 +144,20 @@ class BucketViews:
         The checksum covers the parameter's bytes, or the bucket's bytes if the parameter's type differs.
         """
         assert self._summed is not None  # a bucket is never empty
-        return self._summed.checksums([*params, flat] if self._rest else params)
+        return self._summed.checksums([*params, flat] if self._separate_views else params)
 
-    def unlike(self, params: Sequence[Tensor], flat: Tensor, sent: Tensor) -> Tensor:
+    def mismatches(self, params: Sequence[Tensor], flat: Tensor, sent: Tensor) -> Tensor:
         """Returns a mask of the parts differing from the data sent, bool [views], on the device.
 
         Args:
             sent: The sender's checksums, int64 [views].
         """
         different = self.checksums(params, flat) != sent
-        if not self._rest:
+        if not self._separate_views:
             return different
-        changed = torch.stack([_unlike(view, params, flat).to(flat.device) for view in self._rest])
+        changed = torch.stack([_differs(view, params, flat).to(flat.device) for view in self._separate_views])
         if self._order is not None:
-            changed = torch.cat([changed.new_zeros(len(self.views) - len(self._rest)), changed])[self._order]
+            changed = torch.cat([changed.new_zeros(len(self.views) - len(self._separate_views)), changed])[self._order]
         return different | changed
 
 
@@ -163,7 +166,7 @@ def _in_bucket(view: View, owner: int) -> Region:
     return Region(owner, view.region.offset, (view.nbytes,), (1,), torch.uint8, view.region.offset)
 
 
-def _unlike(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:
+def _differs(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:
     """Returns True, as a tensor, if a parameter of another type than the wire's differs from the converted bucket
     values.
     """
@@ -188,11 +191,11 @@ def _strips(view: View, params: Sequence[Tensor]) -> list[tuple[slice, Tensor, i
     scales = view.scale.of(params[view.scale.owner])
     (rows, columns), (row, column) = view.region.shape, view.start
     step = max(1, STRIP_ELEMENTS.get(scales.device.type, 1 << 23) // (BLOCK * columns)) * BLOCK
-    found = []
+    strips = []
     at = row
     while at < row + rows:
         stop = min(row + rows, (at // step + 1) * step)
         blocks = slice(at // BLOCK - row // BLOCK, -(-stop // BLOCK) - row // BLOCK)
-        found.append((slice(at - row, stop - row), scales[blocks], at, column))
+        strips.append((slice(at - row, stop - row), scales[blocks], at, column))
         at = stop
-    return found
+    return strips

@@ -29,13 +29,13 @@ class Item:
     """Type on the wire."""
     offset: int
     """Byte offset in the bucket."""
-    taken: Place | None
+    packed_from: Place | None
     """Source of packing; None if this process does not pack the bucket."""
-    put: tuple[Place, ...]
+    unpacked_to: tuple[Place, ...]
     """Destinations of unpacking."""
-    taken_scale: Piece | None
+    source_scale: Piece | None
     """Piece of the source shard with the scales of all touched blocks, for a quantised tensor."""
-    put_scale: Piece | None
+    target_scale: Piece | None
     """Piece of the target shard with the scales of all touched blocks, for a quantised tensor."""
 
 
@@ -59,7 +59,7 @@ class RankBucket:
     parts: int
     unpacked: bool
     """True if this process wants the bucket."""
-    guests: tuple[int, ...]
+    device_peers: tuple[int, ...]
     """Peers on this process's device wanting the bucket."""
     places: list[int]
     """Index of the part written to each target place."""
@@ -83,7 +83,7 @@ class Step:
     receiver: int = -1
     new: list[RankBucket] = field(default_factory=list)
     """Buckets taking a buffer in this step."""
-    over: list[RankBucket] = field(default_factory=list)
+    finished: list[RankBucket] = field(default_factory=list)
     """Buckets freeing a buffer after this step."""
 
 
@@ -107,7 +107,7 @@ def rank_program(
     in_flight: int,
     source_base: int,
     target_base: int,
-    hosts: dict[int, int],
+    owners: dict[int, int],
 ) -> tuple[list[Step], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
@@ -116,52 +116,52 @@ def rank_program(
     Args:
         in_flight: Number of buffers of a process.
         source_base, target_base: Process numbers of source rank 0 and target rank 0.
-        hosts: Device owner of each process.
+        owners: Device owner of each process.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
     packed_by = [source_base + plan.routes[route].source for route in buckets.route]
     chains = [
-        [packer, *distinct((hosts[p] for p in wanted), packer)]
+        [packer, *distinct((owners[p] for p in wanted), packer)]
         for packer, wanted in zip(packed_by, wanted_by, strict=True)
     ]
-    when = rounds(chains, max(hosts, default=0) + 1, max(2, in_flight - 1), buckets.phase)
-    me, host = role.process, hosts[role.process]
-    touched = [number for number, chain in enumerate(chains) if host in chain]
+    schedule = rounds(chains, max(owners, default=0) + 1, max(2, in_flight - 1), buckets.phase)
+    me, owner = role.process, owners[role.process]
+    touched = [number for number, chain in enumerate(chains) if owner in chain]
     items = _items(
         buckets, wire, role, [n for n in touched if packed_by[n] == me], [n for n in touched if me in wanted_by[n]]
     )
     names = list(buckets.parts.tensors)
     steps: dict[int, Step] = {}
     for number in touched:
-        chain, at = chains[number], when[number]
-        cargo = _rank_bucket(
-            number, buckets, packed_by[number], wanted_by[number], hosts=hosts, me=me, items=items, names=names
+        chain, at = chains[number], schedule[number]
+        bucket = _rank_bucket(
+            number, buckets, packed_by[number], wanted_by[number], owners=owners, me=me, items=items, names=names
         )
         # The device owner's hops: (round, peer, True for a send).
         hops: list[tuple[int, int, bool]] = []
-        if host == chain[0]:
+        if owner == chain[0]:
             hops.append((at[0], chain[1] if len(chain) > 1 else -1, True))
-        elif host == chain[1]:
+        elif owner == chain[1]:
             hops.append((at[0], chain[0], False))
             hops += [(t, peer, True) for t, peer in zip(at[1:], chain[2:], strict=True)]
         else:
-            hops.append((at[chain.index(host) - 1], chain[1], False))
+            hops.append((at[chain.index(owner) - 1], chain[1], False))
         for t, peer, sends in hops:
             step = steps.setdefault(t, Step(t))
             if sends:
-                step.send, step.receiver = cargo, peer
+                step.send, step.receiver = bucket, peer
             else:
-                step.receive, step.sender = cargo, peer
-        steps[hops[0][0]].new.append(cargo)
-        steps[hops[-1][0]].over.append(cargo)
+                step.receive, step.sender = bucket, peer
+        steps[hops[0][0]].new.append(bucket)
+        steps[hops[-1][0]].finished.append(bucket)
     ordered = [steps[t] for t in sorted(steps)]
     for step in ordered:
         # The received bucket before the packed one: the owner's order of delivery.
-        step.new.sort(key=lambda cargo: cargo is not step.receive)
-    if host == me:
+        step.new.sort(key=lambda bucket: bucket is not step.receive)
+    if owner == me:
         return ordered, []
-    return [], [cargo for step in ordered for cargo in step.new if cargo.unpacked]
+    return [], [bucket for step in ordered for bucket in step.new if bucket.unpacked]
 
 
 def _rank_bucket(
@@ -170,7 +170,7 @@ def _rank_bucket(
     packer: int,
     wanted: Sequence[int],
     *,
-    hosts: dict[int, int],
+    owners: dict[int, int],
     me: int,
     items: dict[int, list[Item]],
     names: list[str],
@@ -188,18 +188,18 @@ def _rank_bucket(
         nbytes=buckets.nbytes(number),
         parts=len(members),
         unpacked=me in wanted,
-        guests=tuple(p for p in wanted if hosts[p] == me and p != me),
-        places=[i for i, item in enumerate(items.get(number, [])) for _ in item.put],
-        writes=Counter(place.param for item in items.get(number, []) for place in item.put),
+        device_peers=tuple(p for p in wanted if owners[p] == me and p != me),
+        places=[i for i, item in enumerate(items.get(number, [])) for _ in item.unpacked_to],
+        writes=Counter(place.param for item in items.get(number, []) for place in item.unpacked_to),
     )
 
 
 def _items(buckets: Buckets, wire: Wire, role: Role, packs: list[int], unpacks: list[int]) -> dict[int, list[Item]]:
     """Returns the parts of every bucket packed or unpacked by this process."""
-    taken = _located(buckets, role.source_shard, packs)
-    put = _located(buckets, role.target_shard, unpacks)
+    packed_from = _located(buckets, role.source_shard, packs)
+    unpacked_to = _located(buckets, role.target_shard, unpacks)
     source_scales, target_scales = _scale_pieces(role.source_shard, wire), _scale_pieces(role.target_shard, wire)
-    found = {}
+    items_of = {}
     for number in sorted({*packs, *unpacks}):
         items = []
         boxes = buckets.parts.boxes(buckets.members[number])
@@ -211,14 +211,14 @@ def _items(buckets: Buckets, wire: Wire, role: Role, packs: list[int], unpacks: 
                     box,
                     wire.type_of(tensor),
                     offset,
-                    taken=taken[number][i][0] if number in taken else None,
-                    put=tuple(put[number][i]) if number in put else (),
-                    taken_scale=_covering(source_scales[tensor], box) if quantised and number in taken else None,
-                    put_scale=_covering(target_scales[tensor], box) if quantised and number in put else None,
+                    packed_from=packed_from[number][i][0] if number in packed_from else None,
+                    unpacked_to=tuple(unpacked_to[number][i]) if number in unpacked_to else (),
+                    source_scale=_covering(source_scales[tensor], box) if quantised and number in packed_from else None,
+                    target_scale=_covering(target_scales[tensor], box) if quantised and number in unpacked_to else None,
                 )
             )
-        found[number] = items
-    return found
+        items_of[number] = items
+    return items_of
 
 
 def _located(buckets: Buckets, shard: Shard | None, numbers: list[int]) -> dict[int, list[list[Place]]]:
@@ -227,21 +227,21 @@ def _located(buckets: Buckets, shard: Shard | None, numbers: list[int]) -> dict[
         return {}
     assert shard is not None, "a rank that sends or receives needs its shard"
     places = buckets.parts.locate(shard, np.concatenate([buckets.members[n] for n in numbers]))
-    found, at = {}, 0
+    located, at = {}, 0
     for number in numbers:
         count = len(buckets.members[number])
-        found[number] = places[at : at + count]
+        located[number] = places[at : at + count]
         at += count
-    return found
+    return located
 
 
 def _scale_pieces(shard: Shard | None, wire: Wire) -> dict[str, list[Piece]]:
     """Returns the scale pieces of a shard, by quantised tensor."""
-    found: dict[str, list[Piece]] = defaultdict(list)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces if shard and wire.quantised else ():
         if piece.tensor.endswith(SUFFIX):
-            found[piece.tensor.removesuffix(SUFFIX)].append(piece)
-    return found
+            pieces[piece.tensor.removesuffix(SUFFIX)].append(piece)
+    return pieces
 
 
 def _covering(pieces: list[Piece], box: Box) -> Piece | None:

@@ -35,13 +35,13 @@ def rounds(
     # Sets of rounds are integers with one bit per round, so the first fit takes only a few machine instructions.
     sends, receives = [0] * processes, [0] * processes
     held = [[0] * live for _ in range(processes)]  # held[p][n]: rounds in which p holds more than n buckets
-    found: list[list[int]] = []
+    schedule: list[list[int]] = []
     start = last = 0
     for number, chain in enumerate(chains):
         if phases is not None and number and phases[number] != phases[number - 1]:
             start = last
         at = _first_fit(chain, sends, receives, held, start)
-        found.append(at)
+        schedule.append(at)
         last = max(last, at[-1] + 1)
         packer, *others = chain
         sends[packer] |= 1 << at[0]
@@ -54,7 +54,7 @@ def rounds(
             _hold(held[others[0]], _span(at[0], at[-1]))
             for receiver, round_ in zip(others[1:], at[1:], strict=True):
                 _hold(held[receiver], 1 << round_)
-    return found
+    return schedule
 
 
 def _first_fit(
@@ -91,6 +91,6 @@ def _hold(counts: list[int], span: int) -> None:
     counts[0] |= span
 
 
-def distinct(processes: Iterable[int], but: int) -> list[int]:
-    """Returns the distinct processes in order, without process `but`."""
-    return [p for p in dict.fromkeys(processes) if p != but]
+def distinct(processes: Iterable[int], excluded: int) -> list[int]:
+    """Returns the distinct processes in order, without process `excluded`."""
+    return [p for p in dict.fromkeys(processes) if p != excluded]

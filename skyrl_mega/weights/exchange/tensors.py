@@ -22,7 +22,7 @@ Param = Callable[[str], Tensor]
 Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
-class Ends:
+class BucketViewCache:
     """The views of all buckets of a process: the sending or the receiving side.
 
     Args:
@@ -32,36 +32,36 @@ class Ends:
 
     def __init__(self, sends: bool, device: torch.device) -> None:
         self._sends, self._device = sends, device
-        self._known: dict[int, tuple[BucketViews, list[Form]]] = {}
+        self._cache: dict[int, tuple[BucketViews, list[Form]]] = {}
 
-    def of(self, cargo: RankBucket, param: Param) -> tuple[BucketViews, list[Tensor]]:
+    def of(self, bucket: RankBucket, param: Param) -> tuple[BucketViews, list[Tensor]]:
         """Returns a bucket's views and the parameters behind the views."""
-        known = self._known.get(cargo.number)
-        if known is not None:
-            params = [param(name) for name in known[0].names]
-            if [_form(p) for p in params] == known[1]:
-                return known[0], params
-        asked = _Asked(param)
-        made = [_view(item, place, asked, scale) for item, place, scale in self._parts(cargo)]
-        views = BucketViews(made, list(asked.numbers), asked.params, self._device)
-        self._known[cargo.number] = views, [_form(p) for p in asked.params]
-        return views, asked.params
+        cached = self._cache.get(bucket.number)
+        if cached is not None:
+            params = [param(name) for name in cached[0].names]
+            if [_form(p) for p in params] == cached[1]:
+                return cached[0], params
+        requested = _RequestedParams(param)
+        part_views = [_view(item, place, requested, scale) for item, place, scale in self._parts(bucket)]
+        views = BucketViews(part_views, list(requested.numbers), requested.params, self._device)
+        self._cache[bucket.number] = views, [_form(p) for p in requested.params]
+        return views, requested.params
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables on the device."""
-        return sum(views.table_bytes for views, _ in self._known.values())
+        return sum(views.table_bytes for views, _ in self._cache.values())
 
-    def _parts(self, cargo: RankBucket) -> Iterator[tuple[Item, Place, Piece | None]]:
-        for item in cargo.items:
+    def _parts(self, bucket: RankBucket) -> Iterator[tuple[Item, Place, Piece | None]]:
+        for item in bucket.items:
             if not self._sends:
-                for place in item.put:
-                    yield item, place, item.put_scale
-            elif item.taken is not None:
-                yield item, item.taken, item.taken_scale
+                for place in item.unpacked_to:
+                    yield item, place, item.target_scale
+            elif item.packed_from is not None:
+                yield item, item.packed_from, item.source_scale
 
 
-class _Asked:
+class _RequestedParams:
     """The requested parameters, each once, in order of the first request."""
 
     def __init__(self, param: Param) -> None:
@@ -80,17 +80,17 @@ def _form(param: Tensor) -> Form:
     return param.dtype, param.shape, param.stride(), param.device
 
 
-def _view(item: Item, place: Place, asked: _Asked, scale: Piece | None) -> View:
+def _view(item: Item, place: Place, requested: _RequestedParams, scale: Piece | None) -> View:
     """Returns the view of a part. Requests scales only if this end converts.
 
     Raises:
         ValueError: The tensor is FP8 in the policy but not on the wire, or the layout lacks the scales.
     """
-    owner, param = asked(place.param)
+    owner, param = requested(place.param)
     zero = (0,) * len(item.box.shape)
     local = region(owner, param, place.offset, zero, item.box.shape, item.offset)
     blocks = None
-    if param.dtype == FP8 != item.dtype and item.taken is place:
+    if param.dtype == FP8 != item.dtype and item.packed_from is place:
         raise ValueError(f"{item.tensor} is FP8 in the policy, and has to be on the wire: weights.wire=fp8")
     if item.dtype == FP8 and param.dtype != FP8:
         if scale is None:
@@ -99,5 +99,5 @@ def _view(item: Item, place: Place, asked: _Asked, scale: Piece | None) -> View:
             )
         wanted = scale_box(item.box)
         inside = tuple(a - b for a, b in zip(wanted.start, scale.box.start, strict=True))
-        blocks = region(*asked(scale.param), scale.offset, inside, wanted.shape, 0)
+        blocks = region(*requested(scale.param), scale.offset, inside, wanted.shape, 0)
     return View(local, item.dtype, blocks, item.box.start)

@@ -95,7 +95,7 @@ class Transport:
     """Seconds allowed for a run of an exchange."""
     store: Store | None = None
     """Store of the group."""
-    place: dict[int, int] = field(default_factory=dict)
+    group_rank: dict[int, int] = field(default_factory=dict)
     """Rank in `group` of each process."""
     _works: dict[int, tuple[Any, Message]] = field(default_factory=dict, repr=False)
     _tickets: int = 0
@@ -132,7 +132,7 @@ class Transport:
             return None
         failure = None
         try:
-            work = getattr(self.group, verb)([message.tensor], self.place[message.peer], tag)
+            work = getattr(self.group, verb)([message.tensor], self.group_rank[message.peer], tag)
         except RuntimeError as error:
             failure = str(error)
         if failure is not None:
@@ -165,7 +165,7 @@ class Transport:
         The lost process is the peer, unless the peer reports at the store, before leaving or in the remaining time,
         the loss of another process.
         """
-        self._tell(peer, what, timed_out)
+        self._report_lost(peer, what, timed_out)
         self.close()
         lost, what, timed_out = self._culprit(peer, what, timed_out, deadline)
         seen = "" if lost == peer else f" (noticed by {self.names[peer]})"
@@ -181,7 +181,7 @@ class Transport:
 
     def give_up(self, what: str) -> None:
         """Leaves the group because of a local error; the errors of peers name this process and `what`."""
-        self._tell(self.rank, what, False)
+        self._report_lost(self.rank, what, False)
         self.close()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Transport:
         """True if a process left the group; on CUDA streams a message to such a process never ends."""
         return self.store is not None and bool(self.store.check(["lost/any"]))
 
-    def _tell(self, peer: int, what: str, timed_out: bool) -> None:
+    def _report_lost(self, peer: int, what: str, timed_out: bool) -> None:
         if self.store is not None:
             try:
                 self.store.set(f"lost/{self.rank}", json.dumps([peer, what, timed_out]))
@@ -214,22 +214,22 @@ class Transport:
         connection may belong to a process whose own wait has just timed out: gloo closes it before the process can
         report.
         """
-        lost, found, seen = peer, (what, timed_out), {self.rank}
+        lost, loss, seen = peer, (what, timed_out), {self.rank}
         until = deadline.end - 0.05 if timed_out and deadline else time.monotonic() + min(GRACE_S, self.timeout_s / 10)
         while self.store is not None and lost not in seen:
             try:
-                told = self.store.check([f"lost/{lost}"]) and json.loads(self.store.get(f"lost/{lost}"))
+                report = self.store.check([f"lost/{lost}"]) and json.loads(self.store.get(f"lost/{lost}"))
             except RuntimeError:  # the store's host is gone, as above
                 break
-            if told:
+            if report:
                 seen.add(lost)
-                lost, found = int(told[0]), (str(told[1]), bool(told[2]))
+                lost, loss = int(report[0]), (str(report[1]), bool(report[2]))
             elif time.monotonic() < until:
                 time.sleep(0.02)
             else:
                 break
         # Processes that lost each other in a circle know no more than this process, except about a timeout.
-        return (peer, what, timed_out or found[1]) if lost == self.rank else (lost, *found)
+        return (peer, what, timed_out or loss[1]) if lost == self.rank else (lost, *loss)
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:
@@ -261,7 +261,7 @@ def join(
     device: torch.device,
     timeout_s: float,
     group: str = "weights",
-    guests: Collection[int] = (),
+    device_peers: Collection[int] = (),
 ) -> Transport:
     """Joins the group called `group` at a store: NCCL on a CUDA device, gloo on a CPU. Returns after all processes
     joined.
@@ -271,7 +271,7 @@ def join(
         rank, size: This process's number, and the number of processes.
         name: Name of this process in errors, such as "policy rank 3".
         group: Name unlike any earlier group's at this store.
-        guests: Device peers, without a rank in the process group; see `ipc.hosts`.
+        device_peers: Device peers, without a rank in the process group; see `ipc.device_owners`.
 
     Raises:
         TransportError: The store does not answer, or ranks did not join in time; names the missing ranks.
@@ -285,29 +285,29 @@ def join(
             host, port = address
             root = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         store = PrefixStore(group, root)
-        names = _meet(store, rank, size, name, timeout_s)
-        members = {r: i for i, r in enumerate(r for r in range(size) if r not in guests)}
-        made: Any = None
-        if rank in guests:
+        names = _exchange_names(store, rank, size, name, timeout_s)
+        members = {r: i for i, r in enumerate(r for r in range(size) if r not in device_peers)}
+        process_group: Any = None
+        if rank in device_peers:
             pass
         elif device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = 2 * timeout  # `Exchange` enforces its own deadline and leaves the group in order
-            with _errors_end_no_process():
-                made = dist.ProcessGroupNCCL(PrefixStore("nccl", store), members[rank], len(members), nccl)
+            with _without_nccl_watchdog():
+                process_group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), members[rank], len(members), nccl)
             # NCCL creates the communicator with the first message, for which all members must be present.
-            made.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+            process_group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
         else:
             backend: Any = dist.ProcessGroupGloo
             gloo = backend._Options()
             gloo._timeout = timeout
             gloo._devices = [backend.create_device(hostname=_own_address(host))]
-            made = backend(PrefixStore("gloo", store), members[rank], len(members), gloo)
+            process_group = backend(PrefixStore("gloo", store), members[rank], len(members), gloo)
     except TransportError:
         raise
     except RuntimeError as error:
         raise TransportError(f"{name}: cannot join group {group!r} at {address}: {error}") from error
-    return Transport(made, rank, size, names, device, timeout_s, store=store, place=members)
+    return Transport(process_group, rank, size, names, device, timeout_s, store=store, group_rank=members)
 
 
 def default_group(timeout_s: float, device: torch.device) -> Transport:
@@ -316,12 +316,18 @@ def default_group(timeout_s: float, device: torch.device) -> Transport:
     names = tuple(f"rank {r}" for r in range(size))
     world: Any = dist.group.WORLD
     return Transport(
-        world._get_backend(device), dist.get_rank(), size, names, device, timeout_s, place={r: r for r in range(size)}
+        world._get_backend(device),
+        dist.get_rank(),
+        size,
+        names,
+        device,
+        timeout_s,
+        group_rank={r: r for r in range(size)},
     )
 
 
 @contextmanager
-def _errors_end_no_process() -> Iterator[None]:
+def _without_nccl_watchdog() -> Iterator[None]:
     """Keeps NCCL's watchdog from killing this process when a peer is lost; groups created inside keep the setting."""
     key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(key)
@@ -335,7 +341,7 @@ def _errors_end_no_process() -> Iterator[None]:
             os.environ[key] = before
 
 
-def _meet(store: Store, rank: int, size: int, name: str, timeout_s: float) -> tuple[str, ...]:
+def _exchange_names(store: Store, rank: int, size: int, name: str, timeout_s: float) -> tuple[str, ...]:
     """Publishes this process's name at the store and waits for the rest; returns the names by rank.
 
     Raises:

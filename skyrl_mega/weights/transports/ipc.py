@@ -40,7 +40,7 @@ SLOT_ALIGNMENT = 256
 """Alignment of a buffer in bytes, as of memory from the allocator."""
 
 
-def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
+def device_owners(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
     """Returns the device owner of every process: the first process on the device, policy ranks before engine workers.
 
     Args:
@@ -54,12 +54,12 @@ def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, i
         for rank, device in enumerate(devices):
             device_of.setdefault(base + rank, device)
     first: dict[int, int] = {}
-    found = {}
+    owners = {}
     for process, device in device_of.items():
-        found[process] = first.setdefault(device, process)
-        if found[process] != process and 0 <= process - source_base < len(topology.sources):
-            raise ValueError(f"source ranks {found[process] - source_base} and {process - source_base} share a device")
-    return found
+        owners[process] = first.setdefault(device, process)
+        if owners[process] != process and 0 <= process - source_base < len(topology.sources):
+            raise ValueError(f"source ranks {owners[process] - source_base} and {process - source_base} share a device")
+    return owners
 
 
 class Channel:
@@ -86,18 +86,18 @@ class Channel:
 
     def _receive_with(self, size: int, descriptors: int, what: str, deadline: Deadline) -> tuple[bytes, list[int]]:
         data, failure = b"", None
-        found: list[int] = []
+        all_descriptors: list[int] = []
         try:
             while len(data) < size and failure is None:
                 self._connection.settimeout(deadline.left())
                 more, fds, _, _ = socket.recv_fds(self._connection, size - len(data), descriptors)
-                data, found = data + more, [*found, *fds]
+                data, all_descriptors = data + more, [*all_descriptors, *fds]
                 failure = None if more else "connection closed"
         except OSError as error:
             failure = str(error) or "timed out"
         if failure is not None:
             raise self._failed(what, failure, deadline)
-        return data, found
+        return data, all_descriptors
 
     def _failed(self, what: str, failure: str, deadline: Deadline) -> TransportError:
         self.close()
@@ -139,7 +139,7 @@ class ToOwner(Channel):
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
         super().__init__(connection, transport, peer)
-        self.buffers = self._borrow(deadline)
+        self.buffers = self._receive_buffers(deadline)
         """The owner's buffers, uint8."""
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class ToOwner(Channel):
         super().close()
         self.buffers = torch.empty(0, dtype=torch.uint8)
 
-    def _borrow(self, deadline: Deadline) -> Tensor:
+    def _receive_buffers(self, deadline: Deadline) -> Tensor:
         data, descriptors = self._receive_with(_BUFFERS.size, 1, BUFFERS, deadline)
         size, handle = _BUFFERS.unpack(data)
         if handle:
@@ -163,9 +163,9 @@ class ToOwner(Channel):
 
     def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
         """Waits until a bucket lies in the buffers; returns the byte offset."""
-        found, at = _READY.unpack(self._receive(_READY.size, what, deadline))
-        if found != bucket:
-            raise self._failed(what, f"it brought bucket {found}, not {bucket}", deadline)
+        received, at = _READY.unpack(self._receive(_READY.size, what, deadline))
+        if received != bucket:
+            raise self._failed(what, f"it brought bucket {received}, not {bucket}", deadline)
         return int(at)
 
     def read(self, bucket: int, what: str, deadline: Deadline) -> None:
@@ -185,13 +185,13 @@ class Buffers:
         self.size, self.count = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, count
         self.descriptor = -1
         total = self.size * count
-        self._kept: object = None
+        self._pool: object = None
         if shared and device.type == "cpu" and total:
             self.descriptor = os.memfd_create("weights")
             os.ftruncate(self.descriptor, total)
             self.flat = torch.frombuffer(mmap.mmap(self.descriptor, total), dtype=torch.uint8)
         elif shared and total:
-            self.flat, self._kept = _of_one_allocation(total, device)
+            self.flat, self._pool = _shareable_memory(total, device)
         else:
             self.flat = torch.empty(total, dtype=torch.uint8, device=device)
 
@@ -213,17 +213,17 @@ class Buffers:
             os.close(self.descriptor)
             self.descriptor = -1
         self.flat = torch.empty(0, dtype=torch.uint8)
-        self._kept = None
+        self._pool = None
 
 
-def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]:
+def _shareable_memory(size: int, device: torch.device) -> tuple[Tensor, object]:
     """Allocates [size] bytes by cudaMalloc for other processes to open, and an object to keep alive with them.
 
     CUDA IPC cannot open memory of `expandable_segments`. The setting is therefore off meanwhile, and a separate pool
     keeps the allocator from reusing cached memory.
     """
-    now = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to read them
-    settings, expand = now["PYTORCH_CUDA_ALLOC_CONF"], now["expandable_segments"]
+    current = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to read them
+    settings, expand = current["PYTORCH_CUDA_ALLOC_CONF"], current["expandable_segments"]
     pool = torch.cuda.MemPool()
     if expand:  # settings left out would be reset to torch's defaults
         torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
@@ -235,11 +235,11 @@ def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]
             torch._C._accelerator_setAllocatorSettings(settings)
 
 
-def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
+def _from_handle(fields: list[Any], device: torch.device) -> Tensor:
     """Opens another process's memory on this GPU; `fields` come from `_share_cuda_`, bytes as hexadecimal."""
     at, size, _, memory, storage_bytes, offset, counter, counter_at, event, synchronise = fields
     storage = torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device() if here.index is None else here.index,  # the owner may number its GPUs otherwise
+        torch.cuda.current_device() if device.index is None else device.index,  # the owner may number GPUs otherwise
         bytes.fromhex(memory),
         storage_bytes,
         offset,
@@ -251,7 +251,7 @@ def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (size,), (1,))
 
 
-def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToPeer], ToOwner | None]:
+def connect(transport: Transport, owners: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToPeer], ToOwner | None]:
     """Connects this process with device peers, giving access to `buffers`, or with the device owner.
 
     A collective of all processes of a device.
@@ -261,51 +261,51 @@ def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tu
     """
     deadline = Deadline(transport.timeout_s)
     me = transport.rank
-    guests = [process for process, host in hosts.items() if host == me and process != me]
-    if guests:
-        return _welcome(transport, guests, buffers, deadline), None
-    if hosts.get(me, me) != me:
-        return {}, _visit(transport, hosts[me], deadline)
+    peers = [process for process, owner in owners.items() if owner == me and process != me]
+    if peers:
+        return _accept_peers(transport, peers, buffers, deadline), None
+    if owners.get(me, me) != me:
+        return {}, _connect_to_owner(transport, owners[me], deadline)
     return {}, None
 
 
-def _welcome(transport: Transport, guests: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToPeer]:
+def _accept_peers(transport: Transport, peers: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToPeer]:
     store = transport.store
     assert store is not None
     folder = tempfile.mkdtemp(prefix="weights-")  # accessible to this user only
-    found: dict[int, ToPeer] = {}
+    connected: dict[int, ToPeer] = {}
     try:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(f"{folder}/door")
-            door.listen(len(guests))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/door")
+            listener.listen(len(peers))
             store.set(f"door/{transport.rank}", f"{folder}/door")
-            while missing := [guest for guest in guests if guest not in found]:
-                door.settimeout(deadline.left())
+            while missing := [peer for peer in peers if peer not in connected]:
+                listener.settimeout(deadline.left())
                 try:
-                    connection, _ = door.accept()
+                    connection, _ = listener.accept()
                     connection.settimeout(deadline.left())
-                    (guest,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                    (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
                 except (OSError, struct.error) as error:
                     raise transport.failed(missing[0], "its device's channel", str(error), timed_out=True) from None
-                if guest in missing:
-                    found[guest] = ToPeer(connection, transport, guest, buffers, deadline)
+                if peer in missing:
+                    connected[peer] = ToPeer(connection, transport, peer, buffers, deadline)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return connected
 
 
-def _visit(transport: Transport, host: int, deadline: Deadline) -> ToOwner:
+def _connect_to_owner(transport: Transport, owner: int, deadline: Deadline) -> ToOwner:
     store = transport.store
     assert store is not None
-    while not store.check([f"door/{host}"]):
+    while not store.check([f"door/{owner}"]):
         if deadline.passed:
-            raise transport.failed(host, "its device's channel", "", timed_out=True, deadline=deadline)
+            raise transport.failed(owner, "its device's channel", "", timed_out=True, deadline=deadline)
         time.sleep(0.01)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(deadline.left())
     try:
-        connection.connect(str(Path(store.get(f"door/{host}").decode())))
+        connection.connect(str(Path(store.get(f"door/{owner}").decode())))
         connection.sendall(_HELLO.pack(transport.rank))
     except OSError as error:
-        raise transport.failed(host, "its device's channel", str(error), timed_out=False) from None
-    return ToOwner(connection, transport, host, deadline)
+        raise transport.failed(owner, "its device's channel", str(error), timed_out=False) from None
+    return ToOwner(connection, transport, owner, deadline)

@@ -15,7 +15,7 @@ from skyrl_mega.weights.exchange.rank_program import Role, rank_program
 from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.plan.plan import plan
 from skyrl_mega.weights.plan.topology import Links, Topology
-from skyrl_mega.weights.transports.ipc import hosts
+from skyrl_mega.weights.transports.ipc import device_owners
 from tests.weights.grids import REAL
 
 BF16 = Wire(torch.bfloat16)
@@ -36,18 +36,25 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
     start = time.process_time()
     role = Role(32, None, None, 0, target.shards[0])
     steps, visits = rank_program(
-        made, BF16, role, bucket_bytes=BUCKET, in_flight=3, source_base=0, target_base=32, hosts=hosts(topology, 0, 32)
+        made,
+        BF16,
+        role,
+        bucket_bytes=BUCKET,
+        in_flight=3,
+        source_base=0,
+        target_base=32,
+        owners=device_owners(topology, 0, 32),
     )
     assert time.process_time() - start < 5
-    cargos = visits or [cargo for step in steps for cargo in step.new]
-    assert len(cargos) <= 1.15 * made.bytes_in[0] / BUCKET
+    buckets = visits or [bucket for step in steps for bucket in step.new]
+    assert len(buckets) <= 1.15 * made.bytes_in[0] / BUCKET
     assert not steps or steps[-1].round <= 1.2 * made.bytes_in[0] / BUCKET
-    left = Counter(place.param for cargo in cargos for item in cargo.items for place in item.put)
+    left = Counter(place.param for bucket in buckets for item in bucket.items for place in item.unpacked_to)
     size = {name: 2 * math.prod(shape) for name, shape in target.shards[0].params.items()}
     begun: set[str] = set()
     most = 0
-    for cargo in cargos:
-        places = [place for item in cargo.items for place in item.put]
+    for bucket in buckets:
+        places = [place for item in bucket.items for place in item.unpacked_to]
         begun |= {place.param for place in places}
         most = max(most, sum(size[name] for name in begun))
         left.subtract(place.param for place in places)
@@ -59,9 +66,9 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
 
 def test_two_policy_ranks_on_one_device_are_refused() -> None:
     with pytest.raises(ValueError, match="source ranks 0 and 1 share a device"):
-        hosts(Topology((3, 3), (4,)), 0, 2)
+        device_owners(Topology((3, 3), (4,)), 0, 2)
 
 
 def test_hosts() -> None:
-    assert hosts(Topology((0, 1), (0, 1, 2, 2)), 0, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 4}
-    assert hosts(Topology.shared(2, 2), 0, 0) == {0: 0, 1: 1}  # the same processes
+    assert device_owners(Topology((0, 1), (0, 1, 2, 2)), 0, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 4}
+    assert device_owners(Topology.shared(2, 2), 0, 0) == {0: 0, 1: 1}  # the same processes
