@@ -235,7 +235,7 @@ def give_reference(rank: ModelWorker) -> None:
 def connection(
     hf: dict[str, Any],
     port: int,
-    meeting: str,
+    group_name: str,
     *,
     bucket_bytes: int,
     timeout_s: float,
@@ -251,7 +251,7 @@ def connection(
     return Connection(
         host="127.0.0.1",
         port=port,
-        meeting=meeting,
+        group_name=group_name,
         inputs=dict(
             hf=hf,
             parallel=asdict(ParallelDims()),

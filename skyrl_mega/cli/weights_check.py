@@ -13,13 +13,13 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.run_dir import run_folder
 from skyrl_mega.trainer.setup import open_run
-from skyrl_mega.weights.sync import Compared
+from skyrl_mega.weights.sync import WeightComparison
 
 if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Run
 
 
-def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> list[Compared]:
+def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> list[WeightComparison]:
     """Starts policy and engines like the run of a configuration file, from `model.path` and without training, and
     compares their weights.
 
@@ -63,7 +63,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
                 yield run
 
 
-def table(compared: Sequence[Compared]) -> str:
+def table(compared: Sequence[WeightComparison]) -> str:
     """Returns a line per worker, then a line per differing parameter."""
     lines = [f"{'engine':>6} {'worker':>6} {'parameters':>10} {'bytes':>16} {'different':>9}"]
     lines += [f"{c.engine:6} {c.worker:6} {c.parameters:10} {c.bytes:16,} {len(c.different):9}" for c in compared]

@@ -28,7 +28,7 @@ class Connection:
     host: str
     port: int
     """Port of the store at `host` where all processes meet."""
-    meeting: str
+    group_name: str
     """Name of this process group, unique at the store."""
     inputs: dict[str, Any]
     """Fields of `SyncInputs`: everything the plan depends on."""
@@ -91,7 +91,7 @@ class Connection:
             name,
             device=device,
             timeout_s=self.timeout_s,
-            group=self.meeting,
+            group=self.group_name,
             device_peers=device_peers,
         )
         return Exchange(

@@ -44,7 +44,7 @@ BLAMELESS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class WeightComparison:
     """A comparison of an engine worker's weights with the policy's."""
 
     engine: int
@@ -87,15 +87,15 @@ class WeightSync:
         self.store: TCPStore | None = None
         self.members: list[int] = []
         """Connected engines."""
-        self.meetings = 0
+        self.group_count = 0
         self.transfers = 0
         self.failures = 0
         """Failed transfers over the whole run."""
 
     @property
-    def meeting(self) -> str:
+    def group_name(self) -> str:
         """Name of the present process group."""
-        return f"weights-{self.meetings}"
+        return f"weights-{self.group_count}"
 
     def sync(self, version: int) -> dict[str, float]:
         """Performs a sync. Afterwards the engines serve the policy's present weights as `version`.
@@ -121,7 +121,7 @@ class WeightSync:
             except _Failed as failed:
                 self.failures += 1
                 blamed = self._blame(failed, members)
-                self._part(members, blamed)
+                self._disconnect(members, blamed)
                 for engine, cause in blamed.items():
                     self.fleet.retire(engine, cause)
                 blameless = 0 if blamed else blameless + 1
@@ -148,27 +148,27 @@ class WeightSync:
         self.members = []
         if self.store is None:  # kept for the whole run: no other process may take its port
             self.store = host_store(ray.util.get_node_ip_address(), config.cluster.start_timeout_s)
-        self.meetings += 1
-        inputs = replace(SyncInputs.of(config, self.hf, self._placed()), members=tuple(members))
+        self.group_count += 1
+        inputs = replace(SyncInputs.of(config, self.hf, self._current_placement()), members=tuple(members))
         connection = Connection(
             host=self.store.host,
             port=self.store.port,
-            meeting=self.meeting,
+            group_name=self.group_name,
             inputs=asdict(inputs),
             bucket_bytes=int(config.weights.bucket_mib * 2**20),
             timeout_s=config.weights.timeout_s,
             plans=str(self.plans),
         )
-        made = self._plan(connection)  # cached on disk for the other processes
-        self.ideal, self.nic = max(made.bytes_in), cost(made)
+        plan = self._plan(connection)  # cached on disk for the other processes
+        self.ideal, self.nic = max(plan.bytes_in), cost(plan)
         info = asdict(connection)
         calls = self.policy.submit_all("connect_weights", info)
         for number, engine in enumerate(members):
             calls.append(self.fleet.group.submit(engine, "connect_weights", {"connection": info, "place": number}))
-        self._settled(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
+        self._await_all(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
         self.members = members
 
-    def _placed(self) -> RunPlacement:
+    def _current_placement(self) -> RunPlacement:
         """Returns the actual placement of policy and engines; reports differences from the planned placement."""
         placement, planned = actual(self.config, self.policy.where, self.fleet.group.where), place(self.config)
         if placement not in (planned, self.placement):
@@ -185,39 +185,39 @@ class WeightSync:
         expected = None
         if whole and not self.digest and self.placement == place(self.config):
             expected = sync_plan(self.config, self.hf)
-        made = connection.plan(expected)
-        if made.digest != self.digest:
-            self.digest = made.digest
-            self.say(f"transfer plan {made.digest}: an engine worker gets {max(made.bytes_in):,} bytes at most")
-        return made
+        plan = connection.plan(expected)
+        if plan.digest != self.digest:
+            self.digest = plan.digest
+            self.say(f"transfer plan {plan.digest}: an engine worker gets {max(plan.bytes_in):,} bytes at most")
+        return plan
 
     def _transfer(self, version: int) -> dict[str, float]:
         every, limit = self.config.weights.checksum_every, self.config.weights.timeout_s + MARGIN_S
         checksums = every > 0 and (self.transfers % every == 0)
         self.transfers += 1
         start = time.perf_counter()
-        self._settled(self.fleet.submit(self.members, "begin_update"), limit)
+        self._await_all(self.fleet.submit(self.members, "begin_update"), limit)
         paused = time.perf_counter()
         sends = self.policy.submit_all("send_weights", checksums)
         receives = self.fleet.submit(self.members, "update_weights", checksums)
-        sent: list[Report] = self._settled([*sends, *receives], limit)[: len(sends)]
+        sent: list[Report] = self._await_all([*sends, *receives], limit)[: len(sends)]
         moved = time.perf_counter()
-        ended = self._settled(self.fleet.submit(self.members, "end_update", version), limit)
-        received = [Report(**report) for workers in ended for report in workers]
-        both = [*sent, *received]
+        worker_reports = self._await_all(self.fleet.submit(self.members, "end_update", version), limit)
+        received = [Report(**report) for workers in worker_reports for report in workers]
+        reports = [*sent, *received]
         return {
             "time/sync/pause": paused - start + time.perf_counter() - moved,
             "time/sync/transfer": moved - paused,
-            **{f"time/sync/{part}": max(getattr(r, f"{part}_s") for r in both) for part in PARTS},
+            **{f"time/sync/{part}": max(getattr(r, f"{part}_s") for r in reports) for part in PARTS},
             "sync/bytes_out_max": float(max(r.sent + r.local for r in sent)),
             "sync/bytes_in_max": float(max(r.received + r.local for r in received)),
             "sync/bytes_in_ideal": float(self.ideal),
             "sync/bytes_nic_max": float(max(self.nic.nic_in.max(), self.nic.nic_out.max())),
-            "sync/extra_bytes_max": float(max(r.extra_bytes for r in both)),
+            "sync/extra_bytes_max": float(max(r.extra_bytes for r in reports)),
             "sync/checksums": float(checksums),
         }
 
-    def check(self) -> list[Compared]:
+    def check(self) -> list[WeightComparison]:
         """Sends the policy's weights again and compares them with the weights used by the engines.
 
         Changes no engine weights. Every worker needs memory for a layer's weights.
@@ -230,23 +230,23 @@ class WeightSync:
         compares = self.fleet.submit(self.members, "check_weights")
         answers = gather([*sends, *compares], limit)[len(sends) :]
         return [
-            Compared(engine, worker, **found)
+            WeightComparison(engine, worker, **comparison)
             for engine, workers in zip(self.members, answers, strict=True)
-            for worker, found in enumerate(workers)
+            for worker, comparison in enumerate(workers)
         ]
 
-    def _settled(self, calls: list[Call], limit: float) -> list[Any]:
+    def _await_all(self, calls: list[Call], limit: float) -> list[Any]:
         def failed(error: BaseException) -> None:
             if self.store is not None:
-                call_off(self.store, self.meeting, describe(error))
+                call_off(self.store, self.group_name, describe(error))
 
         outcomes = settle(calls, limit, SETTLE_S, failed)
         late = [call for call in outcomes.silent if call.actor.startswith(f"{self.policy.name}-")]
         if outcomes.failures and late:  # every policy rank is needed, and its own waits are bounded
-            more = settle(late, limit, limit)
-            outcomes.answers.update(more.answers)
-            outcomes.failures.extend(more.failures)
-            outcomes.silent[:] = [call for call in outcomes.silent if call not in late] + more.silent
+            settled_later = settle(late, limit, limit)
+            outcomes.answers.update(settled_later.answers)
+            outcomes.failures.extend(settled_later.failures)
+            outcomes.silent[:] = [call for call in outcomes.silent if call not in late] + settled_later.silent
         if outcomes.failures or outcomes.silent:
             raise _Failed(outcomes)
         return [outcomes.answers[call] for call in calls]
@@ -272,7 +272,7 @@ class WeightSync:
         blamed |= {c.rank: f"no answer within {PROBE_S:g} s" for c in probes.silent}
         return {engine: f"{cause} ({first})" if first else cause for engine, cause in blamed.items()}
 
-    def _part(self, members: list[int], blamed: Collection[int]) -> None:
+    def _disconnect(self, members: list[int], blamed: Collection[int]) -> None:
         """Disconnects the policy and abandons the update at healthy engines; data received so far is never served.
 
         An engine failing here fails again in the next attempt, and is blamed then.

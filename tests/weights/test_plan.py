@@ -254,7 +254,7 @@ def test_a_narrow_stage_bounds_the_time() -> None:
     whole = Box((0, 0), (1000, 8))
     wanted = Shard({"p": whole.shape}, (Piece("t", whole, "p", (0, 0)),))
     links = Links(gpus_per_node=4, nics_per_node=4, nic_gb_s=1)
-    topology = Topology.apart(4, 4, links, engine=4)
+    topology = Topology.separate(4, 4, links, engine=4)
     count = cost(plan(Layout({"t": whole.shape}, tuple(shards)), Layout({"t": whole.shape}, (wanted,) * 4), topology))
     assert count.bound == count.predicted == 900 * 8 * 2 / 1e9
 
@@ -274,9 +274,9 @@ def test_the_topology_has_the_layouts_ranks() -> None:
 
 
 def test_engines_do_not_straddle_nodes() -> None:
-    assert Topology.apart(6, 8, engine=4).targets == (8, 9, 10, 11, 12, 13, 14, 15)
-    assert Topology.apart(4, 6, engine=2).targets == (4, 5, 6, 7, 8, 9)
-    assert Topology.apart(4, 10, engine=10).targets == tuple(range(4, 14))
+    assert Topology.separate(6, 8, engine=4).targets == (8, 9, 10, 11, 12, 13, 14, 15)
+    assert Topology.separate(4, 6, engine=2).targets == (4, 5, 6, 7, 8, 9)
+    assert Topology.separate(4, 10, engine=10).targets == tuple(range(4, 14))
 
 
 @given(

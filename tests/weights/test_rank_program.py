@@ -31,7 +31,7 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
     hf, parallel, links = REAL["30B"], ParallelDims(32, tensor=2, expert=8), Links()
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, parallel, "te"), arch.engine_layout(hf, 8, 4)
-    topology = Topology.shared(32, 32, links) if shared else Topology.apart(32, 32, links, engine=8)
+    topology = Topology.shared(32, 32, links) if shared else Topology.separate(32, 32, links, engine=8)
     made = plan(source, target, topology)
     start = time.process_time()
     role = Role(32, None, None, 0, target.shards[0])

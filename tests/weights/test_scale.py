@@ -109,7 +109,7 @@ def make(case: Case) -> Made:
     target = arch.engine_layout(hf, case.tensor, case.engines, case.experts, case.data)
     sizes = len(source.shards), len(target.shards)
     shared = Topology.shared(*sizes) if case.shared else None
-    made = plan(source, target, shared or Topology.apart(*sizes, engine=case.tensor * case.data))
+    made = plan(source, target, shared or Topology.separate(*sizes, engine=case.tensor * case.data))
     seconds = time.process_time() - start
     return Made(source, target, made, cost(made), seconds)
 

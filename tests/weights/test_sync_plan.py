@@ -67,7 +67,7 @@ def exchange(rank: int, address: str, inputs: dict[str, Any], plans: str) -> tup
     connection = Connection(
         host=host,
         port=int(lobby.get("port")),
-        meeting="weights",
+        group_name="weights",
         inputs=inputs,
         bucket_bytes=1 << 16,
         timeout_s=60,
@@ -176,7 +176,7 @@ def connected(
     """The driver's sync, which meets no process."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(driver, "host_store", lambda host, _: SimpleNamespace(host=host, port=1))
-    monkeypatch.setattr(driver.WeightSync, "_settled", lambda *_: [])
+    monkeypatch.setattr(driver.WeightSync, "_await_all", lambda *_: [])
     said: list[str] = []
     fleet: Any = SimpleNamespace(group=engines)
     return driver.WeightSync(policy, fleet, HF, config, plans=folder / "plans", say=said.append), said  # type: ignore

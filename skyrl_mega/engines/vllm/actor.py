@@ -378,7 +378,7 @@ class VllmEngine:
         await self.workers("abandon_update")
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights again for comparison with the weights in place; see `weights.sync.Compared`."""
+        """Receives weights again for comparison with the weights in place; see `weights.sync.WeightComparison`."""
         self.presence.check_weights()
         await self.pause()
         try:

@@ -79,19 +79,19 @@ def scale_box(box: Box) -> Box:
 
 def _extended(shard: Shard, names: frozenset[str]) -> Shard:
     """Returns a shard with scale pieces added, one for each piece of a tensor in `names`, in order."""
-    mine = [piece for piece in shard.pieces if piece.tensor in names]
-    odd = {
+    quantised_pieces = [piece for piece in shard.pieces if piece.tensor in names]
+    misaligned = {
         piece.param
-        for piece in mine
+        for piece in quantised_pieces
         if any(a % BLOCK for a in piece.box.start) or any(o % BLOCK for o in piece.offset[-len(piece.box.start) :])
     }
     params: dict[str, tuple[int, ...]] = {}
     pieces = []
     count: Counter[str] = Counter()
-    for piece in mine:
+    for piece in quantised_pieces:
         box = scale_box(piece.box)
         stack = len(piece.offset) - len(box.start)
-        if piece.param in odd:
+        if piece.param in misaligned:
             name = f"{piece.param}{SUFFIX}.{count[piece.param]}"
             count[piece.param] += 1
             params[name] = box.shape

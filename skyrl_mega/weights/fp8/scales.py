@@ -51,7 +51,7 @@ class Scales:
         if self._common and agree is None:
             name = next(iter(common))
             raise ValueError(f"{name}: several shards have parts of one block, so ranks must agree on its scale")
-        first = dict(zip(common, np.cumsum([0, *map(len, common.values())]).tolist(), strict=False))
+        first_block = dict(zip(common, np.cumsum([0, *map(len, common.values())]).tolist(), strict=False))
         weights = [piece for piece in shard.pieces if piece.tensor in quantised]
         of_scales = {name + SUFFIX for name in quantised}
         tables = [piece for piece in shard.pieces if piece.tensor in of_scales]
@@ -64,8 +64,8 @@ class Scales:
         numbers = dict(zip(shapes, torch.split(torch.arange(sum(sizes)), sizes), strict=True))
         self.pieces: list[tuple[Piece, Tensor]] = []
         """Every piece of a quantised tensor sent or agreed on by this rank, with its scales [I, J]."""
-        here: list[Tensor] = []
-        there: list[Ints] = []
+        table_indices: list[Tensor] = []
+        common_indices: list[Ints] = []
         for piece, table in zip(weights, tables, strict=True):
             if piece.tensor not in sent and table.tensor not in sent and piece.tensor not in common:
                 continue
@@ -74,10 +74,12 @@ class Scales:
                 blocks = common[piece.tensor] - np.array(table.box.start)
                 inside = ((blocks >= 0) & (blocks < np.array(table.box.shape))).all(1)
                 where = local_view(numbers[table.param].view(shapes[table.param]), table.offset, table.box)
-                here.append(where[tuple(torch.from_numpy(blocks[inside].T.copy()))])
-                there.append(first[piece.tensor] + np.flatnonzero(inside))
-        self._here = torch.cat(here).to(device) if here else torch.empty(0, dtype=torch.int64, device=device)
-        self._there = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *there])).to(device)
+                table_indices.append(where[tuple(torch.from_numpy(blocks[inside].T.copy()))])
+                common_indices.append(first_block[piece.tensor] + np.flatnonzero(inside))
+        self._table_indices = (
+            torch.cat(table_indices).to(device) if table_indices else torch.empty(0, dtype=torch.int64, device=device)
+        )
+        self._common_indices = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *common_indices])).to(device)
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
         """Fills the tables from the policy's present weights. A collective of all policy ranks.
@@ -92,9 +94,9 @@ class Scales:
         if self._common:
             assert self._agree is not None
             common = torch.zeros(self._common, dtype=torch.float32, device=self._flat.device)
-            common.scatter_reduce_(0, self._there, self._flat[self._here], "amax")
+            common.scatter_reduce_(0, self._common_indices, self._flat[self._table_indices], "amax")
             self._agree(common)
-            self._flat[self._here] = common[self._there]
+            self._flat[self._table_indices] = common[self._common_indices]
         self._flat.copy_(scales(self._flat))
         for name, table in self.tables.items():
             if name in params:
@@ -108,8 +110,8 @@ def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
         for piece in shard.pieces:
             if piece.tensor in names:
                 boxes.setdefault(piece.tensor, {})[piece.box] = None
-    found = {name: _shared(layout.tensors[name], tuple(of)) for name, of in sorted(boxes.items())}
-    return {name: blocks for name, blocks in found.items() if len(blocks)}
+    shared = {name: _shared(layout.tensors[name], tuple(of)) for name, of in sorted(boxes.items())}
+    return {name: blocks for name, blocks in shared.items() if len(blocks)}
 
 
 def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:

@@ -46,7 +46,7 @@ class Route:
 def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
     """Returns routes delivering every part once to every wanting rank, sorted by source and receivers."""
     classes = _Classes(demand, topology)
-    routes = _Collected(len(demand.parts))
+    routes = _RouteBuilder(len(demand.parts))
     for k, receiver, source in classes.own_device():
         routes.add(source, (receiver,), classes.parts[k])
     _within_nodes(classes, routes)
@@ -93,7 +93,7 @@ class _Classes:
                         yield k, rank, source
 
 
-class _Collected:
+class _RouteBuilder:
     """Deliveries chosen so far. Deliveries with the same source and receivers form a route."""
 
     def __init__(self, parts: int) -> None:
@@ -118,7 +118,7 @@ class _Collected:
         return tuple(Route(*ends, pieces[i]) for ends, i in sorted(self.numbers.items()))
 
 
-def _within_nodes(classes: _Classes, routes: _Collected) -> None:
+def _within_nodes(classes: _Classes, routes: _RouteBuilder) -> None:
     """Chooses senders for receivers with a holder on another device of the node."""
     lines: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for k, node, ranks, near in classes.wants():
@@ -129,44 +129,44 @@ def _within_nodes(classes: _Classes, routes: _Collected) -> None:
     keys = [key for key, line in sorted(lines.items()) if line]
     options = [classes.holders[h][classes.source_node[classes.holders[h]] == node] for h, node in keys]
     weights = [np.concatenate([classes.nbytes[k] for _, k in sorted(lines[key])]) for key in keys]
-    for key, senders in zip(keys, deal(options, weights, classes.source_device), strict=True):
+    for key, senders in zip(keys, distribute(options, weights, classes.source_device), strict=True):
         at = 0
         for receiver, k in sorted(lines[key]):
             parts = classes.parts[k]
-            mine, at = senders[at : at + len(parts)], at + len(parts)
-            for source in np.unique(mine).tolist():
-                routes.add(source, (receiver,), parts[mine == source])
+            chosen, at = senders[at : at + len(parts)], at + len(parts)
+            for source in np.unique(chosen).tolist():
+                routes.add(source, (receiver,), parts[chosen == source])
 
 
-def _between_nodes(classes: _Classes, routes: _Collected) -> None:
+def _between_nodes(classes: _Classes, routes: _RouteBuilder) -> None:
     """Chooses, independently, a sender and a first receiver for nodes without a holder."""
-    far = [(k, node, ranks) for k, node, ranks, near in classes.wants() if not near]
+    deliveries = [(k, node, ranks) for k, node, ranks, near in classes.wants() if not near]
     # A holder's bytes are ordered node by node: few senders serve a node, and all nodes are served at once.
     send: dict[int, list[int]] = defaultdict(list)
     take: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for i, (k, node, ranks) in enumerate(far):
+    for i, (k, node, ranks) in enumerate(deliveries):
         send[int(classes.holder_set[k])].append(i)
         take[node, ranks.tobytes()].append(i)
     for line in send.values():
-        line.sort(key=lambda i: (far[i][1], far[i][0]))
+        line.sort(key=lambda i: (deliveries[i][1], deliveries[i][0]))
 
-    def answers(lines: Sequence[list[int]], options: Sequence[Ints], link: Ints) -> list[Ints]:
-        """Returns, for every delivery of `far`, the rank chosen for each part."""
-        weights = [np.concatenate([classes.nbytes[far[i][0]] for i in line]) for line in lines]
-        found: list[Ints] = [np.zeros(0, np.int64)] * len(far)
-        for line, dealt in zip(lines, deal(options, weights, link), strict=True):
-            ends = np.cumsum([len(classes.parts[far[i][0]]) for i in line])
-            for i, ranks in zip(line, np.split(dealt, ends[:-1]), strict=True):
-                found[i] = ranks
-        return found
+    def chosen_ranks(lines: Sequence[list[int]], options: Sequence[Ints], link: Ints) -> list[Ints]:
+        """Returns, for every delivery, the rank chosen for each part."""
+        weights = [np.concatenate([classes.nbytes[deliveries[i][0]] for i in line]) for line in lines]
+        ranks_by_delivery: list[Ints] = [np.zeros(0, np.int64)] * len(deliveries)
+        for line, ranks_of_line in zip(lines, distribute(options, weights, link), strict=True):
+            ends = np.cumsum([len(classes.parts[deliveries[i][0]]) for i in line])
+            for i, ranks in zip(line, np.split(ranks_of_line, ends[:-1]), strict=True):
+                ranks_by_delivery[i] = ranks
+        return ranks_by_delivery
 
     topology = classes.topology
-    senders = answers(list(send.values()), [classes.holders[h] for h in send], topology.nic(classes.source_device))
-    firsts = answers(
-        list(take.values()), [far[line[0]][2] for line in take.values()], topology.nic(classes.target_device)
+    senders = chosen_ranks(list(send.values()), [classes.holders[h] for h in send], topology.nic(classes.source_device))
+    firsts = chosen_ranks(
+        list(take.values()), [deliveries[line[0]][2] for line in take.values()], topology.nic(classes.target_device)
     )
     targets = len(classes.target_device)
-    for (k, _, ranks), sender, first in zip(far, senders, firsts, strict=True):
+    for (k, _, ranks), sender, first in zip(deliveries, senders, firsts, strict=True):
         pairs, which = np.unique(sender * targets + first, return_inverse=True)
         numbers = []
         for source, head in zip(*(column.tolist() for column in np.divmod(pairs, targets)), strict=True):
@@ -175,7 +175,7 @@ def _between_nodes(classes: _Classes, routes: _Collected) -> None:
         routes.part.append(classes.parts[k])
 
 
-def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
+def distribute(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
     """Assigns every item of every line to a rank of the line, minimising the busiest link's load.
 
     Args:
@@ -202,20 +202,20 @@ def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[I
         if moved <= SETTLED * sum(amounts):
             break
     # Items are indivisible. Lines with few options go first; later lines even out deviations from the plan.
-    dealt: list[Ints] = [np.zeros(0, np.int64)] * len(options)
+    assigned: list[Ints] = [np.zeros(0, np.int64)] * len(options)
     for i in sorted(range(len(options)), key=lambda i: (len(links[i]), amounts[i])):
         at, ranks = links[i], options[i]
         load[at] -= planned[i]
         share = np.zeros(len(ranks), np.int64)
         for nic, amount in zip(at.tolist(), fill(load[at], amounts[i]).tolist(), strict=True):
-            here = link[ranks] == nic
-            share[here] = fill(by_rank[ranks[here]], amount)
+            on_link = link[ranks] == nic
+            share[on_link] = fill(by_rank[ranks[on_link]], amount)
         chosen = _runs(weights[i], share)
-        got = np.bincount(chosen, weights[i], len(ranks)).astype(np.int64)  # exact below 2⁵³
-        by_rank[ranks] += got
-        np.add.at(load, link[ranks], got)
-        dealt[i] = ranks[chosen]
-    return dealt
+        received = np.bincount(chosen, weights[i], len(ranks)).astype(np.int64)  # exact below 2⁵³
+        by_rank[ranks] += received
+        np.add.at(load, link[ranks], received)
+        assigned[i] = ranks[chosen]
+    return assigned
 
 
 def fill(load: Ints, amount: int) -> Ints:

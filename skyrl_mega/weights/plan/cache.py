@@ -43,32 +43,32 @@ def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str
     Raises:
         OSError: A file with another digest cannot be removed and would mislead other processes.
     """
-    told = json.dumps([VERSION, key], sort_keys=True)
-    path = folder / f"plan-{hashlib.sha256(told.encode()).hexdigest()[:24]}.npz"
-    kept = None
+    key_text = json.dumps([VERSION, key], sort_keys=True)
+    path = folder / f"plan-{hashlib.sha256(key_text.encode()).hexdigest()[:24]}.npz"
+    cached = None
     try:
-        kept = _read(path, told)
+        cached = _read(path, key_text)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         log.warning("%s is no plan of these layouts (%s); it is made again", path, error)
-    if kept is not None:
-        if digest in (None, kept.digest):
-            return kept
-        log.warning("%s has plan %s, these settings give %s; it is made again", path, kept.digest, digest)
+    if cached is not None:
+        if digest in (None, cached.digest):
+            return cached
+        log.warning("%s has plan %s, these settings give %s; it is made again", path, cached.digest, digest)
         path.unlink()  # otherwise other processes would use it
     plan = make()
     try:
-        _write(path, told, plan)
+        _write(path, key_text, plan)
     except OSError as error:
         log.warning("the plan is not kept: %s", error)
     return plan
 
 
-def _write(path: Path, told: str, plan: Plan) -> None:
+def _write(path: Path, key_text: str, plan: Plan) -> None:
     demand, parts, routes = plan.demand, plan.parts, plan.routes
     header = {
-        "key": told,
+        "key": key_text,
         "tensors": {name: list(shape) for name, shape in parts.tensors.items()},
         "sources": plan.topology.sources,
         "targets": plan.topology.targets,
@@ -101,11 +101,11 @@ def _write(path: Path, told: str, plan: Plan) -> None:
             raise
 
 
-def _read(path: Path, told: str) -> Plan:
+def _read(path: Path, key_text: str) -> Plan:
     with np.load(path, allow_pickle=False) as file:
         a = {name: file[name] for name in file.files}
     header = json.loads(a["header"].tobytes())
-    if header["key"] != told:
+    if header["key"] != key_text:
         raise ValueError("it was made for something else")
     tensors = {name: tuple(shape) for name, shape in header["tensors"].items()}
     parts = TransferTable(tensors, a["tensor"], a["start"], a["shape"], a["nbytes"])

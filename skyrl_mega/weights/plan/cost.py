@@ -162,17 +162,17 @@ def lower_bound(demand: TransferClasses, topology: Topology) -> float:
     for node in range(topology.nodes):
         nics = slice(node * links.nics_per_node, (node + 1) * links.nics_per_node)
         bounds.append(_narrowest(receiving[:, nics], weight * lacking[:, node]) / (links.nic_gb_s * GB))
-    here = _spread(demand.holders, source_device, topology.devices)
-    there = _spread(demand.takers, target_device, topology.devices)
-    bounds.append(float((weight @ (there & ~here)).max(initial=0)) / ((links.fabric_gb_s + links.nic_gb_s) * GB))
+    held_on = _spread(demand.holders, source_device, topology.devices)
+    wanted_on = _spread(demand.takers, target_device, topology.devices)
+    bounds.append(float((weight @ (wanted_on & ~held_on)).max(initial=0)) / ((links.fabric_gb_s + links.nic_gb_s) * GB))
     return max(bounds)
 
 
 def _spread(ranks: NDArray[np.bool_], place: Ints, places: int) -> NDArray[np.bool_]:
     """Returns a mask [classes, places], True if any of the class's ranks [classes, ranks] is at the place."""
-    there = np.zeros((len(place), places), np.float32)
-    there[np.arange(len(place)), place] = 1
-    return ranks.astype(np.float32) @ there > 0
+    membership = np.zeros((len(place), places), np.float32)
+    membership[np.arange(len(place)), place] = 1
+    return ranks.astype(np.float32) @ membership > 0
 
 
 def _narrowest(allowed: NDArray[np.bool_], weight: NDArray[np.number]) -> float:

@@ -43,11 +43,11 @@ class Endpoints:
 
     def only(self, engines: Sequence[int], workers: int) -> Endpoints:
         """Returns the endpoints with only these engines, of `workers` workers each; devices stay the same."""
-        taking = [engine * workers + worker for engine in engines for worker in range(workers)]
+        targets = [engine * workers + worker for engine in engines for worker in range(workers)]
         return replace(
             self,
-            engines=Layout(self.engines.tensors, tuple(self.engines.shards[t] for t in taking)),
-            topology=replace(self.topology, targets=tuple(self.topology.targets[t] for t in taking)),
+            engines=Layout(self.engines.tensors, tuple(self.engines.shards[t] for t in targets)),
+            topology=replace(self.topology, targets=tuple(self.topology.targets[t] for t in targets)),
         )
 
 
@@ -65,10 +65,10 @@ def lay_out(
     """
     arch = architecture(hf)
     policy = arch.megatron_layout(hf, parallel, spec)
-    takers = arch.engine_layout(
+    engine_layout = arch.engine_layout(
         hf, engines.tensor, engines.count, expert_parallel=engines.expert_parallel, data=engines.data
     )
-    return Endpoints(parallel, policy, takers, topology)
+    return Endpoints(parallel, policy, engine_layout, topology)
 
 
 def engines_of(config: Config) -> Engines:

@@ -66,12 +66,12 @@ class TransferTable:
     def boxes(self, wanted: Ints) -> list[tuple[str, Box]]:
         """Returns tensor name and box of each part in `wanted`."""
         names, shapes = list(self.tensors), list(self.tensors.values())
-        found = []
+        named_boxes = []
         rows = (self.tensor[wanted].tolist(), self.start[wanted].tolist(), self.shape[wanted].tolist())
         for tensor, start, shape in zip(*rows, strict=True):
             axes = len(shapes[tensor])
-            found.append((names[tensor], Box(tuple(start[:axes]), tuple(shape[:axes]))))
-        return found
+            named_boxes.append((names[tensor], Box(tuple(start[:axes]), tuple(shape[:axes]))))
+        return named_boxes
 
     def locate(self, shard: Shard, wanted: Ints) -> list[list[Place]]:
         """Returns the places of each part in `wanted` within a shard: every piece containing the part, in shard order.
@@ -94,18 +94,18 @@ class TransferTable:
         start, shape = self.start[wanted][part], self.shape[wanted][part]
         low = rows[row, 1 : 1 + axes]
         inside = ((low <= start) & (start + shape <= low + rows[row, 1 + axes :])).all(1)
-        found: list[list[Place]] = [[] for _ in range(len(wanted))]
+        places_of: list[list[Place]] = [[] for _ in range(len(wanted))]
         shift = (start - low)[inside].tolist()
         for p, r, by in zip(part[inside].tolist(), order[row[inside]].tolist(), shift, strict=True):
             piece = shard.pieces[r]
             stack = len(piece.offset) - len(piece.box.start)
             inner = (a + b for a, b in zip(piece.offset[stack:], by, strict=False))
-            found[p].append(Place(piece.param, (*piece.offset[:stack], *inner)))
-        for p, places in enumerate(found):
+            places_of[p].append(Place(piece.param, (*piece.offset[:stack], *inner)))
+        for p, places in enumerate(places_of):
             if not places:
                 lacking = int(wanted[p])
                 raise ValueError(f"{self.name(lacking)}: the shard has no piece with {self.box(lacking)}")
-        return found
+        return places_of
 
 
 @dataclass(frozen=True)
@@ -136,28 +136,30 @@ def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int
     shapes = list(target.tensors.values())
     axes = max((len(shape) for shape in shapes), default=0)
     index = {name: i for i, name in enumerate(target.tensors)}
-    held, wanted = _Side.of(source, index, axes), _Side.of(target, index, axes)
-    alike: dict[tuple[bytes, bytes, int], list[int]] = defaultdict(list)
+    held, wanted = _DistinctBoxes.of(source, index, axes), _DistinctBoxes.of(target, index, axes)
+    tensors_by_pattern: dict[tuple[bytes, bytes, int], list[int]] = defaultdict(list)
     for i, name in enumerate(target.tensors):
-        there = wanted.boxes[wanted.first[i] : wanted.first[i + 1]]
-        if not len(there):
+        wanted_boxes = wanted.boxes[wanted.first[i] : wanted.first[i + 1]]
+        if not len(wanted_boxes):
             continue
         if source.tensors.get(name) != shapes[i]:
             raise ValueError(f"{name}: shape {source.tensors.get(name)} in the source, {shapes[i]} in the target")
-        here = held.boxes[held.first[i] : held.first[i + 1]]
-        alike[here.tobytes(), there.tobytes(), itemsize[i]].append(i)
+        held_boxes = held.boxes[held.first[i] : held.first[i + 1]]
+        tensors_by_pattern[held_boxes.tobytes(), wanted_boxes.tobytes(), itemsize[i]].append(i)
     columns: list[tuple[Ints, ...]] = []
     sets: list[Bits] = []
-    for (_, _, size), same in alike.items():
-        tensors = np.array(same)
-        here, there = (side.boxes[side.first[same[0]] : side.first[same[0] + 1]] for side in (held, wanted))
-        start, shape, in_held, in_wanted = _cells(here, there, axes, slab_bytes // size)
+    for (_, _, size), members in tensors_by_pattern.items():
+        tensors = np.array(members)
+        held_boxes, wanted_boxes = (
+            side.boxes[side.first[members[0]] : side.first[members[0] + 1]] for side in (held, wanted)
+        )
+        start, shape, in_held, in_wanted = _cells(held_boxes, wanted_boxes, axes, slab_bytes // size)
         if not in_held.any(1).all():
-            _refuse(target, same[0], there, in_wanted[~in_held.any(1)][0], wanted)
+            _raise_uncovered(target, members[0], wanted_boxes, in_wanted[~in_held.any(1)][0], wanted)
         n, cells = len(tensors), len(start)
         columns.append((np.repeat(tensors, cells), np.tile(start, (n, 1)), np.tile(shape, (n, 1))))
-        both = [_united(side, tensors, inside) for side, inside in ((held, in_held), (wanted, in_wanted))]
-        sets.append(np.concatenate(both, axis=2).reshape(n * cells, -1))
+        unions = [_union_over_boxes(side, tensors, inside) for side, inside in ((held, in_held), (wanted, in_wanted))]
+        sets.append(np.concatenate(unions, axis=2).reshape(n * cells, -1))
     if not columns:
         nothing = np.zeros((0, axes), np.int64)
         parts = TransferTable(target.tensors, np.zeros(0, np.int64), nothing, nothing, np.zeros(0, np.int64))
@@ -188,7 +190,7 @@ def unique_rows(rows: NDArray[Scalar]) -> tuple[NDArray[Scalar], Ints]:
 
 
 @dataclass(frozen=True)
-class _Side:
+class _DistinctBoxes:
     """The distinct boxes of a layout, sorted by tensor, and the distinct shards holding each box."""
 
     boxes: Ints
@@ -199,7 +201,7 @@ class _Side:
     """Shards holding each box, [boxes, words]."""
 
     @classmethod
-    def of(cls, layout: Layout, index: dict[str, int], axes: int) -> _Side:
+    def of(cls, layout: Layout, index: dict[str, int], axes: int) -> _DistinctBoxes:
         shards, _ = layout.distinct
         tables = [_rows(shard, index, axes) for shard in shards]
         rows, which = unique_rows(np.concatenate([np.zeros((0, 1 + 2 * axes), np.int64), *tables]))
@@ -260,7 +262,7 @@ def _inside(start: Ints, stop: Ints, boxes: Ints, axes: int) -> NDArray[np.bool_
     return np.all((start[:, None] >= low) & (stop[:, None] <= high), axis=2)
 
 
-def _united(side: _Side, tensors: Ints, inside: NDArray[np.bool_]) -> Bits:
+def _union_over_boxes(side: _DistinctBoxes, tensors: Ints, inside: NDArray[np.bool_]) -> Bits:
     """Returns the shards holding each cell [tensors, cells, words], united over all boxes containing the cell."""
     bits = [
         np.bitwise_or.reduce(side.bits[side.first[tensors][:, None] + np.flatnonzero(cell)], axis=1) for cell in inside
@@ -274,7 +276,9 @@ def _ranks(bits: Bits, layout: Layout) -> NDArray[np.bool_]:
     return (bits[:, which // 64] >> (which % 64).astype(np.uint64) & np.uint64(1)).astype(bool)
 
 
-def _refuse(target: Layout, tensor: int, boxes: Ints, inside: NDArray[np.bool_], wanted: _Side) -> None:
+def _raise_uncovered(
+    target: Layout, tensor: int, boxes: Ints, inside: NDArray[np.bool_], wanted: _DistinctBoxes
+) -> None:
     """Raises ValueError for a box not covered by the source; names the box and a wanting target rank."""
     which = int(np.argmax(inside))
     name, axes = list(target.tensors)[tensor], len(list(target.tensors.values())[tensor])

@@ -68,10 +68,10 @@ class Plan:
         tensors = [[name, list(shape)] for name, shape in parts.tensors.items()]
         ends = [[route.source, list(route.receivers)] for route in self.routes]
         text = json.dumps([tensors, ends, list(t.sources), list(t.targets), asdict(t.links)])
-        found = hashlib.sha256(text.encode())
+        hasher = hashlib.sha256(text.encode())
         for column in (parts.tensor, parts.start, parts.shape, parts.nbytes, *(route.parts for route in self.routes)):
-            found.update(json.dumps(column.shape).encode() + np.ascontiguousarray(column, np.int64).tobytes())
-        return found.hexdigest()[:16]
+            hasher.update(json.dumps(column.shape).encode() + np.ascontiguousarray(column, np.int64).tobytes())
+        return hasher.hexdigest()[:16]
 
     @cached_property
     def route_bytes(self) -> Ints:

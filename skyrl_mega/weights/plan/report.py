@@ -12,7 +12,7 @@ from skyrl_mega.weights.plan.cost import GB, Cost, HostTime, imbalance
 from skyrl_mega.weights.plan.intersect import Ints
 from skyrl_mega.weights.plan.plan import Plan
 
-SHOWN = 40
+MAX_NODES = 40
 """Maximum number of nodes in the table."""
 
 
@@ -72,21 +72,21 @@ def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
     rows: list[Sequence[str]] = [
         ("node", "policy", "engines", "NIC out GB", "mean", "max", "NIC in GB", "mean", "max", "in node GB", "local GB")
     ]
-    for node in range(min(t.nodes, SHOWN)):
+    for node in range(min(t.nodes, MAX_NODES)):
         nics = slice(node * links.nics_per_node, (node + 1) * links.nics_per_node)
         gpus = slice(node * links.gpus_per_node, (node + 1) * links.gpus_per_node)
         row = [str(node), _ranks(np.flatnonzero(policy == node)), _ranks(np.flatnonzero(engines == node))]
         for carried in (count.nic_out[nics], count.nic_in[nics]):
             row += [_gb(carried.sum()), _gb(carried.mean()), _gb(carried.max())]
         rows.append((*row, _gb(count.fabric_in[gpus].sum()), _gb(count.local[gpus].sum())))
-    more = [f"… and {t.nodes - SHOWN} more nodes (--json has all)"] if t.nodes > SHOWN else []
+    omitted = [f"… and {t.nodes - MAX_NODES} more nodes (--json has all)"] if t.nodes > MAX_NODES else []
     ranks: list[Sequence[str]] = [("GB per rank", "min", "mean", "max")]
     for name, carried in (("policy rank hands out", count.rank_out), ("engine worker gets", count.rank_in)):
         ranks.append((name, _gb(carried.min()), _gb(carried.mean()), _gb(carried.max())))
     slowest = max(count.seconds, key=lambda kind: count.seconds[kind])
     lines = [
         *_aligned(rows),
-        *more,
+        *omitted,
         "",
         *_aligned(ranks),
         "",

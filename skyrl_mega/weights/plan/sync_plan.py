@@ -109,8 +109,8 @@ def wire_of(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> Wi
 def copy_bytes(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> int:
     """Returns the bytes of a copy of the model on the wire, scales included."""
     wire = wire_of(dtype, fp8, tensors)
-    every = {**scale_shapes(tensors, wire.quantised), **tensors}
-    return sum(prod(shape) * wire.itemsize(name) for name, shape in every.items())
+    all_shapes = {**scale_shapes(tensors, wire.quantised), **tensors}
+    return sum(prod(shape) * wire.itemsize(name) for name, shape in all_shapes.items())
 
 
 def wire_text(config: Config) -> str:

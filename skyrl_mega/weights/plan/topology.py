@@ -38,13 +38,13 @@ class Links:
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Links:
         """Returns the nodes' hardware in the `cluster` settings."""
-        given = cluster.topology
+        settings = cluster.topology
         return cls(
             gpus_per_node=cluster.gpus_per_node,
-            nics_per_node=given.nics_per_node or cluster.gpus_per_node,
-            nic_gb_s=given.nic_gb_s,
-            fabric_gb_s=given.fabric_gb_s,
-            device_gb_s=given.device_gb_s,
+            nics_per_node=settings.nics_per_node or cluster.gpus_per_node,
+            nic_gb_s=settings.nic_gb_s,
+            fabric_gb_s=settings.fabric_gb_s,
+            device_gb_s=settings.device_gb_s,
         )
 
 
@@ -62,7 +62,7 @@ class Topology:
         return cls(placement.policy, placement.engines, replace(links, gpus_per_node=placement.per_node))
 
     @classmethod
-    def apart(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
+    def separate(cls, sources: int, targets: int, links: Links = Links(), *, engine: int = 1) -> Topology:
         """Returns a device per rank, source ranks first, for layouts without a run's settings.
 
         Target ranks form engines of `engine` ranks; an engine small enough for a node never straddles two.
@@ -77,7 +77,7 @@ class Topology:
     @classmethod
     def one_node(cls, sources: int, targets: int) -> Topology:
         """Returns a device per rank, all in one node, source ranks first."""
-        return cls.apart(sources, targets, Links(gpus_per_node=sources + targets, nics_per_node=1))
+        return cls.separate(sources, targets, Links(gpus_per_node=sources + targets, nics_per_node=1))
 
     @property
     def nodes(self) -> int:
