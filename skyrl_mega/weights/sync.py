@@ -164,7 +164,9 @@ class WeightSync:
         info = asdict(connection)
         calls = self.policy.submit_all("connect_weights", info)
         for number, engine in enumerate(members):
-            calls.append(self.fleet.group.submit(engine, "connect_weights", {"connection": info, "place": number}))
+            calls.append(
+                self.fleet.group.submit(engine, "connect_weights", {"connection": info, "engine_index": number})
+            )
         self._await_all(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
         self.members = members
 

@@ -148,7 +148,7 @@ def update(parameters: Any, shard: Shard, path: Path, *, check: bool = False) ->
             if piece.param == name:
                 source = tensors[piece.tensor][piece.box.slices()]
                 local_view(parameters[name], piece.offset, piece.box).copy_(source)
-        parameters.written(name)
+        parameters.mark_written(name)
     different: list[str] = parameters.close()
     return different
 
@@ -216,12 +216,12 @@ def sleep(pool: Pool, model: torch.nn.Module, parameters: Any, bring: Callable[[
     """Drops what vLLM allocated while it loaded the model, takes it back, and brings the same weights: whatever of it
     somebody still holds and has other bytes afterwards."""
     from skyrl_mega.engines.presence import WEIGHTS
-    from skyrl_mega.engines.vllm.sleep import CudaMemory, Parts
+    from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts
 
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in kernel_tensors(model).items()}
     held = pool.held()
     before = {at: content.clone() for at, content in pool.bytes().items() if at in held}
-    parts = Parts(model, parameters, [], CudaMemory(pool))
+    parts = MemoryParts(model, parameters, [], CudaMemory(pool))
     for part in (WEIGHTS, WEIGHTS):
         parts.drop(part)
     garbage = [at for at, content in pool.bytes().items() if not bool((content == 0xFF).all())]
@@ -248,7 +248,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         for check in (False, True):
             parameters.open(check=check)
             parameters["model.layers.0.mlp.experts.routed_experts.w13_weight"].fill_(1)
-            parameters.written("model.layers.0.mlp.experts.routed_experts.w13_weight")
+            parameters.mark_written("model.layers.0.mlp.experts.routed_experts.w13_weight")
             try:
                 parameters.close()
             except RuntimeError as error:

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.arguments import names
-from skyrl_mega.engines.vllm.routes import Read, RouteRecorder, checked, of_output
+from skyrl_mega.engines.vllm.routes import RouteRecorder, TokenRoutes, output_routes, verified_routes
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.sequences import Column
@@ -125,12 +125,12 @@ def test_turns_before_a_sync_keep_the_routes_that_they_were_drawn_with() -> None
 # ---- what an engine gives -------------------------------------------------------------------------------------------
 
 
-def read(tokens: list[int], version: int = 3) -> Read:
-    return Read(routes_of(tokens), np.array(tokens, np.int32), np.full(len(tokens), version, np.int32))
+def read(tokens: list[int], version: int = 3) -> TokenRoutes:
+    return TokenRoutes(routes_of(tokens), np.array(tokens, np.int32), np.full(len(tokens), version, np.int32))
 
 
-def check(found: Read | None, tokens: list[int], first: int = 0) -> np.ndarray:
-    return checked(found, np.array(tokens, np.int32), first, {3}, shape=SHAPE, name="r")
+def check(found: TokenRoutes | None, tokens: list[int], first: int = 0) -> np.ndarray:
+    return verified_routes(found, np.array(tokens, np.int32), first, {3}, shape=SHAPE, name="r")
 
 
 def test_the_routes_of_a_request_are_cut_to_what_is_wanted() -> None:
@@ -152,7 +152,7 @@ def test_a_prefix_that_another_request_writes_in_the_same_step_is_known(names: t
     tokens = [token for name in names for token in prompt[first[name] :]]
     recorder = object.__new__(RouteRecorder)
     recorder.shape, recorder.version, recorder.requests = SHAPE, 3, {}
-    recorder.cached = Read(SHAPE.none(32), *np.full((2, 32), -1, np.int32))
+    recorder.cached = TokenRoutes(SHAPE.none(32), *np.full((2, 32), -1, np.int32))
     recorder.step = torch.from_numpy(routes_of(tokens).astype(np.int16) - 1)
     recorder.runner = SimpleNamespace(
         input_batch=SimpleNamespace(
@@ -197,10 +197,10 @@ def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
     wanted = routes_of([1, 2, 3])
     given = np.full((3, 3, 2), 7, np.uint8)
     given[:, [0, 2]] = wanted - 1
-    assert of_output(given, 3, shape=SHAPE, name="r").tolist() == wanted.tolist()
+    assert output_routes(given, 3, shape=SHAPE, name="r").tolist() == wanted.tolist()
     for wrong, why in ((None, "gave no routes"), (given[:, :2], "lack layer 2"), (given[:2], r"\[2, 2, 2\]; \[3")):
         with pytest.raises(WrongRoutes, match=why):
-            of_output(wrong, 3, shape=SHAPE, name="r")
+            output_routes(wrong, 3, shape=SHAPE, name="r")
 
 
 def test_an_engine_on_cuda_reads_the_routes_that_vllm_gives(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from skyrl_mega.telemetry.trace import Span
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-LOOK_EVERY_S = 0.5
+CHECK_EVERY_S = 0.5
 """Seconds between checks of vLLM's process during a call."""
 ABORT_AGAIN_S = 1.0
 COALESCE_S = 0.004
@@ -91,12 +91,14 @@ class VllmEngine:
         try:
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(self.spec, former)))
         except ValidationError as error:  # which Ray cannot pickle
-            told = "; ".join(found["msg"] for found in error.errors(include_url=False, include_input=False))
-            raise UserError(f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {told}") from None
+            reasons = "; ".join(problem["msg"] for problem in error.errors(include_url=False, include_input=False))
+            raise UserError(
+                f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {reasons}"
+            ) from None
         if self.spec.device == "cpu":
             await self.workers("draw_seeds_ahead")
         await self.llm.update_weight_version(str(self.version))
-        if self._records:
+        if self._worker_records:
             await self.workers("record_routes")
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
@@ -125,21 +127,22 @@ class VllmEngine:
         """
         self.presence.check()
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        held = self.running == 0
+        was_idle = self.running == 0
         self.running += len(requests)
         self.calls.add(done)
         tasks: list[asyncio.Task[None]] = []
         try:
-            if held:
+            if was_idle:
                 self.watch = asyncio.create_task(self._watch())
-                await self._answer(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+                await self._await_vllm(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
-            if held:
+            if was_idle:
                 await asyncio.sleep(0)  # every task has now queued its request in the engine
-            if held and self.presence.ready and not self.paused:  # `sleep` or `pause` may have been called meanwhile
-                await self._answer(self.llm.engine_core.resume_scheduler_async())
-            left = len(requests)
-            while left:
+            # `sleep` or `pause` may have been called meanwhile.
+            if was_idle and self.presence.ready and not self.paused:
+                await self._await_vllm(self.llm.engine_core.resume_scheduler_async())
+            remaining = len(requests)
+            while remaining:
                 try:
                     async with asyncio.timeout(self.spec.rollout.request_timeout_s / BEATS):
                         ended = [await done.get()]
@@ -154,7 +157,7 @@ class VllmEngine:
                     if isinstance(outcome, BaseException):
                         raise outcome
                     answers.append(outcome)
-                left -= len(answers)
+                remaining -= len(answers)
                 yield await self._with_routes(answers, requests)
         finally:
             self.running -= len(requests)
@@ -171,13 +174,13 @@ class VllmEngine:
         suspension of the process itself.
         """
         limit = self.spec.rollout.request_timeout_s
-        every = min(LOOK_EVERY_S, limit / 10)
+        interval = min(CHECK_EVERY_S, limit / 10)
         loop = asyncio.get_running_loop()
-        tokens, still, before = -1, 0.0, loop.time()
-        while still < limit:
-            await asyncio.sleep(every)
+        tokens, stalled_s, before = -1, 0.0, loop.time()
+        while stalled_s < limit:
+            await asyncio.sleep(interval)
             seen, now = self._tokens(), loop.time()
-            still = still + min(now - before, 2 * every) if self.watched and seen == tokens else 0.0
+            stalled_s = stalled_s + min(now - before, 2 * interval) if self.watched and seen == tokens else 0.0
             tokens, before = seen, now
         for done in self.calls:
             done.put_nowait(
@@ -206,15 +209,15 @@ class VllmEngine:
             async for output in stream:  # noqa: B007  (the last output is read below)
                 pass
         except Exception as error:  # raised by the caller
-            done.put_nowait(self._named(error))
+            done.put_nowait(self._translate_error(error))
             return
         finally:
             if alarm is not None:
                 alarm.cancel()
         assert output is not None
         if self.spans is not None:
-            about = {"prompt": len(request.tokens), "tokens": len(output.outputs[0].token_ids)}
-            self.spans.append(Span(request.id, began, time.time(), about))
+            details = {"prompt": len(request.tokens), "tokens": len(output.outputs[0].token_ids)}
+            self.spans.append(Span(request.id, began, time.time(), details))
         try:
             done.put_nowait(self._completion(request, output.outputs[0]))
         except routes.WrongRoutes as error:
@@ -222,23 +225,23 @@ class VllmEngine:
 
     def _completion(self, request: Request, result: Any) -> Completion:
         self.ended += len(result.token_ids)
-        found = None
-        if self.shape and not self._records and result.token_ids:
+        expert_routes = None
+        if self.shape and not self._worker_records and result.token_ids:
             count = len(request.tokens) + len(result.token_ids) - 1 - request.routes_from
-            found = routes.of_output(result.routed_experts, count, shape=self.shape, name=request.id)
+            expert_routes = routes.output_routes(result.routed_experts, count, shape=self.shape, name=request.id)
         return Completion(
             request.id,
             array("i", result.token_ids),
             array("f", result.logprobs.logprobs),
             "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
             tuple((int(span.version), span.start) for span in result.weight_versions or []),
-            found,
+            expert_routes,
         )
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
     @property
-    def _records(self) -> bool:
+    def _worker_records(self) -> bool:
         """True if the worker records routes; on CUDA vLLM's model runner returns routes itself."""
         return self.shape is not None and self.spec.device == "cpu"
 
@@ -248,7 +251,7 @@ class VllmEngine:
         Raises:
             WrongRoutes: Recorded routes do not fit the request.
         """
-        if not self._records:
+        if not self._worker_records:
             return ended
         taken = (await self.workers("take_routes", [completion.id for completion in ended]))[0]
         return [
@@ -260,15 +263,15 @@ class VllmEngine:
         assert self.shape is not None
         if not completion.tokens:
             return completion
-        found = routes.checked(
-            None if packed is None else routes.Read.unpacked(packed, self.shape),
+        expert_routes = routes.verified_routes(
+            None if packed is None else routes.TokenRoutes.unpacked(packed, self.shape),
             np.array([*request.tokens, *completion.tokens[:-1]], np.int32),
             request.routes_from,
             None if self.spec.updated_under_way else {version for version, _ in completion.versions},
             shape=self.shape,
             name=request.id,
         )
-        return replace(completion, routes=found)
+        return replace(completion, routes=expert_routes)
 
     async def _abort(self, request: str, seconds: float) -> None:
         """Aborts a request after the time limit; the last output contains the tokens so far."""
@@ -298,14 +301,14 @@ class VllmEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
-            **({"routed_experts_prompt_start": request.routes_from} if self.shape and not self._records else {}),
+            **({"routed_experts_prompt_start": request.routes_from} if self.shape and not self._worker_records else {}),
             extra_args={MAY_HOLD: True} if may_hold else None,
         )
 
     async def forget(self) -> None:
         """Empties the prefix cache."""
-        await self._answer(self.llm.reset_prefix_cache())
-        if self._records:
+        await self._await_vllm(self.llm.reset_prefix_cache())
+        if self._worker_records:
             await self.workers("forget_routes")
 
     # ---- weights ---------------------------------------------------------------------------------------------------
@@ -314,36 +317,36 @@ class VllmEngine:
         """Connects every worker to the process group of weight transfers; see `engines.vllm.transfer.InitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._answer(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+        await self._await_vllm(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def pause(self) -> None:
         """Stops computing. Requests under way are kept; caches of the old weights are dropped."""
         self.watched, self.paused = False, True
-        await self._answer(self.llm.pause_generation(mode="keep", clear_cache=True))
+        await self._await_vllm(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
         """Resumes computing."""
         self.presence.check()
         self.paused = False
-        await self._answer(self.llm.resume_generation())
+        await self._await_vllm(self.llm.resume_generation())
         self.watched = True
 
     async def sleep(self, parts: Sequence[str]) -> None:
         """Pauses, and drops parts from the device; see `engines.vllm.sleep`. Requests under way wait."""
-        new = self.presence.drop(parts)  # no request is accepted from here on
-        if new:
+        dropped = self.presence.drop(parts)  # no request is accepted from here on
+        if dropped:
             await self.pause()
-            await self.workers("drop", new)
+            await self.workers("drop", dropped)
 
     async def wake(self, parts: Sequence[str]) -> None:
         """Allocates memory for parts again, and resumes computing once everything is present."""
-        back = [part for part in parts if part in self.presence.asleep]
-        if back:
-            await self.workers("bring_back", back)
-            self.presence.asleep.difference_update(back)
-            await self._go_on()
+        returning = [part for part in parts if part in self.presence.asleep]
+        if returning:
+            await self.workers("bring_back", returning)
+            self.presence.asleep.difference_update(returning)
+            await self._resume_if_ready()
 
-    async def _go_on(self) -> None:
+    async def _resume_if_ready(self) -> None:
         if self.presence.ready:
             await self.resume()
 
@@ -351,25 +354,25 @@ class VllmEngine:
         """Pauses and opens every worker's parameters for writing."""
         self.presence.check_weights()
         await self.pause()
-        await self._answer(self.llm.start_weight_update())
+        await self._await_vllm(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
         """Receives weights; returns when the shards of all workers are complete. `checksums`: verify each part."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._answer(self.llm.update_weights(WeightTransferUpdateRequest({"checksums": checksums})))
+        await self._await_vllm(self.llm.update_weights(WeightTransferUpdateRequest({"checksums": checksums})))
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
         """Installs the received weights as version `version` and resumes computing.
 
         Returns each worker's `executor.Report` as a dict.
         """
-        await self._answer(self.llm.finish_weight_update(str(version)))
+        await self._await_vllm(self.llm.finish_weight_update(str(version)))
         self.version = version
-        if self._records:
+        if self._worker_records:
             await self.workers("routes_version", version)
         self.presence.defined = True
-        await self._go_on()
+        await self._resume_if_ready()
         return await self.workers("transfer_report")
 
     async def abandon_update(self) -> None:
@@ -384,7 +387,7 @@ class VllmEngine:
         try:
             return await self.workers("check_weights")
         finally:
-            await self._go_on()
+            await self._resume_if_ready()
 
     async def probe(self) -> None:
         """Returns after an answer from every worker."""
@@ -396,27 +399,27 @@ class VllmEngine:
 
     async def record_spans(self, on: bool) -> list[Span]:
         """Starts or stops recording requests; returns the spans recorded until now."""
-        found, self.spans = self.spans or [], [] if on else None
-        return found
+        recorded, self.spans = self.spans or [], [] if on else None
+        return recorded
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker, with plain values only."""
-        found: list[Any] = await self._answer(self.llm.collective_rpc(method, args=args))
-        return found
+        answers: list[Any] = await self._await_vllm(self.llm.collective_rpc(method, args=args))
+        return answers
 
-    async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _await_vllm(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Waits for vLLM's answer. Raises EngineDied if vLLM's process dies, which would leave calls unanswered."""
         task = asyncio.ensure_future(call)
-        while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
+        while not (await asyncio.wait([task], timeout=CHECK_EVERY_S))[0]:
             if self.llm.errored:
                 task.cancel()
                 raise EngineDied("vLLM's process died while a call was under way")
         try:
             return task.result()
         except Exception as error:
-            raise self._named(error) from error
+            raise self._translate_error(error) from error
 
-    def _named(self, error: Exception) -> Exception:
+    def _translate_error(self, error: Exception) -> Exception:
         """Returns vLLM's error, or EngineDied for any error of a dead vLLM process."""
         from vllm.v1.engine.exceptions import EngineDeadError
 

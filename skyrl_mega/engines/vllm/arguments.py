@@ -31,13 +31,13 @@ def check(options: Mapping[str, Any]) -> None:
     known = types()
     for name, value in options.items() if known else ():
         if name not in known:
-            near = get_close_matches(str(name), known, n=3)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            nearest = get_close_matches(str(name), known, n=3)
+            hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
             raise UserError(
                 f"rollout.options.{shown(name)}: vLLM has no such engine argument; {hint}allowed are the fields of "
                 "vllm.engine.arg_utils.AsyncEngineArgs, by their own names"
             )
-        if not _taken(value, known[name]):
+        if not _accepts(value, known[name]):
             allowed = " or ".join(text for kind, text in TAKES.items() if kind in known[name])
             raise UserError(
                 f"rollout.options.{name} = {shown(value)}: allowed is {allowed}; vLLM's own is there without it"
@@ -52,15 +52,15 @@ def names() -> frozenset[str]:
 @cache
 def types() -> Mapping[str, frozenset[str]]:
     """Returns the types of each argument; an empty set if any type is missing in `TAKES`."""
-    found = importlib.util.find_spec("vllm")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / "engine" / "arg_utils.py"
         if file.is_file():
             return dict(_fields(ast.parse(file.read_text(encoding="utf-8"))))
     return {}
 
 
-def _taken(value: Any, kinds: frozenset[str]) -> bool:
+def _accepts(value: Any, kinds: frozenset[str]) -> bool:
     """Returns True if an argument of these types accepts the value; an empty set accepts any."""
     kind = "None" if value is None else type(value).__name__
     return not kinds or kind in kinds or (kind == "int" and "float" in kinds)

@@ -43,7 +43,7 @@ SUPPORTED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFus
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels reading experts in load-time order."""
 EXPERTS = ("w13_weight", "w2_weight")
-BROUGHT = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
+DELIVERABLE = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
 """Load-time parameters of a quantised layer deliverable by a wire."""
 
 
@@ -57,7 +57,7 @@ class _Layer:
     """Full name → name in the module; a tied parameter counts for the first layer only."""
     live: dict[str, Parameter] = field(default_factory=dict)
     """Tensors read by the kernels, for parameters with a separate write target at present."""
-    aside: dict[str, Tensor] = field(default_factory=dict)
+    separate: dict[str, Tensor] = field(default_factory=dict)
     """Write targets outside the module."""
     missing: set[str] = field(default_factory=set)
     """Full names of the parameters still to be written."""
@@ -96,9 +96,9 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             if all(parameter is None for parameter in module._parameters.values()):
                 continue
             if _quantised(module):
-                first = get_layerwise_info(module).restore_metadata[0]
-                if not isinstance(module, LinearBase | RoutedExperts) or not first.keys() <= BROUGHT:
-                    method = f"{type(module.quant_method).__name__}: {', '.join(first)}"
+                load_time = get_layerwise_info(module).restore_metadata[0]
+                if not isinstance(module, LinearBase | RoutedExperts) or not load_time.keys() <= DELIVERABLE:
+                    method = f"{type(module.quant_method).__name__}: {', '.join(load_time)}"
                     raise NotImplementedError(f"weights of {prefix} ({method}) cannot be synchronised")
                 if getattr(module, "weight_block_size", None) is None:
                     method = type(module.quant_method).__name__
@@ -106,10 +106,10 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                         f"weights of {prefix}: {method} has one scale for the parts of all workers; "
                         "allowed is rollout.options.quantization=fp8_per_block"
                     )
-                _check_blocks(prefix, module, first)
+                _check_blocks(prefix, module, load_time)
                 # The parameters are not the load-time ones now; a bias is missing in vLLM's metadata, and stays.
-                own = [*first, *(name for name in layer.names.values() if name == "bias")]
-                layer.names = {f"{prefix}.{name}" if prefix else name: name for name in own}
+                local_names = [*load_time, *(name for name in layer.names.values() if name == "bias")]
+                layer.names = {f"{prefix}.{name}" if prefix else name: name for name in local_names}
             (self.layers if layer.names else self.followers).append(layer)
             self.layer_of |= dict.fromkeys(layer.names, layer)
 
@@ -136,32 +136,34 @@ class LoadTimeParameters(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Returns the tensor to write; elements outside all shards are 0 or keep the old value."""
         layer = self.layer_of[name]
-        own = layer.names[name]
-        if own not in layer.aside:
-            loaded = self._load_time(layer, own)
-            part, fresh = _unpadded(layer.module, own, loaded), own in layer.live
-            if part is loaded and (fresh or (not self.checking and loaded.dtype == self.dtype)):
+        local_name = layer.names[name]
+        if local_name not in layer.separate:
+            loaded = self._load_time(layer, local_name)
+            part, is_fresh = _unpadded(layer.module, local_name, loaded), local_name in layer.live
+            if part is loaded and (is_fresh or (not self.checking and loaded.dtype == self.dtype)):
                 return loaded
             shape = part.flatten(1, 2).shape if part.dim() > loaded.dim() else part.shape
-            layer.aside[own] = torch.zeros(shape, dtype=loaded.dtype if fresh else self.dtype, device=self.device)
-            if self.checking and not fresh:  # elements that are never written must compare equal
-                layer.aside[own].view(part.shape).copy_(part)
-        return layer.aside[own]
+            layer.separate[local_name] = torch.zeros(
+                shape, dtype=loaded.dtype if is_fresh else self.dtype, device=self.device
+            )
+            if self.checking and not is_fresh:  # elements that are never written must compare equal
+                layer.separate[local_name].view(part.shape).copy_(part)
+        return layer.separate[local_name]
 
-    def _load_time(self, layer: _Layer, own: str) -> Tensor:
+    def _load_time(self, layer: _Layer, local_name: str) -> Tensor:
         """Returns a parameter in load-time shape, padding included: the live tensor, or a fresh replacement."""
         # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may convert it to float32.
-        meta = get_layerwise_info(layer.module).restore_metadata[0].get(own)
+        meta = get_layerwise_info(layer.module).restore_metadata[0].get(local_name)
         if meta is not None and not layer.live and _quantised(layer.module):
-            self._lay_out(layer)
-        here = layer.module._parameters[own]
-        assert here is not None
-        if meta is None or own in layer.live or _quantised(layer.module):
-            return here.data
-        if here.shape == meta.shape and not _repacked(layer.module):
-            return here.data
-        layer.live[own] = here
-        layer.module._parameters[own] = fresh = self._fresh(meta, layer.module)
+            self._install_load_time(layer)
+        current = layer.module._parameters[local_name]
+        assert current is not None
+        if meta is None or local_name in layer.live or _quantised(layer.module):
+            return current.data
+        if current.shape == meta.shape and not _repacked(layer.module):
+            return current.data
+        layer.live[local_name] = current
+        layer.module._parameters[local_name] = fresh = self._fresh(meta, layer.module)
         return fresh.data
 
     def _fresh(self, meta: Tensor, module: Module) -> Parameter:
@@ -170,22 +172,22 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         fresh.data.zero_()
         return fresh
 
-    def _lay_out(self, layer: _Layer) -> None:
+    def _install_load_time(self, layer: _Layer) -> None:
         """Replaces the kernel's parameters of a quantised layer by all load-time parameters."""
         metas, parameters = get_layerwise_info(layer.module).restore_metadata[0], layer.module._parameters
-        for own in [own for own in parameters if own != "bias"]:
-            live = parameters.pop(own)
+        for local_name in [local_name for local_name in parameters if local_name != "bias"]:
+            live = parameters.pop(local_name)
             if live is not None:
-                layer.live[own] = live
-        for own, meta in metas.items():
-            parameters[own] = self._fresh(meta, layer.module)
+                layer.live[local_name] = live
+        for local_name, meta in metas.items():
+            parameters[local_name] = self._fresh(meta, layer.module)
 
-    def written(self, name: str) -> None:
+    def mark_written(self, name: str) -> None:
         """Marks a parameter as completely written. A layer with all parameters written is processed and closed."""
         layer = self.layer_of[name]
         layer.missing.discard(name)
         if not layer.missing:
-            self._finish(layer)
+            self._close_layer(layer)
 
     def close(self) -> list[str]:
         """Ends the update; returns, after a check, the names of parameters unlike the live ones.
@@ -199,38 +201,38 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                     brings = "; weights.wire=fp8 brings scales" if _quantised(layer.module) else ""
                     raise RuntimeError(f"{', '.join(sorted(layer.missing))}: did not arrive{brings}")
                 layer.missing.clear()
-                self._finish(layer)
+                self._close_layer(layer)
         if not self.checking:
             for layer in self.followers:
-                self._finish(layer)
+                self._close_layer(layer)
             self.undefined = False
         return self.different
 
     def abandon(self) -> None:
         """Discards data in separate write targets; data written in place stays."""
         for layer in self.layers:
-            layer.aside.clear()
+            layer.separate.clear()
             layer.missing.clear()
-            self._put_back(layer)
+            self._restore_live(layer)
 
-    def _put_back(self, layer: _Layer) -> None:
+    def _restore_live(self, layer: _Layer) -> None:
         """Restores the parameters read by the kernel."""
         if layer.live and _quantised(layer.module):
-            for own in [own for own in layer.module._parameters if own != "bias"]:
-                del layer.module._parameters[own]
+            for local_name in [local_name for local_name in layer.module._parameters if local_name != "bias"]:
+                del layer.module._parameters[local_name]
         layer.module._parameters.update(layer.live)
         layer.live.clear()
 
     @torch.no_grad()
-    def _finish(self, layer: _Layer) -> None:
-        full = {own: name for name, own in layer.names.items()}
-        for own, tensor in layer.aside.items():
-            place = _unpadded(layer.module, own, getattr(layer.module, own).data)
-            if own in layer.live or not self.checking:
+    def _close_layer(self, layer: _Layer) -> None:
+        full_names = {local_name: name for name, local_name in layer.names.items()}
+        for local_name, tensor in layer.separate.items():
+            place = _unpadded(layer.module, local_name, getattr(layer.module, local_name).data)
+            if local_name in layer.live or not self.checking:
                 place.copy_(tensor.view(place.shape))
             elif not torch.equal(place, tensor.view(place.shape).to(place.dtype)):
-                self.different.append(full[own])
-        layer.aside.clear()
+                self.different.append(full_names[local_name])
+        layer.separate.clear()
         method = getattr(layer.module, "quant_method", None)
         if method is None or (
             not layer.live and (self.checking or _quantised(layer.module) or _repacked(layer.module))
@@ -238,13 +240,13 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             return
         kernel = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
         _process(method, layer.module)
-        for own, live in layer.live.items():
-            processed = getattr(layer.module, own).data
+        for local_name, live in layer.live.items():
+            processed = getattr(layer.module, local_name).data
             if not self.checking:
                 live.data.copy_(processed)
             elif not _equal(live.data, processed):
-                self.different.append(full.get(own, f"{layer.prefix}.{own}"))
-        self._put_back(layer)
+                self.different.append(full_names.get(local_name, f"{layer.prefix}.{local_name}"))
+        self._restore_live(layer)
         if isinstance(method, FusedMoEMethodBase) and (self.checking or _quantised(layer.module)):
             # A quantised layer's new kernel would hold fresh scales; the kernel known to CUDA graphs holds the live
             # ones.
@@ -268,17 +270,17 @@ def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> 
         )
 
 
-def _unpadded(module: Module, own: str, loaded: Tensor) -> Tensor:
+def _unpadded(module: Module, local_name: str, loaded: Tensor) -> Tensor:
     """Returns a load-time parameter without padding: `loaded` itself if there is none, else a view.
 
     The view of padded experts [E, 2·W, H] is [E, 2, width, hidden]; of the second projection [E, H, W], [E, hidden,
     width].
     """
-    if not isinstance(module, RoutedExperts) or own not in EXPERTS:
+    if not isinstance(module, RoutedExperts) or local_name not in EXPERTS:
         return loaded
     sizes = module.moe_config
     width, hidden = sizes.intermediate_size_per_partition_unpadded, sizes.hidden_dim_unpadded
-    if own == "w2_weight":
+    if local_name == "w2_weight":
         return loaded if loaded.shape[1:] == (hidden, width) else loaded[:, :hidden, :width]
     if loaded.shape[1:] == (2 * width, hidden):
         return loaded

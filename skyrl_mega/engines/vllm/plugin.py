@@ -21,4 +21,4 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
     RENDERER_REGISTRY.renderers[TOKENIZER] = ("vllm.renderers.hf", "HfRenderer")
-    TokenizerRegistry.tokenizers[TOKENIZER] = ("skyrl_mega.engines.vllm.tokenizer", "ProvedTokenizer")
+    TokenizerRegistry.tokenizers[TOKENIZER] = ("skyrl_mega.engines.vllm.tokenizer", "VerifiedTokenizer")

@@ -1,8 +1,9 @@
 """The experts chosen for an engine's tokens (`models.routes`), so that the policy can route them alike.
 
-There are two sources. On CUDA vLLM's second model runner returns routes with every finished request; `of_output` reads
-these, without proof of the tokens. This runner needs Triton, so on a CPU a `RouteRecorder` captures routes inside
-vLLM's routers, and `VllmEngine` fetches them from the worker at the end of a request; `checked` verifies the tokens.
+There are two sources. On CUDA vLLM's second model runner returns routes with every finished request; `output_routes`
+reads these, without proof of the tokens. This runner needs Triton, so on a CPU a `RouteRecorder` captures routes
+inside vLLM's routers, and `VllmEngine` fetches them from the worker at the end of a request; `verified_routes`
+verifies the tokens.
 
 Legend: n tokens, M MoE layers, K experts of a token.
 """
@@ -23,7 +24,7 @@ ID_SUFFIX = 9
 
 
 @dataclass
-class Read:
+class TokenRoutes:
     """Routes of consecutive tokens read by a model, with data to verify the origin."""
 
     routes: np.ndarray
@@ -33,22 +34,22 @@ class Read:
     versions: np.ndarray
     """Weight version of the model when reading each token, int32 [n]."""
 
-    def part(self, at: slice | np.ndarray) -> Read:
+    def select(self, at: slice | np.ndarray) -> TokenRoutes:
         """Returns a selection of the tokens."""
-        return Read(self.routes[at], self.tokens[at], self.versions[at])
+        return TokenRoutes(self.routes[at], self.tokens[at], self.versions[at])
 
     def packed(self) -> list[bytes]:
         """Returns the arrays as bytes, for vLLM's calls of workers."""
         return [value.tobytes() for value in vars(self).values()]
 
     @classmethod
-    def unpacked(cls, packed: list[bytes], shape: RouteShape) -> Read:
+    def unpacked(cls, packed: list[bytes], shape: RouteShape) -> TokenRoutes:
         """Rebuilds an object from the result of `packed`."""
         routes = np.frombuffer(packed[0], shape.dtype).reshape(-1, len(shape.layers), shape.per_token)
         return cls(routes, *(np.frombuffer(values, np.int32) for values in packed[1:]))
 
     @classmethod
-    def joined(cls, parts: list[Read]) -> Read:
+    def concatenated(cls, parts: list[TokenRoutes]) -> TokenRoutes:
         """Concatenates several reads."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])))
 
@@ -57,7 +58,7 @@ class Read:
 class _Request:
     """The routes of a request so far, from the first token on."""
 
-    parts: list[Read] = field(default_factory=list)
+    parts: list[TokenRoutes] = field(default_factory=list)
     known: int = 0
     """Number of tokens in `parts`."""
 
@@ -86,22 +87,22 @@ class RouteRecorder:
             raise WrongRoutes("routes are recorded for models whose layers share one kind of KV cache")
         spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         places = runner.kv_cache_config.num_blocks * spec.block_size
-        self.cached = Read(shape.none(places), *np.full((2, places), -1, np.int32))
+        self.cached = TokenRoutes(shape.none(places), *np.full((2, places), -1, np.int32))
         """Routes by position in the KV cache."""
         self.step = torch.zeros(runner.max_num_tokens, len(shape.layers), shape.per_token, dtype=torch.int16)
-        self._listen()
+        self._install_capture()
         self.execute = runner.execute_model
         runner.execute_model = self._execute
 
-    def _listen(self) -> None:
+    def _install_capture(self) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-        found = {m.layer_id: m.router for m in self.runner.model.modules() if isinstance(m, MoERunner)}
-        if sorted(found) != list(self.shape.layers) or not all(isinstance(r, BaseRouter) for r in found.values()):
-            raise WrongRoutes(f"vLLM has routers in layers {sorted(found)}; the model has {list(self.shape.layers)}")
+        routers = {m.layer_id: m.router for m in self.runner.model.modules() if isinstance(m, MoERunner)}
+        if sorted(routers) != list(self.shape.layers) or not all(isinstance(r, BaseRouter) for r in routers.values()):
+            raise WrongRoutes(f"vLLM has routers in layers {sorted(routers)}; the model has {list(self.shape.layers)}")
         for place, layer in enumerate(self.shape.layers):
-            found[layer].set_capture_fn(partial(self._capture, place))
+            routers[layer].set_capture_fn(partial(self._capture, place))
 
     def _capture(self, place: int, experts: torch.Tensor) -> None:
         """Stores the experts [tokens of the step, K] chosen by the router of MoE layer number `place`."""
@@ -116,29 +117,29 @@ class RouteRecorder:
     def _record(self, scheduled: Any) -> None:
         """Distributes the step's tokens over requests."""
         batch, total = self.runner.input_batch, scheduled.total_num_scheduled_tokens
-        read = Read(
+        read = TokenRoutes(
             (self.step[:total] + 1).numpy().astype(self.shape.dtype),
             self.runner.input_ids.cpu[:total].numpy().copy(),
             np.full(total, self.version, np.int32),
         )
         self.step[:total] = -1  # a layer skipped by the next step has no routes
         row = 0
-        found: list[tuple[str, int, np.ndarray, Read]] = []
+        rows_by_request: list[tuple[str, int, np.ndarray, TokenRoutes]] = []
         # All rows first: a request may read a cached prefix just written by a later request of the batch.
         for index, name in enumerate(batch.req_ids):
             first, count = int(batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
             places = self._places(batch.block_table[0], index, first + count)
-            new = read.part(slice(row, row + count))
+            new = read.select(slice(row, row + count))
             row += count
             for kept, value in zip(vars(self.cached).values(), vars(new).values(), strict=True):
                 kept[places[first:]] = value
-            found.append((name, first, places, new))
-        for name, first, places, new in found:
+            rows_by_request.append((name, first, places, new))
+        for name, first, places, new in rows_by_request:
             # Tokens computed again after a preemption keep the routes used when they were sampled.
             request = self.requests.setdefault(name, _Request())
             if first > request.known:
-                request.parts.append(self.cached.part(places[request.known : first]))
-            request.parts.append(new.part(slice(max(0, request.known - first), None)))
+                request.parts.append(self.cached.select(places[request.known : first]))
+            request.parts.append(new.select(slice(max(0, request.known - first), None)))
             request.known = max(request.known, len(places))
 
     def _places(self, table: Any, index: int, count: int) -> np.ndarray:
@@ -150,18 +151,18 @@ class RouteRecorder:
         """Drops all routes of requests; no request may be under way."""
         self.requests.clear()
 
-    def take(self, name: str) -> Read | None:
+    def take(self, name: str) -> TokenRoutes | None:
         """Returns everything read for a request and forgets it; None if nothing was read.
 
         The result may include a token after the last, computed before the end of the request was known.
         """
-        found = [key for key in self.requests if key[:-ID_SUFFIX] == name]
-        parts = [self.requests.pop(key).parts for key in found]
-        return Read.joined(parts[-1]) if parts else None
+        keys = [key for key in self.requests if key[:-ID_SUFFIX] == name]
+        parts = [self.requests.pop(key).parts for key in keys]
+        return TokenRoutes.concatenated(parts[-1]) if parts else None
 
 
-def checked(
-    read: Read | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
+def verified_routes(
+    read: TokenRoutes | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
 ) -> np.ndarray:
     """Returns the routes of a completion after verification.
 
@@ -182,24 +183,24 @@ def checked(
     if read is None or len(read.tokens) < len(tokens):
         known = 0 if read is None else len(read.tokens)
         raise WrongRoutes(f"request {name}: routes of {known} tokens for {len(tokens)} that the engine has read")
-    found = read.part(slice(first, len(tokens)))
-    if (other := found.tokens != tokens[first:]).any():
+    selected = read.select(slice(first, len(tokens)))
+    if (other := selected.tokens != tokens[first:]).any():
         at = int(other.argmax())
         raise WrongRoutes(
-            f"request {name}: the routes at position {first + at} are token {found.tokens[at]}'s; "
+            f"request {name}: the routes at position {first + at} are token {selected.tokens[at]}'s; "
             f"token {tokens[first + at]} is there"
         )
-    if versions is not None and (stale := ~np.isin(found.versions, list(versions))).any():
+    if versions is not None and (stale := ~np.isin(selected.versions, list(versions))).any():
         at = int(stale.argmax())
         raise WrongRoutes(
-            f"request {name}: the routes at position {first + at} are of weight version {found.versions[at]}; the "
+            f"request {name}: the routes at position {first + at} are of weight version {selected.versions[at]}; the "
             f"request was drawn with {sorted(versions)}"
         )
-    shape.check(found.routes, len(tokens) - first, f"request {name}, from position {first}")
-    return found.routes
+    shape.check(selected.routes, len(tokens) - first, f"request {name}, from position {first}")
+    return selected.routes
 
 
-def of_output(experts: np.ndarray | None, tokens: int, *, shape: RouteShape, name: str) -> np.ndarray:
+def output_routes(experts: np.ndarray | None, tokens: int, *, shape: RouteShape, name: str) -> np.ndarray:
     """Returns the routes of a completion by vLLM's second model runner, without proof of tokens or weights.
 
     Args:

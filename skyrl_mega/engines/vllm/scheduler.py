@@ -22,11 +22,11 @@ from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 
 HOLD_S = 0.1
 
-_REST = [
+_OTHER_FIELDS = [
     f for f in msgspec.structs.fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids", "new_logprobs")
 ]
-_rest = operator.attrgetter(*(f.name for f in _REST))
-_NOTHING = tuple(f.default for f in _REST)
+_other_values = operator.attrgetter(*(f.name for f in _OTHER_FIELDS))
+_DEFAULTS = tuple(f.default for f in _OTHER_FIELDS)
 """Default values of the output's fields other than tokens and log-probs."""
 
 
@@ -48,15 +48,15 @@ class HoldingScheduler(Scheduler):
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args)
         for client, message in messages.items():
             held = self.held.setdefault(client, {})
-            going = []
+            sendable = []
             for output in message.outputs:
                 held.setdefault(output.request_id, []).append(output)
-                if not self._waits(output):
-                    going.append(merged(held.pop(output.request_id)))
-            message.outputs = going
+                if not self._may_hold(output):
+                    sendable.append(merged(held.pop(output.request_id)))
+            message.outputs = sendable
         if self._paused or time.monotonic() - self.sent >= HOLD_S:
-            self._let_go(messages)
-        return {client: message for client, message in messages.items() if _says_something(message)}
+            self._send_held(messages)
+        return {client: message for client, message in messages.items() if _has_content(message)}
 
     def has_requests(self) -> bool:
         """Returns True if there is work. Before a pause completes, held outputs are sent in a step without tokens."""
@@ -73,16 +73,16 @@ class HoldingScheduler(Scheduler):
     def _paused(self) -> bool:
         return self.pause_state is not PauseState.UNPAUSED
 
-    def _waits(self, output: EngineCoreOutput) -> bool:
+    def _may_hold(self, output: EngineCoreOutput) -> bool:
         """Returns True if an output may be held: the request permits holding and continues, and the output contains
         only tokens and log-probs.
         """
         request = self.requests.get(output.request_id)
         if request is None or not (request.sampling_params.extra_args or {}).get(MAY_HOLD):
             return False
-        return all(map(operator.is_, _rest(output), _NOTHING))
+        return all(map(operator.is_, _other_values(output), _DEFAULTS))
 
-    def _let_go(self, messages: dict[int, EngineCoreOutputs]) -> None:
+    def _send_held(self, messages: dict[int, EngineCoreOutputs]) -> None:
         self.sent = time.monotonic()
         for client, held in self.held.items():
             if held:
@@ -90,7 +90,7 @@ class HoldingScheduler(Scheduler):
         self.held.clear()
 
 
-def _says_something(message: EngineCoreOutputs) -> bool:
+def _has_content(message: EngineCoreOutputs) -> bool:
     return bool(message.outputs or message.finished_requests or message.scheduler_stats)
 
 

@@ -35,13 +35,13 @@ class SeedsAhead:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)
-        seen = None
+        processed = None
         if self.mode == "processed_logits":
-            seen = logits
+            processed = logits
         elif self.mode == "processed_logprobs":
-            seen = logits.log_softmax(dim=-1, dtype=torch.float32)
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
         seeds = self.seeds(len(logits), generators)
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), seen
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), processed
 
     def seeds(self, rows: int, generators: dict[int, Generator]) -> Tensor:
         """Returns the next seed of each row's own stream, int64 [N]; of torch's default generator for rows without a

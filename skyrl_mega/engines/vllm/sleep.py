@@ -49,7 +49,7 @@ class Memory(Protocol):
 
 
 @dataclass
-class Parts:
+class MemoryParts:
     """The parts of a worker.
 
     Args:
@@ -64,7 +64,7 @@ class Parts:
     caches: list[Tensor]
     memory: Memory
     asleep: set[str] = field(default_factory=set)
-    held: list[Tensor] | None = None
+    found_constants: list[Tensor] | None = None
     """Constants; searched for once, as nothing is allocated under the weights' tag after the model was loaded."""
     saved: list[Tensor] = field(default_factory=list)
     """Values of the constants, on the host, while the weights are dropped."""
@@ -74,9 +74,9 @@ class Parts:
         if part in self.asleep:
             return
         if part == WEIGHTS:
-            if self.held is None:
-                self.held = self.memory.constants(self._weights())
-            self.saved = [tensor.to("cpu", copy=True) for tensor in self.held]
+            if self.found_constants is None:
+                self.found_constants = self.memory.constants(self._weights())
+            self.saved = [tensor.to("cpu", copy=True) for tensor in self.found_constants]
             self.parameters.undefined = True
         self.asleep.add(part)
         self.memory.drop(part, self._tensors(part))
@@ -93,7 +93,7 @@ class Parts:
         for storage in storages(self._tensors(part)):
             as_bytes(storage).zero_()
         if part == WEIGHTS:
-            for tensor, value in zip(self.held or [], self.saved, strict=True):
+            for tensor, value in zip(self.found_constants or [], self.saved, strict=True):
                 tensor.copy_(value)
             self.saved = []
         self.asleep.discard(part)
@@ -141,13 +141,13 @@ class CudaMemory:
         """
         inside = _Ranges(self.allocator, TAGS[WEIGHTS][0])
         seen = {storage._cdata for storage in storages(filled)}
-        found = []
-        for tensor in _alive():
+        constants = []
+        for tensor in _live_tensors():
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage._cdata not in seen and storage.data_ptr() in inside:
                 seen.add(storage._cdata)
-                found.append(as_bytes(storage))
-        return found
+                constants.append(as_bytes(storage))
+        return constants
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
         """Frees the memory of a part, and memory cached by torch."""
@@ -172,11 +172,11 @@ class _Ranges:
         self.ranges = sorted((start, start + data.handle[1]) for start, data in known if data.tag == tag)
 
     def __contains__(self, address: int) -> bool:
-        place = bisect_right(self.ranges, address, key=lambda one: one[0]) - 1
+        place = bisect_right(self.ranges, address, key=lambda limits: limits[0]) - 1
         return place >= 0 and address < self.ranges[place][1]
 
 
-def _alive() -> list[Tensor]:
+def _live_tensors() -> list[Tensor]:
     """Returns all tensors with memory in this process's Python."""
     frozen = gc.get_freeze_count()
     gc.collect()
@@ -187,8 +187,8 @@ def _alive() -> list[Tensor]:
         if frozen:
             gc.freeze()
     # Other kinds of tensors, such as the compiler's, have no memory of their own.
-    tensors = [one for one in objects if type(one) is Tensor or issubclass(type(one), Parameter)]
-    return [one for one in tensors if one.layout is torch.strided and one.device.type != "meta"]
+    tensors = [item for item in objects if type(item) is Tensor or issubclass(type(item), Parameter)]
+    return [item for item in tensors if item.layout is torch.strided and item.device.type != "meta"]
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -215,14 +215,14 @@ class HostMemory:
         if part == WEIGHTS:
             for module in self.model.modules():
                 if "cpu_linear" in vars(module):
-                    vars(module)["cpu_linear"] = _dropped
+                    vars(module)["cpu_linear"] = _raise_dropped
             trim()
 
     def bring_back(self, part: str) -> None:
         """Does nothing: pages come back when written to."""
 
 
-def _dropped(*_: Any, **__: Any) -> Tensor:
+def _raise_dropped(*_: Any, **__: Any) -> Tensor:
     raise RuntimeError("the weights of this layer have been dropped; an update brings them")
 
 

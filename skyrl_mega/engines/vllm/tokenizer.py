@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_mega.hf_checkpoint.tokenizer import load
 
 
-class ProvedTokenizer:
+class VerifiedTokenizer:
     """A tokenizer class for vLLM's `tokenizer_mode` of this name (`plugin.TOKENIZER`)."""
 
     @classmethod

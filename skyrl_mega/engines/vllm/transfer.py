@@ -22,7 +22,7 @@ from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
-from skyrl_mega.engines.vllm.sleep import CudaMemory, HostMemory, Parts, trim
+from skyrl_mega.engines.vllm.sleep import CudaMemory, HostMemory, MemoryParts, trim
 from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
 
     connection: dict[str, Any]
     """Fields of `connection.Connection`."""
-    place: int
+    engine_index: int
     """Index of this engine among the participating engines."""
 
 
@@ -71,8 +71,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Joins the policy's ranks and the other workers."""
         self.shutdown()
         connection, parallel = Connection(**init_info.connection), self.parallel_config
-        within = parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank
-        self.exchange = connection.join(self.device, target=init_info.place * connection.workers + within)
+        worker_index = parallel.data_parallel_index * parallel.tensor_parallel_size + parallel.rank
+        self.exchange = connection.join(self.device, target=init_info.engine_index * connection.workers + worker_index)
 
     def start_weight_update(self) -> None:
         """Opens the parameters for writing."""
@@ -85,7 +85,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive(self, checksums: bool) -> Any:
         if self.exchange is None:
             raise RuntimeError("weights are received after init_weight_transfer_engine only")
-        return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.written)
+        return self.exchange.run(target=self.parameters, checksums=checksums, loaded=self.parameters.mark_written)
 
     def finish_weight_update(self) -> None:
         """Completes the update in every layer."""
@@ -127,7 +127,7 @@ class WorkerExtension:
     recorder: RouteRecorder | None = None
     """Recorder of routes, in the first worker of an engine recording routes."""
     meters: tuple[MemoryMeter, StepCounter] | None = None
-    parts: Parts | None = None
+    parts: MemoryParts | None = None
     """Parts of the worker's memory, after the first drop."""
 
     def transfer_report(self) -> dict[str, float]:
@@ -158,13 +158,13 @@ class WorkerExtension:
             self.parts.drop(part)
 
     def bring_back(self, parts: list[str]) -> None:
-        """Allocates the memory of these parts again; see `sleep.Parts.bring_back`."""
+        """Allocates the memory of these parts again; see `sleep.MemoryParts.bring_back`."""
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)
         self.synchronize_device()  # an update writes on a stream of its own
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> MemoryParts:
         engine = self.weight_transfer_engine
         if engine.device.type == "cuda":
             from vllm.device_allocator import get_mem_allocator_instance
@@ -172,7 +172,7 @@ class WorkerExtension:
             memory: CudaMemory | HostMemory = CudaMemory(get_mem_allocator_instance())
         else:
             memory = HostMemory(engine.model)
-        return Parts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
+        return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
         """Compares this worker's weights with the policy's; see `ShardTransferEngine.compare`."""
@@ -201,10 +201,10 @@ class WorkerExtension:
             self.recorder.forget()
 
     def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
-        """Returns the routes of each request (`routes.Read.packed`); None for an unknown request."""
+        """Returns the routes of each request (`routes.TokenRoutes.packed`); None for an unknown request."""
         assert self.recorder is not None or self.rank, "record_routes comes first"
-        found = [self.recorder.take(name) for name in names] if self.recorder is not None else []
-        return [None if read is None else read.packed() for read in found]
+        taken = [self.recorder.take(name) for name in names] if self.recorder is not None else []
+        return [None if read is None else read.packed() for read in taken]
 
     def own_shard(self) -> Shard:
         """Returns this worker's shard, from the model's config.json."""
