@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.export.job import DTYPES as TYPES
     from skyrl_mega.export.pool import WorkerDied
     from skyrl_mega.export.progress import Progress, size
-    from skyrl_mega.export.work import Different
+    from skyrl_mega.export.work import ExportMismatch
 
     people = sys.stderr if args.json else sys.stdout
     print(f"{source.folder} → {args.output}, {workers} {'worker' if workers == 1 else 'workers'}", file=people)
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
             verify=args.verify,
             progress=Progress(people),
         )
-    except (Different, WorkerDied, OSError) as error:
+    except (ExportMismatch, WorkerDied, OSError) as error:
         print(f"fault: {error}", file=sys.stderr)
         return FAULT
     if done.without_master:

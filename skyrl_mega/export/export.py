@@ -22,18 +22,18 @@ from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
 from skyrl_mega.export.source import Source, check_output, disk_of
-from skyrl_mega.export.work import Piece
+from skyrl_mega.export.work import ReadRows
 from skyrl_mega.hf_checkpoint.box_files import compare, read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
 from skyrl_mega.hf_checkpoint.crc import joined
-from skyrl_mega.hf_checkpoint.load import write_beside
+from skyrl_mega.hf_checkpoint.load import write_companion_files
 
 _SPARE_BYTES = 64 << 20
 """Disk space for index, tokenizer and file system, besides the weights."""
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The result of an export."""
 
     output: str
@@ -61,7 +61,7 @@ def export(
     file_bytes: int = 5 << 30,
     verify: bool = False,
     progress: Progress | None = None,
-) -> Exported:
+) -> ExportResult:
     """Writes a checkpoint, compared with its checksums, as a complete Hugging Face directory or not at all.
 
     Args:
@@ -88,32 +88,32 @@ def export(
     header = read_header(source.folder)
     entries = read_entries(source.folder, header, header.tensors)
     job = plan_job(source.hf, header, entries, dtype=dtype, origin=origin, file_bytes=file_bytes)
-    _check_room(output, job)
-    proving = 0.0
+    _check_disk_space(output, job)
+    verify_s = 0.0
     if being_written(output):
         raise UserError(f"--output {output}: another export writes it now; wait for it, or end it")
     with whole_folder(output, f"--output {output}", last="config.json") as partial:
         _write_tensors(job, partial, workers, progress)
-        write_beside(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
-        _say_dtype(partial / "config.json", job.dtype)
+        write_companion_files(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
+        _write_dtype(partial / "config.json", job.dtype)
         if verify:
-            proving = time.perf_counter()
-            _prove(job, partial, workers, progress)
-            proving = time.perf_counter() - proving
-    return Exported(
+            verify_s = time.perf_counter()
+            _verify(job, partial, workers, progress)
+            verify_s = time.perf_counter() - verify_s
+    return ExportResult(
         output=str(output),
         checkpoint=str(source.folder),
         dtype=str(job.dtype).removeprefix("torch."),
         tensors=len(job.shapes),
         files=len(job.files),
         nbytes=job.nbytes,
-        seconds=time.perf_counter() - start - proving,
+        seconds=time.perf_counter() - start - verify_s,
         verified=verify,
         without_master=job.without_master,
     )
 
 
-def _check_room(output: Path, job: Job) -> None:
+def _check_disk_space(output: Path, job: Job) -> None:
     parent = disk_of(output)
     needed, free = job.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
@@ -134,7 +134,7 @@ def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) ->
             opened.write(file.header)
             _allocate(opened.fileno(), file.nbytes)
     with progress.phase("write", job.nbytes) as phase:
-        pieces: dict[int, list[Piece]] = defaultdict(list)
+        pieces: dict[int, list[ReadRows]] = defaultdict(list)
         for _, (size, read) in run(job, partial, "write", range(len(job.batches)), workers):
             for piece in read:
                 pieces[piece.entry].append(piece)
@@ -145,7 +145,7 @@ def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) ->
             pass
 
 
-def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:
+def _verify(job: Job, partial: Path, workers: int, progress: Progress) -> None:
     compared = 0
     with progress.phase("verify", job.nbytes) as phase:
         for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):
@@ -168,7 +168,7 @@ def _allocate(file: int, size: int) -> None:
         os.ftruncate(file, size)
 
 
-def _say_dtype(file: Path, dtype: torch.dtype) -> None:
+def _write_dtype(file: Path, dtype: torch.dtype) -> None:
     """Writes the files' type into config.json, for loaders."""
     hf: dict[str, Any] = json.loads(file.read_text())
     name = str(dtype).removeprefix("torch.")

@@ -71,12 +71,12 @@ class Job:
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the tensors in the Hugging Face directory."""
     dtype: torch.dtype
-    through: torch.dtype
+    intermediate: torch.dtype
     """Type to which a master weight is rounded before conversion to the files' type: the model's, or float32."""
     entries: tuple[Entry, ...]
     """Entries to read, in the order of the checkpoint's files."""
-    of: dict[str, tuple[int, ...]]
-    """Entries of each tensor, by first row."""
+    entries_of: dict[str, tuple[int, ...]]
+    """Indices of each tensor's entries, by first row."""
     files: tuple[OutputFile, ...]
     batches: tuple[Batch, ...]
     """All batches, in the order of writing."""
@@ -120,13 +120,16 @@ def plan_job(
     model = DTYPES[header.dtype]
     if origin == "master" and not trained:
         raise UserError("--from master: the checkpoint has no master weights; allowed is --from weights")
-    through = torch.float32 if origin == "master" else model
-    dtype = dtype or through
-    found: dict[str, list[int]] = defaultdict(list)
+    intermediate = torch.float32 if origin == "master" else model
+    dtype = dtype or intermediate
+    indices_by_tensor: dict[str, list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
-        found[entry.tensor].append(index)
-    of = {t: tuple(sorted(same, key=lambda index: entries[index].box.start)) for t, same in found.items()}
-    _check_covered(shapes, entries, of)
+        indices_by_tensor[entry.tensor].append(index)
+    entries_of = {
+        t: tuple(sorted(indices, key=lambda index: entries[index].box.start))
+        for t, indices in indices_by_tensor.items()
+    }
+    _check_covered(shapes, entries, entries_of)
     files = _files(shapes, dtype, file_bytes)
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
     # All files advance together: a file system allows a single writer per file at a time.
@@ -135,13 +138,21 @@ def plan_job(
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
     frozen = tuple(tensor for tensor in shapes if tensor not in trained) if origin == "master" else ()
     return Job(
-        shapes, dtype, through, tuple(entries), of, files, batches=batches, buffer_bytes=largest, without_master=frozen
+        shapes,
+        dtype,
+        intermediate,
+        tuple(entries),
+        entries_of,
+        files,
+        batches=batches,
+        buffer_bytes=largest,
+        without_master=frozen,
     )
 
 
-def within(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
+def overlapping_entries(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
     """Yields the entries that contain rows of a slab, by index, each with the box of these rows."""
-    for index in job.of[slab.tensor]:
+    for index in job.entries_of[slab.tensor]:
         entry = job.entries[index]
         low = max(entry.box.start[0], slab.first)
         high = min(entry.box.start[0] + entry.box.shape[0], slab.first + slab.rows)
@@ -156,16 +167,16 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
         UserError: Tensors or shapes differ.
     """
     for name in (*shapes, *header.tensors):
-        here, there = shapes.get(name), header.tensors.get(name)
-        if here != there:
+        expected, stored = shapes.get(name), header.tensors.get(name)
+        if expected != stored:
             raise UserError(
-                f"{name}: the checkpoint has {f'shape {list(there)}' if there else 'none'}, config.json makes "
-                f"{f'it {list(here)}' if here else 'none'}; the two are of different models, give --model"
+                f"{name}: the checkpoint has {f'shape {list(stored)}' if stored else 'none'}, config.json makes "
+                f"{f'it {list(expected)}' if expected else 'none'}; the two are of different models, give --model"
             )
 
 
 def _check_covered(
-    shapes: Mapping[str, tuple[int, ...]], entries: Sequence[Entry], of: Mapping[str, Sequence[int]]
+    shapes: Mapping[str, tuple[int, ...]], entries: Sequence[Entry], entries_of: Mapping[str, Sequence[int]]
 ) -> None:
     """Checks that entries contain every element of every tensor. Entries never overlap, so counting is enough.
 
@@ -173,17 +184,18 @@ def _check_covered(
         UserError: The checkpoint is incomplete.
     """
     for tensor, shape in shapes.items():
-        there = sum(entries[index].box.numel for index in of.get(tensor, ()))
-        if there != prod(shape):
+        covered = sum(entries[index].box.numel for index in entries_of.get(tensor, ()))
+        if covered != prod(shape):
             raise UserError(
-                f"{tensor}: the checkpoint has {there} of its {prod(shape)} elements; it is not whole, take another one"
+                f"{tensor}: the checkpoint has {covered} of its {prod(shape)} elements; it is not whole, take another "
+                "one"
             )
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes: int) -> tuple[OutputFile, ...]:
-    dealt = list(split(shapes, dtype.itemsize, file_bytes))
+    file_tensors = list(split(shapes, dtype.itemsize, file_bytes))
     files = []
-    for name, tensors in zip(file_names(len(dealt)), dealt, strict=True):
+    for name, tensors in zip(file_names(len(file_tensors)), file_tensors, strict=True):
         # Whole pages first: a tensor of another size would shift all following tensors.
         tensors.sort(key=lambda t: prod(shapes[t]) * dtype.itemsize % PAGE_BYTES != 0)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -202,17 +214,17 @@ def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes
 def _batches(file: OutputFile, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[tuple[Slab, ...]]:
     """Yields the file's tensors as runs of rows, a full buffer at a time (at least one row)."""
     batch: list[Slab] = []
-    room = SLAB_BYTES
+    remaining = SLAB_BYTES
     for tensor in file.offsets:
         rows, *rest = shapes[tensor]
         width = prod(rest) * itemsize
         first = 0
         while first < rows:
-            if batch and width > room:
+            if batch and width > remaining:
                 yield tuple(batch)
-                batch, room = [], SLAB_BYTES
-            count = min(rows - first, max(1, room // width))
+                batch, remaining = [], SLAB_BYTES
+            count = min(rows - first, max(1, remaining // width))
             batch.append(Slab(tensor, first, count))
-            first, room = first + count, room - count * width
+            first, remaining = first + count, remaining - count * width
     if batch:
         yield tuple(batch)

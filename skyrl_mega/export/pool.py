@@ -48,7 +48,7 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
         return
     count = min(workers, len(items))
     _context.set_forkserver_preload(["skyrl_mega.export.work"])
-    pool = ProcessPoolExecutor(count, mp_context=_context, initializer=_begin, initargs=(job, folder))
+    pool = ProcessPoolExecutor(count, mp_context=_context, initializer=_start_worker, initargs=(job, folder))
     try:
         waiting: dict[Future[Any], int] = {}
         rest = iter(items)
@@ -68,7 +68,7 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(job: Job, folder: Path) -> None:
+def _start_worker(job: Job, folder: Path) -> None:
     """Starts a worker process. The process ignores interrupts and ends with its parent."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)

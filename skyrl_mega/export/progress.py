@@ -26,15 +26,15 @@ class Phase:
     bar: bars.Progress | None = None
     done: int = 0
     start: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    last_print: float = field(default_factory=time.monotonic)
 
     def advance(self, amount: int) -> None:
         """Adds an amount of finished work, and prints a line if due."""
         self.done += amount
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=self.done)
-        elif self.console and time.monotonic() - self.said >= QUIET_S:
-            self.said = time.monotonic()
+        elif self.console and time.monotonic() - self.last_print >= QUIET_S:
+            self.last_print = time.monotonic()
             self.console.print(self.line())
 
     def line(self) -> str:

@@ -48,19 +48,19 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
         raise UserError(f"{path}: no such folder; give a run's folder or one of its checkpoints")
     run: Path | None = None
     if _is_run(path):
-        run, folder = path, _of_run(path, step)
+        run, folder = path, _run_checkpoint(path, step)
     elif step is not None:
         raise UserError(f"--step {step}: {path} is no run's folder; leave --step out, or give the run's folder")
     elif re.fullmatch(r"step_\d+(\.partial)?", path.resolve().name) or (path / "policy").is_dir():
-        run, folder = path.resolve().parents[1], _whole(path)
+        run, folder = path.resolve().parents[1], _complete_checkpoint(path)
     else:
         folder = path
         if path.resolve().name == "policy":
             run = path.resolve().parents[2]
     refuse_old(folder)
     check_saved_together(folder)
-    found = model or _model_of(run, path)
-    return Source(folder, found, read_config(found))
+    model_folder = model or _model_of(run, path)
+    return Source(folder, model_folder, read_config(model_folder))
 
 
 def check_output(output: Path) -> None:
@@ -81,20 +81,20 @@ def _is_run(path: Path) -> bool:
     return (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
 
 
-def _of_run(run: Path, step: int | None) -> Path:
-    whole = checkpoints_in(run / "checkpoints")
-    if not whole:
+def _run_checkpoint(run: Path, step: int | None) -> Path:
+    complete = checkpoints_in(run / "checkpoints")
+    if not complete:
         raise UserError(f"{run}: has no whole checkpoint; a run saves one every checkpoint.every steps")
-    if step is not None and step not in whole:
-        raise UserError(f"--step {step}: {run} has no checkpoint of that step; allowed are {_listed(whole)}")
-    return whole[max(whole) if step is None else step] / "policy"
+    if step is not None and step not in complete:
+        raise UserError(f"--step {step}: {run} has no checkpoint of that step; allowed are {_listed(complete)}")
+    return complete[max(complete) if step is None else step] / "policy"
 
 
 def _listed(steps: Any) -> str:
     return ", ".join(str(step) for step in sorted(steps))
 
 
-def _whole(step: Path) -> Path:
+def _complete_checkpoint(step: Path) -> Path:
     if step.resolve().name.endswith(".partial") or not (step / "state.json").is_file():
         raise UserError(f"{step}: its save was interrupted; take another checkpoint")
     return step / "policy"

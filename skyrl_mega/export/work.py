@@ -14,17 +14,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skyrl_mega.config.safe_read import writing
-from skyrl_mega.export.job import Job, within
+from skyrl_mega.config.outside import writing
+from skyrl_mega.export.job import Job, overlapping_entries
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, compare, read_into
 from skyrl_mega.parallel.box import Box
 
 
-class Different(RuntimeError):
+class ExportMismatch(RuntimeError):
     """Written data differs from the checkpoint."""
 
 
-class Piece(NamedTuple):
+class ReadRows(NamedTuple):
     """Rows read from an entry, contiguous in the entry's file."""
 
     entry: int
@@ -48,26 +48,27 @@ class Worker:
         self._out = torch.empty(job.buffer_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
 
-    def write(self, index: int) -> tuple[int, list[Piece]]:
+    def write(self, index: int) -> tuple[int, list[ReadRows]]:
         """Writes a batch; returns the bytes written, and checksums of the data read."""
         job, batch = self.job, self.job.batches[index]
-        pieces: list[Piece] = []
+        pieces: list[ReadRows] = []
         file, at = job.files[batch.file], 0
         for slab in batch.slabs:
             shape = (slab.rows, *job.shapes[slab.tensor][1:])
             size = prod(shape) * job.dtype.itemsize
             rows = self._out[at : at + size].view(job.dtype).view(shape)
-            for number, box in within(job, slab):
+            for number, box in overlapping_entries(job, slab):
                 entry = job.entries[number]
                 into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
-                if entry.dtype == job.dtype == job.through and into.is_contiguous():  # nothing to convert or scatter
+                # Direct read: nothing to convert or scatter.
+                if entry.dtype == job.dtype == job.intermediate and into.is_contiguous():
                     read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
                     saved = into
                 else:
-                    saved = self._source(entry, box)
-                    into.copy_(self._weights(entry, saved))
+                    saved = self._read_saved(entry, box)
+                    into.copy_(self._exported_values(entry, saved))
                 data = _bytes(saved)
-                pieces.append(Piece(number, box.start[0], len(data), zlib.crc32(data)))
+                pieces.append(ReadRows(number, box.start[0], len(data), zlib.crc32(data)))
             at += size
         first = batch.slabs[0]
         width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
@@ -93,29 +94,29 @@ class Worker:
             Damaged: The entry differs from the saved state.
         """
         job, entry = self.job, self.job.entries[index]
-        where, crc = self.folder / self._file(entry.tensor), 0
+        file, crc = self.folder / self._file(entry.tensor), 0
         step = max(1, len(self._scratch) // (prod(entry.box.shape[1:]) * entry.dtype.itemsize))
         for row in range(0, entry.box.shape[0], step):
             rows = min(step, entry.box.shape[0] - row)
             box = Box((entry.box.start[0] + row, *entry.box.start[1:]), (rows, *entry.box.shape[1:]))
-            with safe_open(str(where), framework="pt") as opened:  # reopened, else more and more of the file is mapped
-                found = opened.get_slice(entry.tensor)[box.slices()]
-            saved = self._source(entry, box)
+            with safe_open(str(file), framework="pt") as opened:  # reopened, else more and more of the file is mapped
+                exported = opened.get_slice(entry.tensor)[box.slices()]
+            saved = self._read_saved(entry, box)
             crc = zlib.crc32(_bytes(saved), crc)
-            if not _same(found, self._weights(entry, saved).to(job.dtype)):
-                raise Different(f"{where}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
+            if not _same(exported, self._exported_values(entry, saved).to(job.dtype)):
+                raise ExportMismatch(f"{file}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
         compare(entry, crc)
         return entry.box.numel
 
-    def _source(self, entry: Entry, box: Box) -> Tensor:
+    def _read_saved(self, entry: Entry, box: Box) -> Tensor:
         """Returns a box as saved in the checkpoint, in a view of the scratch buffer."""
         saved = self._scratch[: box.numel * entry.dtype.itemsize].view(entry.dtype).view(box.shape)
         read_into(_opened(entry.file).fileno(), entry, box, _bytes(saved))
         return saved
 
-    def _weights(self, entry: Entry, saved: Tensor) -> Tensor:
+    def _exported_values(self, entry: Entry, saved: Tensor) -> Tensor:
         """Returns the values to export: for a trained tensor, the model's weights or the master weights."""
-        return saved.to(self.job.through) if entry.kind == MASTER else saved
+        return saved.to(self.job.intermediate) if entry.kind == MASTER else saved
 
     def _file(self, tensor: str) -> str:
         return next(file.name for file in self.job.files if tensor in file.offsets)

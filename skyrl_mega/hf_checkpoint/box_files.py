@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import parse_json, writing
-from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_table
+from skyrl_mega.config.outside import parsed, writing
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_table
 from skyrl_mega.parallel.box import Box
 
 MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
@@ -106,7 +106,7 @@ def file_name(rank: int) -> str:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
+def write_boxes(file: Path, parts: Sequence[Part]) -> SavedFile:
     """Writes a new file through to the disk; returns size and checksum.
 
     The header is written last, so an interrupted file is no safetensors file.
@@ -124,10 +124,10 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
 
         def write(at: int) -> int:
             part, place, crc = ordered[at], len(header) + begins[at], 0
-            with buffers.one() as buffer:
+            with buffers.borrow() as buffer:
                 for rows in _strips(part.box, part.values.dtype.itemsize):
                     values = part.values[rows]
-                    staged = buffer.of(values.dtype, values.shape)
+                    staged = buffer.as_tensor(values.dtype, values.shape)
                     staged.copy_(values)
                     data = _bytes(staged)
                     crc = zlib.crc32(data, crc)
@@ -136,14 +136,14 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
                     place += len(data)
             return crc
 
-        crcs = _each(write, range(len(ordered)))
+        crcs = _run_threads(write, range(len(ordered)))
         header = _header(ordered, begins, ends, crcs)
         with writing(file):
             _pwrite(descriptor, memoryview(header), 0)
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))
+    return SavedFile(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))
 
 
 def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
@@ -177,18 +177,18 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[E
         for at, (name, value) in enumerate(table.items()):
             if name[: name.rindex("[")] not in tensors:
                 continue
-            found = _ENTRY.fullmatch(name)
-            if found is None:
+            match = _ENTRY.fullmatch(name)
+            if match is None:
                 raise ValueError(f"{name} names no box")
-            pairs = [pair.split(":") for pair in found["box"].split(",")]
+            pairs = [pair.split(":") for pair in match["box"].split(",")]
             box = Box(tuple(int(a) for a, _ in pairs), tuple(int(b) - int(a) for a, b in pairs))
             dtype, (begin, end) = _DTYPES[value["dtype"]], value["data_offsets"]
-            shape = header.tensors[found["tensor"]]
+            shape = header.tensors[match["tensor"]]
             inside = all(0 <= a <= a + n <= m for a, n, m in zip(box.start, box.shape, shape, strict=True))
             if list(box.shape) != value["shape"] or not inside or end - begin != box.numel * dtype.itemsize:
                 raise ValueError(f"{name} has shape {value['shape']} and {end - begin} bytes")
             crc = int(crcs[8 * at : 8 * at + 8], 16)
-            yield Entry(file, found["tensor"], box, found["kind"], dtype, offset=len(data) + begin, crc=crc)
+            yield Entry(file, match["tensor"], box, match["kind"], dtype, offset=len(data) + begin, crc=crc)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
 
@@ -210,15 +210,15 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
         by_tensor[entry.tensor, entry.kind].append(entry)
     by_file: dict[Path, list[tuple[Entry, Box, Tensor]]] = defaultdict(list)
     for part in parts:
-        there = 0
+        covered = 0
         for entry in by_tensor[part.tensor, part.kind]:
             if common := part.box.intersect(entry.box):
-                here = Box(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)), common.shape)
-                by_file[entry.file].append((entry, common, part.values[here.slices()]))
-                there += common.numel
-        if there != part.box.numel:
+                local_box = Box(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)), common.shape)
+                by_file[entry.file].append((entry, common, part.values[local_box.slices()]))
+                covered += common.numel
+        if covered != part.box.numel:
             raise UserError(
-                f"{part.name}: the checkpoint has {there} of its {part.box.numel} elements; it is not whole, or was "
+                f"{part.name}: the checkpoint has {covered} of its {part.box.numel} elements; it is not whole, or was "
                 "saved while the tensor was frozen (policy.moe.freeze_router)"
             )
     tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
@@ -227,13 +227,13 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
     def read(task: Sequence[tuple[Entry, Box, Tensor]]) -> None:
         descriptor = os.open(task[0][0].file, os.O_RDONLY)
         try:
-            with buffers.one() as buffer:
+            with buffers.borrow() as buffer:
                 for entry, box, into in task:
                     _read(descriptor, entry, box, into, buffer)
         finally:
             os.close(descriptor)
 
-    _each(read, tasks)
+    _run_threads(read, tasks)
     return all(box == entry.box for task in tasks for entry, box, _ in task)
 
 
@@ -248,21 +248,21 @@ def check_entries(entries: Sequence[Entry]) -> None:
     def check(entry: Entry) -> None:
         descriptor = os.open(entry.file, os.O_RDONLY)
         try:
-            with buffers.one() as buffer:
+            with buffers.borrow() as buffer:
                 _read(descriptor, entry, entry.box, None, buffer)
         finally:
             os.close(descriptor)
 
-    _each(check, entries)
+    _run_threads(check, entries)
 
 
 def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry, Box, Tensor]]]:
     """Groups a file's parts, in file order, into tasks of bounded size."""
     task: list[tuple[Entry, Box, Tensor]] = []
     size = 0
-    for one in sorted(wanted, key=lambda one: one[0].offset):
-        task.append(one)
-        size += one[1].numel * one[0].dtype.itemsize
+    for wanted_part in sorted(wanted, key=lambda wanted_part: wanted_part[0].offset):
+        task.append(wanted_part)
+        size += wanted_part[1].numel * wanted_part[0].dtype.itemsize
         if size >= _TASK_BYTES:
             yield task
             task, size = [], 0
@@ -274,7 +274,7 @@ def _read(descriptor: int, entry: Entry, box: Box, into: Tensor | None, buffer: 
     crc = 0
     for rows in _strips(box, entry.dtype.itemsize):
         shape = (rows.stop - rows.start, *box.shape[1:])
-        staged = buffer.of(entry.dtype, shape)
+        staged = buffer.as_tensor(entry.dtype, shape)
         read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), _bytes(staged))
         if box == entry.box:
             crc = zlib.crc32(_bytes(staged), crc)
@@ -333,7 +333,7 @@ class Buffer:
     def __init__(self, size: int, pinned: bool) -> None:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
-    def of(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Returns the beginning of the buffer as a tensor."""
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
@@ -347,7 +347,7 @@ class Buffers:
             self._free.put(buffer)
 
     @contextmanager
-    def one(self) -> Iterator[Buffer]:
+    def borrow(self) -> Iterator[Buffer]:
         """Lends a buffer until the end of the `with`."""
         buffer = self._free.get()
         try:
@@ -381,7 +381,7 @@ def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
         done += os.pwrite(descriptor, data[done:], at + done)
 
 
-def _each(do: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
+def _run_threads(do: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
     """Calls `do` for each item, on several threads; after the first failure no further call starts."""
     with ThreadPoolExecutor(THREADS, "boxes") as pool:
         futures = [pool.submit(do, item) for item in items]

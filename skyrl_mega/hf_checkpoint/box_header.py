@@ -30,7 +30,7 @@ class Damaged(UserError):
 
 
 @dataclass(frozen=True)
-class Written:
+class SavedFile:
     """A file of boxes as saved."""
 
     nbytes: int
@@ -52,7 +52,7 @@ class Header:
     """Layout of the writer, for information: a reader may use any other."""
     tensors: dict[str, tuple[int, ...]]
     """Global shapes by Hugging Face name."""
-    files: dict[str, Written]
+    files: dict[str, SavedFile]
     format: int = FORMAT
 
 
@@ -91,8 +91,10 @@ def refuse_old(folder: Path) -> None:
         content = parse_json((folder / HEADER).read_bytes())
     except (OSError, ValueError):  # damaged: `read_header` raises
         return
-    if isinstance(content, dict) and (there := content.get("format")) in range(1, FORMAT):
-        raise UserError(f"{folder / HEADER}: format is {there}, of an earlier version; this one reads {FORMAT}: {fix}")
+    if isinstance(content, dict) and (version := content.get("format")) in range(1, FORMAT):
+        raise UserError(
+            f"{folder / HEADER}: format is {version}, of an earlier version; this one reads {FORMAT}: {fix}"
+        )
 
 
 def read_header(folder: Path) -> Header:
@@ -109,7 +111,7 @@ def read_header(folder: Path) -> Header:
         if content["format"] != FORMAT:
             raise UserError(f"{file}: format is {content['format']}; this version reads {FORMAT}, use the other one")
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}
-        files = {name: Written(**written) for name, written in content["files"].items()}
+        files = {name: SavedFile(**written) for name, written in content["files"].items()}
         header = Header(**{**content, "tensors": shapes, "files": files})
         if not all(type(number) is int for written in files.values() for number in (written.nbytes, written.crc)):
             raise Malformed("files are no names, sizes and check sums")
@@ -122,9 +124,9 @@ def read_header(folder: Path) -> Header:
             raise Damaged(f"{file}: {name!r} is no file name; take another checkpoint")
         if not (folder / name).is_file():
             raise Damaged(f"{folder / name}: is missing; the checkpoint is not whole, take another one")
-        if (there := (folder / name).stat().st_size) != written.nbytes:
+        if (size := (folder / name).stat().st_size) != written.nbytes:
             raise Damaged(
-                f"{folder / name}: has {there:,} bytes of {written.nbytes:,}; the file is damaged, take another one"
+                f"{folder / name}: has {size:,} bytes of {written.nbytes:,}; the file is damaged, take another one"
             )
     return header
 

@@ -14,27 +14,27 @@ _ONE = 1 << 31
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
     """Returns the CRC-32 of consecutive pieces of bytes, from the length and the CRC-32 of each piece."""
     crc = 0
-    for length, own in pieces:
-        crc = _times(_shift(length), crc) ^ own
+    for length, piece_crc in pieces:
+        crc = _times(_shift(length), crc) ^ piece_crc
     return crc
 
 
 @cache
 def _shift(length: int) -> int:
     """Returns the factor of a CRC-32 when `length` more bytes follow: x to the power of the number of bits."""
-    power, found, left = 1 << 23, _ONE, length  # x^8: one byte
-    while left:
-        if left & 1:
-            found = _times(power, found)
-        power, left = _times(power, power), left >> 1
-    return found
+    power, factor, remaining = 1 << 23, _ONE, length  # x^8: one byte
+    while remaining:
+        if remaining & 1:
+            factor = _times(power, factor)
+        power, remaining = _times(power, power), remaining >> 1
+    return factor
 
 
 def _times(a: int, b: int) -> int:
     """Returns the product of two polynomials over GF(2), modulo the polynomial of CRC-32."""
-    found = 0
+    product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
-            found ^= b
+            product ^= b
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found
+    return product

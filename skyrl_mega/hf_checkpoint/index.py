@@ -70,11 +70,11 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, En
 
 def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
     """Checks some of the tensors (name → shape) and opens only their files; returns the entry of each tensor."""
-    where = _files(path, tensors)
-    headers = {file: read_header(file) for file in sorted(set(where.values()))}
-    found: dict[str, Entry] = {}
+    file_of = _files(path, tensors)
+    headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
+    entries: dict[str, Entry] = {}
     for name, shape in tensors.items():
-        file = where[name]
+        file = file_of[name]
         entry = headers[file].get(name)
         if entry is None:
             raise UserError(f"{file}: tensor {name} is missing; download or export the checkpoint again")
@@ -88,8 +88,8 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
                 f"{file}: tensor {name} has type {entry.dtype}; allowed are {', '.join(DTYPES)}; "
                 "give a checkpoint without quantisation"
             )
-        found[name] = entry
-    return found
+        entries[name] = entry
+    return entries
 
 
 def names_in(path: Path) -> set[str]:

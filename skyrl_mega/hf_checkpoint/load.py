@@ -29,7 +29,7 @@ from skyrl_mega.weights.transports.group import default_group
 
 BUCKET_BYTES = 64 << 20
 """Size of a message; a rank holds at most three."""
-BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """Files of a Hugging Face directory copied with the weights: configuration, tokenizer, chat template, licence."""
 _EXPORTED = ".exported.json"
 """File with the name and size of every file written by `save`, so a later call may replace the directory."""
@@ -56,8 +56,8 @@ def load(
     for piece in shard.pieces:
         wanted[piece.tensor].append(piece)
     shapes, optional = expected(path), optional or {}
-    here = names_in(path) if optional else set()
-    wanted = {tensor: pieces for tensor, pieces in wanted.items() if tensor not in optional or tensor in here}
+    present = names_in(path) if optional else set()
+    wanted = {tensor: pieces for tensor, pieces in wanted.items() if tensor not in optional or tensor in present}
     shapes |= {tensor: shape for tensor, shape in optional.items() if tensor in wanted}
     for tensor in wanted:
         if tensor not in shapes:
@@ -112,7 +112,7 @@ def save(
                 staged[0] = str(stack.enter_context(place))
             except (OSError, UserError) as caught:
                 error = caught
-        _together(error)
+        _raise_together(error)
         dist.broadcast_object_list(staged, src=0, device=_device())
         partial, itemsize = Path(staged[0]), next(iter(params.values())).dtype.itemsize
         files = list(split(layout.tensors, itemsize, file_bytes))
@@ -125,7 +125,7 @@ def save(
                 stack.pop_all().close()
             except (OSError, UserError) as caught:
                 error = caught
-        _together(error)
+        _raise_together(error)
 
 
 def exported(folder: Path, names: set[str]) -> bool:
@@ -139,15 +139,15 @@ def exported(folder: Path, names: set[str]) -> bool:
 
 def _write_files(partial: Path, names: Sequence[str], gathered: Iterator[tuple[int | None, dict[str, Tensor]]]) -> None:
     """Writes every safetensors file of the directory. A collective."""
-    for mine, tensors in gathered:
+    for own_file, tensors in gathered:
         error: OSError | None = None
-        if mine is not None:
+        if own_file is not None:
             try:
-                _write(tensors, partial / names[mine])
+                _write(tensors, partial / names[own_file])
             except OSError as caught:
                 error = caught
         del tensors  # before the next file's tensors are allocated
-        _together(error)
+        _raise_together(error)
 
 
 def _gathered(
@@ -165,14 +165,14 @@ def _gathered(
     """
     rank, first = dist.get_rank(), next(iter(params.values()))
     transport = default_group(timeout_s, first.device)
-    here = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
+    topology = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
     staging, exchanges = Staging(transport), []
     for start in range(0, len(files), len(writers)):
         batch = dict(zip(writers, range(start, len(files)), strict=False))
-        held = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
-        wanted = Layout(layout.tensors, tuple(held))
+        shards = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
+        wanted = Layout(layout.tensors, tuple(shards))
         exchange = Exchange(
-            plan(layout, wanted, here, first.dtype.itemsize),
+            plan(layout, wanted, topology, first.dtype.itemsize),
             transport,
             Wire(first.dtype),
             source=rank,
@@ -182,13 +182,13 @@ def _gathered(
             bucket_bytes=bucket_bytes,
             staging=staging,
         )
-        exchanges.append((exchange, batch.get(rank), held[rank].params))
+        exchanges.append((exchange, batch.get(rank), shards[rank].params))
     try:
         while exchanges:
-            exchange, mine, shapes = exchanges.pop(0)
+            exchange, own_file, shapes = exchanges.pop(0)
             tensors = {name: torch.empty(shape, dtype=first.dtype) for name, shape in shapes.items()}
             exchange.run(params, tensors)
-            yield mine, tensors
+            yield own_file, tensors
             del tensors
     finally:
         staging.close()
@@ -201,12 +201,12 @@ def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int
     names: list[str] = []
     size = 0
     for name, shape in tensors.items():
-        more = prod(shape) * itemsize
-        if names and size + more > file_bytes:
+        nbytes = prod(shape) * itemsize
+        if names and size + nbytes > file_bytes:
             yield names
             names, size = [], 0
         names.append(name)
-        size += more
+        size += nbytes
     yield names
 
 
@@ -215,7 +215,7 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+def write_companion_files(folder: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
     """Writes the index, and copies configuration and tokenizer from `source`.
 
     Args:
@@ -228,7 +228,7 @@ def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]],
         weight_map = {tensor: file for file, names in files.items() for tensor in names}
         index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1))
-    for pattern in BESIDE:
+    for pattern in COMPANION_FILES:
         for file in source.glob(pattern):
             if file.is_file() and file.name != INDEX:
                 shutil.copy2(file, folder / file.name)
@@ -249,7 +249,7 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
 
 def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int) -> None:
     """Writes index, configuration, tokenizer, and the list of all files."""
-    write_beside(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
+    write_companion_files(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
     sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
     (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
 
@@ -258,7 +258,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _together(error: Exception | None) -> None:
+def _raise_together(error: Exception | None) -> None:
     """Waits for all ranks; raises on every rank if any rank failed."""
     failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=_device())
     dist.all_reduce(failed, dist.ReduceOp.MAX)

@@ -41,52 +41,55 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
         check_folder(path, FETCH)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    config, text = _config(path, key), _file(path, key)
+    config, file_tokenizer = _config(path, key), _file(path, key)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, config=config
         )
-        if text is not None and difference(tokenizer, text):
+        if file_tokenizer is not None and difference(tokenizer, file_tokenizer):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         tokenizer.decode(tokenizer.encode(ALWAYS[0]))  # some faults appear only in use
     except Exception as error:  # two libraries and the directory's own files may raise anything
-        if text is None:
+        if file_tokenizer is None:
             raise _unusable(path, key, error) from error
         try:  # the class may fail on a file of another kind
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             tokenizer.decode(tokenizer.encode(ALWAYS[0]))
         except Exception as second:
             raise _unusable(path, key, second) from second
-    if text is not None and (differs := difference(tokenizer, text)):
+    if file_tokenizer is not None and (differs := difference(tokenizer, file_tokenizer)):
         raise UserError(
             f"{key}={path}: tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}; "
             f"{FETCH}"
         )
     if lossless:
-        _prove(tokenizer, f"{key}={path}: {'tokenizer.json' if text else 'the tokenizer'}")
+        _check_lossless(tokenizer, f"{key}={path}: {'tokenizer.json' if file_tokenizer else 'the tokenizer'}")
     return tokenizer
 
 
-def difference(tokenizer: Any, text: Tokenizer) -> str | None:
+def difference(tokenizer: Any, file_tokenizer: Tokenizer) -> str | None:
     """Returns a description of a text handled differently by a tokenizer and its tokenizer.json; None without such a
     text.
     """
     for probe in (*ALWAYS, *KNOWN):
-        ids, expected = tokenizer.encode(probe, add_special_tokens=False), text.encode(probe, add_special_tokens=False)
+        ids, expected = (
+            tokenizer.encode(probe, add_special_tokens=False),
+            file_tokenizer.encode(probe, add_special_tokens=False),
+        )
         if ids != expected.ids:
             return f"{probe!a} has the tokens {ids[:8]}… instead of {expected.ids[:8]}…"
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if decoded != text.decode(ids, skip_special_tokens=False):
+        if decoded != file_tokenizer.decode(ids, skip_special_tokens=False):
             return f"the tokens of {probe!a} become {ascii(decoded)[:100]}"
-    for number, token in text.get_added_tokens_decoder().items():
-        if (found := tokenizer.convert_tokens_to_ids(token.content)) != number:
-            return f"the added token {shown(token.content)} is {found} instead of {number}"
+    for number, token in file_tokenizer.get_added_tokens_decoder().items():
+        if (actual := tokenizer.convert_tokens_to_ids(token.content)) != number:
+            return f"the added token {shown(token.content)} is {actual} instead of {number}"
     return None
 
 
-def _prove(tokenizer: Any, where: str) -> None:
+def _check_lossless(tokenizer: Any, where: str) -> None:
     unknown = tokenizer.unk_token_id
-    for probe in (*(_known(tokenizer, probe) for probe in ALWAYS), *KNOWN):
+    for probe in (*(_without_unknown(tokenizer, probe) for probe in ALWAYS), *KNOWN):
         ids = tokenizer.encode(probe, add_special_tokens=False)
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # Pipelines like SentencePiece's add a space at the start of a text, or take the text's own for it.
@@ -97,7 +100,7 @@ def _prove(tokenizer: Any, where: str) -> None:
             )
 
 
-def _known(tokenizer: Any, probe: str) -> str:
+def _without_unknown(tokenizer: Any, probe: str) -> str:
     """Returns a text without the characters unknown to the tokenizer, as letters are to a tokenizer of digits; white
     space stays.
     """
@@ -118,7 +121,7 @@ def _config(path: Path, key: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its values can make a model's classes raise anything
-        raise UserError(f"{key}={path}: config.json cannot be used: {_said(error)}; fetch it again") from error
+        raise UserError(f"{key}={path}: config.json cannot be used: {_error_text(error)}; fetch it again") from error
 
 
 def _file(path: Path, key: str) -> Tokenizer | None:
@@ -135,9 +138,9 @@ def _file(path: Path, key: str) -> Tokenizer | None:
 
 
 def _unusable(path: Path, key: str, error: Exception) -> UserError:
-    return UserError(f"{key}={path}: no tokenizer can be loaded: {type(error).__name__}: {_said(error)}; {FETCH}")
+    return UserError(f"{key}={path}: no tokenizer can be loaded: {type(error).__name__}: {_error_text(error)}; {FETCH}")
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = " ".join(str(error).split())
     return shown(text[:300]) if text else "?"

@@ -74,7 +74,7 @@ def test_ranks_on_nccl_agree_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(load.torch, "tensor", recorded)
     for name, answer in (("get_backend", "nccl"), ("get_rank", 0), ("all_reduce", None)):
         monkeypatch.setattr(load.dist, name, lambda *_, answer=answer: answer)
-    load._together(None)
+    load._raise_together(None)
     assert made == ["cuda"]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.export import job
-from skyrl_mega.export.work import Different, Worker
+from skyrl_mega.export.work import ExportMismatch, Worker
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, Part, read_entries, write_boxes
 from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.models.registry import architecture
@@ -125,6 +125,6 @@ def test_a_tensor_that_was_written_wrong_is_found(tmp_path: Path) -> None:
     data = bytearray(out.read_bytes())
     data[planned.files[0].offsets["model.layers.1.self_attn.k_proj.weight"] + 40] ^= 1
     out.write_bytes(data)
-    with pytest.raises(Different, match=r"layers\.1\.self_attn\.k_proj\.weight differs"):
+    with pytest.raises(ExportMismatch, match=r"layers\.1\.self_attn\.k_proj\.weight differs"):
         [worker.compare(index) for index in range(len(planned.entries))]
     assert json.loads(planned.files[0].header[8:])["__metadata__"] == {"format": "pt"}

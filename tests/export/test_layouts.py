@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_mega.export import job
-from skyrl_mega.export.export import Exported, export
+from skyrl_mega.export.export import ExportResult, export
 from skyrl_mega.export.source import find
 from tests.export import saved
 from tests.megatron.test_against_transformers import expected_logprobs
@@ -49,7 +49,7 @@ def shorten_vocabulary(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def exported(run: Path, output: Path, **changes: Any) -> Exported:
+def exported(run: Path, output: Path, **changes: Any) -> ExportResult:
     return export(find(run, None, None), output, **changes)
 
 

@@ -17,7 +17,7 @@ import torch
 from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import Part, file_name, read_entries
-from skyrl_mega.hf_checkpoint.box_header import Header, Written
+from skyrl_mega.hf_checkpoint.box_header import Header, SavedFile
 from skyrl_mega.models import dist_checkpoint, huggingface, megatron
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import Spec
@@ -147,7 +147,7 @@ def test_the_index_of_thirty_billion_parameters_is_small_and_read_at_once(tmp_pa
         with (tmp_path / file_name(rank)).open("wb") as file:
             file.write(header)
             file.truncate(len(header) + ends[-1])
-        files[file_name(rank)] = Written(len(header) + ends[-1], zlib.crc32(header))
+        files[file_name(rank)] = SavedFile(len(header) + ends[-1], zlib.crc32(header))
     header_json = Header("bfloat16", 1, {}, {}, shapes, files)
     wanted = {piece.tensor for piece in megatron.shard(d, parallel, 0, "te", shapes).pieces}
     start = time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 import skyrl_mega
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, file_name, read_entries, write_boxes
-from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_header, write_header
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_header, write_header
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.trainer.checkpoints import (
     Checkpoints,
@@ -269,7 +269,7 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
     assert mark.exists()
     mark.unlink()
     file = "rank_00000.safetensors"
-    header = Header("float32", 3, {}, {}, {"w": (2,)}, {file: Written(len(evil), zlib.crc32(evil))})
+    header = Header("float32", 3, {}, {}, {"w": (2,)}, {file: SavedFile(len(evil), zlib.crc32(evil))})
 
     def save(folder: Path) -> None:
         for name in (".metadata", "common.pt", file):

@@ -27,7 +27,7 @@ from skyrl_mega.hf_checkpoint.box_files import (
     read_entries,
     write_boxes,
 )
-from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_header, write_header
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_header, write_header
 from skyrl_mega.hf_checkpoint.crc import joined
 from skyrl_mega.parallel.box import Box
 
@@ -152,7 +152,7 @@ def test_a_file_whose_writing_was_broken_off_is_none(tmp_path: Path, monkeypatch
     size = (tmp_path / "a").stat().st_size
     shapes = {name: tuple(t.shape) for name, t in TENSORS.items()}
     with pytest.raises(UserError, match="a: its header has CRC-32"):
-        read_entries(tmp_path, Header("float32", 1, {}, {}, shapes, {"a": Written(size, 0)}), TENSORS)
+        read_entries(tmp_path, Header("float32", 1, {}, {}, shapes, {"a": SavedFile(size, 0)}), TENSORS)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", '{"format": 2}', '{"format": 2, "tensors": {"a": 3}}'])
