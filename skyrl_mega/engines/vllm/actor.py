@@ -427,7 +427,7 @@ class VllmEngine:
             return EngineDied(f"vLLM's process died: {error}")
         return error
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- health ----------------------------------------------------------------------------------------------------
 
     async def health(self) -> int:
         """Returns the weight version; raises if the engine is dead."""

@@ -50,7 +50,7 @@ class Memory(Protocol):
 
 @dataclass
 class MemoryParts:
-    """The parts of a worker.
+    """The memory of a worker, in parts that can be dropped.
 
     Args:
         model: The loaded model.
@@ -160,7 +160,7 @@ class CudaMemory:
         """Allocates the memory of a part again."""
         self.dropped.discard(part)
         self.allocator.wake_up(list(TAGS[part]))
-        for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, whatever the request
+        for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, regardless of the request
             self.allocator.discard(TAGS[other])
 
 

@@ -128,7 +128,7 @@ class WorkerExtension:
     """Recorder of routes, in the first worker of an engine recording routes."""
     meters: tuple[MemoryMeter, StepCounter] | None = None
     parts: MemoryParts | None = None
-    """Parts of the worker's memory, after the first drop."""
+    """The worker's memory in parts; None before the first drop."""
 
     def transfer_report(self) -> dict[str, float]:
         """Returns seconds and bytes of the last sync, by the names of `executor.Report`."""

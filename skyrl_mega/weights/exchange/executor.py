@@ -53,7 +53,7 @@ class Report:
     received: int = 0
     """Bytes of parts packed on other devices and loaded by this process."""
     forwarded: int = 0
-    """Bytes of parts packed elsewhere and forwarded by this process."""
+    """Bytes of parts packed by other processes and forwarded by this process."""
     local: int = 0
     """Bytes of parts packed on this process's device and loaded by this process."""
     extra_bytes: int = 0

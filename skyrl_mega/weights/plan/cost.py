@@ -19,9 +19,11 @@ PART_S = 2e-5
 benchmarks/sync_overhead.py: 18 µs.
 """
 BUCKET_S = 3e-4
-"""Host seconds for each bucket in every sync. Measured likewise: 50 to 290 µs; hosts differ by a factor of three."""
+"""Host seconds for each bucket in every sync. Measured with benchmarks/sync_overhead.py: 50 to 290 µs; one host is
+three times as fast as another.
+"""
 CHECKSUM_S = 5e-5
-"""Additional host seconds for each bucket with checksums. Measured likewise: 25 to 35 µs."""
+"""Additional host seconds for each bucket with checksums. Measured with benchmarks/sync_overhead.py: 25 to 35 µs."""
 LAUNCH_S = 5e-5
 """Seconds to launch a Triton kernel or an NCCL message. Assumed: both are known to take 10 to 50 µs."""
 COMPILE_S = 2.0
