@@ -78,7 +78,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
         dtype="float32",
     )  # fmt: skip
     joining = asyncio.create_task(asyncio.to_thread(met.join, bench.device, source=0))
-    await engine.connect_weights({"connection": asdict(met), "place": 0})
+    await engine.connect_weights({"connection": asdict(met), "engine_index": 0})
     exchange = await joining
     shard = architecture(hf).megatron_shard(hf, ParallelDims(), 0, "local")
     params = {name: torch.zeros(shape, device=bench.device) for name, shape in shard.params.items()}
