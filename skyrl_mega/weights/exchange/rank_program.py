@@ -112,11 +112,6 @@ def rank_program(
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
     A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order.
-
-    Args:
-        in_flight: Number of buffers of a process.
-        source_base, target_base: Process numbers of source rank 0 and target rank 0.
-        owners: Device owner of each process.
     """
     buckets = fill(plan, bucket_bytes, wire.scales)
     wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
