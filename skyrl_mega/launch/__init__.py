@@ -1,4 +1,4 @@
-"""The command that trains: what a user types, checked, and the run that it starts."""
+"""The command that trains: the user's command line is checked, then the run starts."""
 
 GOES_ON = "the same command resumes from the newest checkpoint, if there is one"
-"""What a person is told where a run has ended early."""
+"""Advice printed after a run that ended early."""

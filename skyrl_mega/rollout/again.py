@@ -1,4 +1,4 @@
-"""Trajectories that are played again, from their prompts, where a service under their environment failed."""
+"""Retries of trajectories after the failure of a service under the environment."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from skyrl_mega.rollout.trajectory import Status, Trajectory
 
 LONGEST_S = 60.0
 PAUSE_S = 1.0
-"""Before a trajectory is opened again, twice as long before each further time, `LONGEST_S` at most: what failed may be
-on its way back."""
+"""Seconds before the first retry. The pause doubles with each further retry up to `LONGEST_S`, as the service may be
+recovering."""
 
 
 class PersistentAgent(Agent):
-    """An agent that plays a trajectory again when the infrastructure failed, and not its environment or its policy.
+    """An agent that retries a trajectory after an infrastructure fault, but not after a fault of the environment or the
+    policy.
 
-    It is the same trajectory: its requests have the same names, and so the same random streams.
+    The retry is the same trajectory: the requests keep the same names, and therefore the same random streams.
     """
 
     retries = 0
-    """How often one trajectory is played again (`environment.retries`)."""
+    """Most retries of a trajectory (`environment.retries`)."""
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
-        """As `Agent.open`, again where the environment could not be opened for a fault of the infrastructure."""
+        """Opens a trajectory as `Agent.open` does; retries if an infrastructure fault prevented opening the
+        environment."""
         return await self._opened(await super().open(prompt, sample))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
-        """As `Agent.play`, again from the prompt where a fault of the infrastructure ended it."""
+        """Runs a trajectory as `Agent.play` does; retries from the prompt after an infrastructure fault."""
         played = await super().play(opened, name)
         while self._again(opened):
             opened = await self._opened(opened)
@@ -36,7 +38,7 @@ class PersistentAgent(Agent):
         return played
 
     async def _opened(self, opened: Opened) -> Opened:
-        """This one, or one in its place where it has failed and may be opened again."""
+        """Returns the opened trajectory, or a newly opened retry if opening failed and retries are left."""
         while self._again(opened):
             failed = opened.trajectory
             await asyncio.sleep(min(LONGEST_S, PAUSE_S * 2**failed.again))

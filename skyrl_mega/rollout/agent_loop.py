@@ -1,4 +1,4 @@
-"""The agent loop of one trajectory: generate, let the environment answer, and again until something ends it."""
+"""The agent loop of a trajectory: generate a turn, let the environment answer, repeat until the trajectory ends."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory, begun
 from skyrl_mega.telemetry.trace import Span, day
 
 LONGEST_ERROR = 2000
-"""Characters of an environment's error that are kept."""
+"""Most characters kept of an environment's error."""
 Tools = Sequence[Mapping[str, Any]]
-"""What a policy may call, as chat templates take it."""
+"""Tools offered to the policy, in the format of chat templates."""
 CUT = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
-"""What a response that did not end by itself makes of its trajectory, even where the environment has graded it."""
+"""Finish reason of a cut response → status of the trajectory, even if the environment graded the response."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Token, turn and time budgets, and what an environment may do."""
+    """Token, turn and time limits of a trajectory, and permissions of the environment."""
 
     turn: int
-    """Tokens of one turn."""
+    """Most tokens of a turn."""
     response: int
-    """Tokens of responses and observations, over all turns."""
+    """Most tokens of responses and observations over all turns."""
     length: int
-    """Tokens of the whole sequence: the engine's longest."""
+    """Most tokens of the whole sequence: the engine's longest."""
     turns: int
     env_timeout_s: float
     trajectory_timeout_s: float | None = None
-    """From the first request on; None has no end."""
+    """Seconds from the first request; None sets no limit."""
     input: int | None = None
-    """Tokens before a turn that is not the first; None bounds them by the others alone."""
+    """Most tokens before any turn after the first; None sets no extra limit."""
     rewrites: bool = False
-    """Whether an environment may put a new conversation in the place of the old one."""
+    """True if an environment may replace the conversation."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Limits:
-        """The budgets that the configuration sets, with its defaults filled in."""
+        """Returns the limits set by the configuration, with defaults filled in."""
         return cls(
             turn=rollout.sampling.max_tokens,
             response=response_limit(rollout),
@@ -73,67 +73,67 @@ class Limits:
         )
 
     def room(self, t: Trajectory) -> int:
-        """Tokens that the next turn may have."""
+        """Returns the most tokens of the next turn."""
         return min(self.turn, self.response - t.response_length, self.length - len(t.context))
 
 
 @dataclass
 class Opened:
-    """A trajectory before its first turn."""
+    """A trajectory before the first turn, with the environment."""
 
     trajectory: Trajectory
     env: Any
-    """None where the environment failed."""
+    """The environment; None after a fault."""
     clock: float
-    """`time.perf_counter()` at its opening."""
+    """`time.perf_counter()` at opening."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """What the policy may call, as the template takes it."""
+    """Tools offered to the policy, in the format of the template."""
     until: float | None = None
-    """`time.perf_counter()` at which its time is over; known once it is played."""
+    """`time.perf_counter()` at the end of the time limit; set once the trajectory runs."""
     routes: TurnRoutes = field(default_factory=TurnRoutes)
-    """The experts that its tokens were routed to, of engines that tell."""
+    """Expert routes of the tokens, from engines with route output."""
     token_rewards: TokenRewards = field(default_factory=TokenRewards)
-    """What parts of its answers earned, of environments that tell."""
+    """Rewards of parts of the answers, if the environment gives any."""
 
     @property
     def seconds(self) -> float:
-        """Since its opening."""
+        """Seconds since opening."""
         return time.perf_counter() - self.clock
 
     @property
     def left(self) -> float | None:
-        """Seconds of its time that are left; None where that has no end."""
+        """Seconds left of the time limit; None without a limit."""
         return None if self.until is None else self.until - time.perf_counter()
 
 
 class Said(NamedTuple):
-    """One turn of the policy."""
+    """A turn of the policy."""
 
     text: str
     tokens: int
     finish: str
-    """What ended it: `stop`, `length` or `timeout`."""
+    """Reason for the end of the turn: `stop`, `length` or `timeout`."""
 
 
 class Agent:
-    """Plays trajectories. Stateless between them.
+    """An agent that runs trajectories; keeps no state between trajectories.
 
-    `first`, `speak` and `following` are all that knows of tokens; a subclass that overrides them speaks another way.
+    Only `first`, `speak` and `following` handle tokens; a subclass may override the three for another protocol.
 
     Args:
-        router: Where tokens come from.
-        chat: Tokenizer and template.
-        environments: Which classes there are.
-        limits: Budgets.
-        threads: Runs environments, so that one that blocks holds up nobody else.
+        router: Sends requests to the engines.
+        chat: Tokenizer and chat template.
+        environments: Environment classes of the run.
+        limits: Limits of a trajectory.
+        threads: Runs environments, so that a blocking environment delays no other trajectory.
     """
 
     one_message = False
-    """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
+    """True if all turns and observations form a single assistant message (`rollout.conversation`)."""
     reward_weights: Mapping[str, float] = MappingProxyType({})
     """`algorithm.reward_weights`."""
     spans: Callable[[], list[Span] | None] = staticmethod(lambda: None)
-    """Where calls of environments are recorded at present."""
+    """Returns the list that records environment calls at present, or None."""
 
     def __init__(
         self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
@@ -143,7 +143,7 @@ class Agent:
         self.environments, self.threads = environments, threads
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
-        """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
+        """Creates the environment and tokenises the first messages. A fault ends the trajectory and is stored there."""
         opened = Opened(begun(prompt, sample), None, time.perf_counter())
         t = opened.trajectory
         made: list[Any] = []
@@ -162,7 +162,7 @@ class Agent:
             opened.env = made[0] if made else None
             await self.close(opened)
         except asyncio.CancelledError:
-            if made and not call.given_up:  # else the thread closes it when it comes back
+            if made and not call.given_up:  # else the thread closes it on its return
                 opened.env = made[0]
                 await self.close(opened)
             raise
@@ -172,33 +172,33 @@ class Agent:
         return opened
 
     def not_played(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
-        """One that a fault of the infrastructure has ended before its environment was opened."""
+        """Returns a trajectory ended by an infrastructure fault before the environment was opened."""
         t = begun(prompt, sample)
         judged.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
         _ask(t, prompt.messages, self._unplayed(prompt))
         return t
 
     def _unplayed(self, prompt: Prompt) -> Sequence[int]:
-        """Tokens of a prompt that is not played: one alone where the template refuses the messages in the data."""
+        """Returns a prompt's tokens for a trajectory that never runs; an end token if the template rejects it."""
         try:
             return self.first(prompt.messages)
         except Refused:
             return [self.chat.end]
 
     def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
-        """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""
+        """Returns the first messages. `made` receives the environment before `init`, which may fail, for `close`."""
         made.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
         if calls_tools(made[0]):
             made[0].parse = self.chat.parse
-            definitions(made[0])  # an environment that gives itself wrong tools fails here, like one whose init does
+            definitions(made[0])  # fail here if the environment defines wrong tools
         return validate.init(made[0], list(prompt.messages))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
-        """Plays to the end. What the policy produced enters `tokens` as it came and is never tokenised again.
+        """Runs a trajectory to the end. Tokens of the policy enter `tokens` unchanged and are never tokenised again.
 
         Args:
-            opened: From `open`.
-            name: Names this trajectory's requests and their random stream; no other has it.
+            opened: A result of `open`.
+            name: Unique name; the source of the requests' names and random stream.
         """
         t = opened.trajectory
         if opened.env is None:
@@ -219,7 +219,7 @@ class Agent:
         return t
 
     async def _turn(self, opened: Opened, name: str) -> bool:
-        """One turn; True when the trajectory has ended, with its status set."""
+        """Runs a turn. Returns True after the last turn, with the trajectory's status set."""
         t = opened.trajectory
         room = self.limits.room(t)
         if room < 1:
@@ -228,7 +228,7 @@ class Agent:
         said = await self.speak(opened, f"{name}/{t.turns}", room)
         t.seconds["generate"] += t.steps[-1].generate_s
         cut = CUT.get(said.finish)
-        if cut and not said.tokens:  # it was over before the first one
+        if cut and not said.tokens:  # the time was over before the first token
             t.status = cut
             await self._out_of_time(opened)
             return True
@@ -238,7 +238,7 @@ class Agent:
         step = t.steps[-1]
         answer = await self._asked(opened, "step", validate.step, said.text, self.reward_weights)
         step.tool_calls = answer.tool_calls
-        if answer.rewards_at:  # apart: reading a long answer token by token takes a while
+        if answer.rewards_at:  # in a thread: decoding a long answer token by token is slow
             await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
         judged.reward(t, step, answer)
         t.metadata = answer.metadata
@@ -259,17 +259,17 @@ class Agent:
         return True
 
     async def _asked(self, opened: Opened, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """What the environment answers."""
+        """Calls a function of the environment in a thread and returns the result."""
         call = Call(function, opened.env, *args, late=opened.env.close)
         try:
             return await self._env(opened.trajectory, what, call)
         except asyncio.CancelledError:
-            if call.given_up:  # its thread is still inside, and closes it when it comes back
+            if call.given_up:  # its thread still runs, and closes the environment on return
                 opened.env = None
             raise
 
     async def _out_of_time(self, opened: Opened) -> None:
-        """Has what there is judged where time was over between turns: an environment may not have judged it yet."""
+        """Asks the environment to grade a trajectory that ran out of time between turns and may not be graded yet."""
         t = opened.trajectory
         step = judged.last_said(t)
         if t.status is not Status.TRUNCATED_TIME or step is None:
@@ -280,12 +280,12 @@ class Agent:
             t.metadata |= answer.metadata
 
     async def speak(self, opened: Opened, name: str, room: int) -> Said:
-        """Has the policy speak, and puts what it said into the tokens, with the step that tells of it.
+        """Generates the policy's next turn and appends the tokens and a step to the trajectory.
 
         Args:
             opened: The trajectory so far.
-            name: Names this turn and its random stream; no other has it.
-            room: Tokens at most.
+            name: Unique name of the turn, and source of the random stream.
+            room: Most tokens of the turn.
         """
         t, start = opened.trajectory, opened.seconds
         first = opened.routes.first(t)
@@ -301,15 +301,15 @@ class Agent:
         return Said(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
     def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:
-        """Tokens of a conversation's opening, up to where the policy speaks."""
+        """Returns the tokens of the first messages, up to the point at which the policy generates."""
         return self.chat.render(messages, tools)
 
     def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
-        """Tokens from the end of the policy's words up to where it speaks again."""
+        """Returns the tokens between the policy's last token and the next turn."""
         return self.chat.following(t.tokens[-1], observations, tools)
 
     def _goes_on(self, opened: Opened, answer: validate.StepOutput) -> bool:
-        """Adds the tokens of what the environment said; True where they leave no room for a turn, and are left out."""
+        """Appends the tokens of the environment's answer, or returns True if they leave no room for another turn."""
         t, tools = opened.trajectory, opened.tools
         if answer.messages is None:
             new = self._tokens(t, "step: observations", self.following, t, answer.observations, tools)
@@ -334,14 +334,14 @@ class Agent:
         return False
 
     def _ended(self, t: Trajectory) -> bool:
-        """Whether the policy's last token ends its message."""
+        """Returns True if the policy's last token ends the message."""
         return bool(t.tokens) and t.tokens[-1] in self.chat.stop_tokens
 
     def _end_message(self, t: Trajectory) -> None:
-        """Ends the one message where a stop string ended its last turn and the limits leave room for a token.
+        """Appends the end token to the message if a stop string ended the last turn and the limits allow the token.
 
-        The published SearchR1 and SkyRL-SQL runs train on this end token, though no engine drew it: it is the policy's
-        in `mask`, belongs to the last response, and its log-prob is NaN.
+        The published SearchR1 and SkyRL-SQL runs train on this end token, although no engine sampled the token: `mask`
+        assigns the token to the policy, the last response includes the token, and the log-prob is NaN.
         """
         response = next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE), None)
         if response is None or response.end != len(t.tokens) or response.finish != "stop" or self._ended(t):
@@ -355,19 +355,19 @@ class Agent:
             step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
 
     def _tokens(self, t: Trajectory, what: str, render: Callable[..., Sequence[int]], *args: Any) -> Sequence[int]:
-        """Tokens of an environment's messages; those that the template refuses are the environment's fault."""
+        """Returns the tokens of an environment's messages; raises the environment's fault for rejected messages."""
         try:
             return render(*args)
         except Refused as error:
             raise self._fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
         except TooLong as error:
-            return range(error.tokens)  # which no limit lets in
+            return range(error.tokens)  # longer than every limit, so rejected by the caller
 
     async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
         """Runs the environment's code in a thread.
 
         Raises:
-            EnvironmentFault: It raised, took longer than its limit, or gave what the contract does not allow.
+            EnvironmentFault: The code raised an exception, exceeded the time limit or broke the contract.
         """
         limit = self.limits.env_timeout_s
         try:
@@ -391,25 +391,25 @@ class Agent:
                 spans.append(Span(f"{what} {t.prompt.env_class}", start, start + call.seconds(), about))
 
     def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
-        """What is kept of a fault, with the place in the environment's own file that it came from."""
+        """Returns the fault to store: the text, and the line in the environment's own file."""
         text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
         at = blame.place(error, t.prompt.env_class, self.environments)
         return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
 
     async def close(self, opened: Opened) -> None:
-        """Closes the environment where that has not been done: `play` does, so this is for what is never played."""
+        """Closes the environment unless closed already. `play` does so; call this if the trajectory never runs."""
         t, env = opened.trajectory, opened.env
         opened.env = None
         if env is None or t.status is Status.ERROR_ENV_TIMEOUT:
-            return  # a thread is still inside it, and closes it when it comes back
+            return  # its thread still runs, and closes the environment on return
         try:
             await self._env(t, "close", Call(env.close))
-        except EnvironmentFault as fault:  # the trajectory itself is whole
+        except EnvironmentFault as fault:  # the trajectory itself is complete
             t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
 
 
 def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
-    """Tokens of the last step."""
+    """Appends tokens to the last step of a trajectory."""
     t.tokens.extend(tokens)
     t.mask.extend(array("b", [mask]) * len(tokens))
     t.logprobs.extend(array("f", [0.0]) * len(tokens) if logprobs is None else logprobs)
@@ -417,7 +417,7 @@ def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[f
 
 
 def _take_back_end(t: Trajectory) -> None:
-    """Takes back the end token of the last response: what follows is inside the same message."""
+    """Removes the end token of the last response, because the same message continues."""
     for values in (t.tokens, t.mask, t.logprobs):
         del values[-1]
     t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
@@ -425,13 +425,13 @@ def _take_back_end(t: Trajectory) -> None:
 
 
 def _say(t: Trajectory, messages: list[Message]) -> None:
-    """Messages of the last step."""
+    """Appends messages to the last step of a trajectory."""
     t.messages += messages
     t.steps[-1].messages += len(messages)
 
 
 def _ask(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
-    """The first prompt."""
+    """Sets the first prompt of a trajectory."""
     append(t, tokens, 0)
     _say(t, messages)
     t.prompt_length = len(t.tokens)
@@ -440,10 +440,10 @@ def _ask(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
 def _shown(error: BaseException) -> str:
     try:
         return repr(error)
-    except Exception:  # its own words failed it
+    except Exception:  # the exception's own repr failed
         return type(error).__name__
 
 
 def stream_seed(name: str) -> int:
-    """A 63-bit seed that depends on all of a name."""
+    """Returns a 63-bit seed derived from the whole name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -1,4 +1,4 @@
-"""What is known of a trajectory's arrays that are elsewhere."""
+"""Summary and location of a trajectory's remote arrays."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.parts import Stored
 
 LONGEST = 256
-"""Characters of an answer that stay as they are; of a longer one its end does, and a digest of all."""
+"""Longest answer kept in full, in characters. A longer answer is reduced to the last `END` characters and a hash of the
+whole."""
 END = 200
 
 
 @dataclass
 class Away:
-    """What is known of arrays that are elsewhere."""
+    """Summary and location of a trajectory's remote arrays."""
 
     length: int
-    """Tokens."""
+    """Number of tokens."""
     drawn: list[int]
-    """Tokens of the policy, for each entry of `Trajectory.versions`."""
+    """Number of the policy's tokens for each entry of `Trajectory.versions`."""
     written: int
-    """Tokens of the policy."""
+    """Number of the policy's tokens."""
     words: list[str]
-    """What the policy said in each turn; of a long one its end, after a digest: two are equal where the answers are."""
+    """The policy's text in each turn; for a long answer a hash and the last characters, so that two entries are equal
+    exactly if the answers are."""
     ref: Any = None
     """Ray's reference to a `Stored`."""
 
     def fetch(self) -> dict[str, Any]:
-        """`ARRAYS`, as the trajectory had them."""
+        """Fetches the fields in `ARRAYS`."""
         import ray
 
         try:
@@ -54,12 +56,12 @@ class Away:
 
 
 def lost(error: Exception) -> ClusterError:
-    """What is raised where arrays are gone: the run ends and goes on from its checkpoint."""
+    """Returns the error for lost arrays; the run ends and resumes from the newest checkpoint."""
     return ClusterError(f"what was played on a node is gone with it, or with its memory: {describe(error)}")
 
 
 def short(text: str) -> str:
-    """An answer as `Away.words` has it."""
+    """Returns an answer in the form of `Away.words`."""
     if len(text) <= LONGEST:
         return text
     return f"{hashlib.blake2b(text.encode(errors='surrogatepass'), digest_size=12).hexdigest()} … {text[-END:]}"

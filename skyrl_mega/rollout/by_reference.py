@@ -1,4 +1,4 @@
-"""Trajectories whose arrays are elsewhere: what a step decides by stays, what is computed on goes by reference."""
+"""Trajectories with remote arrays: small fields stay in this process, token arrays are passed by reference."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
 
 
 def put_away(t: Trajectory) -> tuple[Trajectory, Stored]:
-    """A trajectory without its arrays, and these. `Trajectory.away.ref` is yours to set.
+    """Splits a trajectory into a copy without arrays and the arrays themselves. The caller sets `Trajectory.away.ref`.
 
-    What is asked for of the former and is not there, is fetched then.
+    Reading any missing array fetches all arrays.
     """
     stored = Sequences.of([np.asarray(t.tokens, np.int32)])
     stored.add("mask", Column(torch.from_numpy(np.array(t.mask, np.int8))))
@@ -34,14 +34,14 @@ def put_away(t: Trajectory) -> tuple[Trajectory, Stored]:
 
 
 def joined(small: Trajectory, ref: Any) -> Trajectory:
-    """A trajectory that was put away, with the place where its arrays are."""
+    """Sets the reference to a trajectory's remote arrays and returns the trajectory."""
     assert small.away is not None
     small.away.ref = ref
     return small
 
 
 def brought(t: Trajectory) -> Trajectory:
-    """A trajectory with its arrays, wherever they were."""
+    """Returns the trajectory with all arrays in this process, after fetching remote arrays."""
     if t.away is None:
         return t
     whole = copy.copy(t)
@@ -50,7 +50,8 @@ def brought(t: Trajectory) -> Trajectory:
 
 
 def brought_groups(groups: list[Group]) -> list[Group]:
-    """The same of a step's groups; one that is there twice is the same twice."""
+    """Returns the groups of a step with all arrays in this process. A trajectory or group listed twice stays a single
+    object."""
     away = {id(t): t for group in groups for t in _all(group) if t.away is not None}
     if not away:
         return groups
@@ -68,5 +69,5 @@ def _all(group: Group) -> list[Trajectory]:
 
 
 def all_away(played: Sequence[Trajectory]) -> bool:
-    """Whether none of them has arrays here."""
+    """Returns True if there are trajectories, all with remote arrays."""
     return bool(played) and all(t.away is not None for t in played)

@@ -1,4 +1,4 @@
-"""A model's chat template: what it writes of messages, bounded."""
+"""A model's chat template, with limits on the output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from skyrl_mega.config.errors import UserError
 
 MOST_CHARACTERS = 2**26
-"""What a template may write beside the messages' own texts."""
+"""Most characters a template may write in addition to the messages' own texts."""
 REPEATS = 8
-"""How often a template may write what it is given."""
+"""Number of times a template may repeat the input."""
 
 
 class Refused(UserError):
-    """The chat template refuses messages, such as two of one role in a row."""
+    """The chat template rejects the messages, for example two of the same role in a row."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, in transformers' own sandbox.
+    """The chat template of a tokenizer, run in transformers' sandbox.
 
     Args:
-        path: The model's directory, for errors.
-        tokenizer: As `hf_checkpoint.tokenizer.load` gives it.
+        path: Directory of the model, for errors.
+        tokenizer: A result of `hf_checkpoint.tokenizer.load`.
         options: Further variables of the template.
     """
 
@@ -33,15 +33,15 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation: bool = True
     ) -> str:
-        """Returns the text of a conversation, as `apply_chat_template` has it.
+        """Returns the text of a conversation, equal to `apply_chat_template`.
 
         Args:
             messages: The conversation.
-            tools: What the policy may call.
-            generation: The text ends where the policy speaks.
+            tools: Tools offered to the policy.
+            generation: Ends the text at the point at which the policy generates.
 
         Raises:
-            Refused: The template refuses the messages, or writes far more than they have.
+            Refused: The template rejects the messages or writes far too much text.
         """
         most = MOST_CHARACTERS + REPEATS * (_characters(messages) + _characters(tools))
         pieces, size = [], 0
@@ -58,7 +58,7 @@ class ChatTemplate:
                 if size > most:
                     raise ValueError(f"it writes more than {most} characters")
                 pieces.append(piece)
-        except Exception as error:  # the template is a program of its own: it may divide by zero
+        except Exception as error:  # a template is a program: it may even divide by zero
             roles = ", ".join(str(message["role"]) for message in messages)
             raise Refused(f"model.path={self.path}: the chat template refuses messages of {roles}: {error}") from error
         return "".join(pieces)
@@ -66,7 +66,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> Any:
-    """Returns a template that transformers has compiled, in which no product has more than MOST_CHARACTERS."""
+    """Returns the template compiled by transformers, with products limited to MOST_CHARACTERS elements."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     def product(context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -82,7 +82,7 @@ def _compiled(source: str) -> Any:
 
 
 def _characters(value: Any) -> int:
-    """Returns the characters of all texts in nested mappings and lists."""
+    """Returns the number of characters of all texts in nested mappings and lists."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

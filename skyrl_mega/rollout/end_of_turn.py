@@ -1,4 +1,4 @@
-"""The tokens that end a turn: what the files of a model's directory name, and what its chat template writes."""
+"""End-of-turn tokens, from the files and the chat template of a model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from skyrl_mega.config.values import shown
 
 
 class Ends(NamedTuple):
-    """The end of a turn."""
+    """The end-of-turn tokens of a model."""
 
     tokens: tuple[int, ...]
-    """Every token that ends one, in order."""
+    """All tokens that end a turn, in order."""
     written: int
-    """The token that ends a turn which is written here: the chat template's own."""
+    """The chat template's own token, used to end turns written by this code."""
 
 
 def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
-    """Returns the tokens that end a turn: the template's, the tokenizer's, and those of generation_config.json, or of
-    config.json where that names none (chat models often have several). An empty list in generation_config.json says
-    that turns end by their limits alone.
+    """Returns the end-of-turn tokens: of the template, the tokenizer, and generation_config.json or else config.json
+    (chat models often have several). An empty list in generation_config.json means that only limits end a turn.
 
     Args:
-        path: The model's directory.
-        tokenizer: Its tokenizer.
-        closing: What the chat template writes behind the assistant's words.
+        path: Directory of the model.
+        tokenizer: The model's tokenizer.
+        closing: Text written by the chat template after the assistant's words.
 
     Raises:
-        UserError: Nothing names one, or a file names something else than tokens.
+        UserError: No source names a token, or a file contains something else than tokens.
     """
     template = _first_added(tokenizer, closing)
     listed = _listed(Path(path) / "generation_config.json")
@@ -48,8 +47,7 @@ def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
 
 
 def control_tokens(tokenizer: Any, ends: tuple[int, ...]) -> dict[int, str]:
-    """Returns id → text of the tokens that only a template may write: those that are marked special, and those that
-    end a turn."""
+    """Returns id → text of tokens reserved for the template: special tokens and end-of-turn tokens."""
     added = {
         token: added.content
         for token, added in tokenizer.added_tokens_decoder.items()
@@ -59,13 +57,13 @@ def control_tokens(tokenizer: Any, ends: tuple[int, ...]) -> dict[int, str]:
 
 
 def _first_added(tokenizer: Any, closing: str) -> int | None:
-    """Returns the added token that a text begins with, spaces aside."""
+    """Returns the added token at the beginning of a text, ignoring leading spaces, or None."""
     tokens = tokenizer.encode(closing.lstrip(), add_special_tokens=False)
     return tokens[0] if tokens and tokens[0] in tokenizer.added_tokens_decoder else None
 
 
 def _listed(file: Path) -> list[int] | None:
-    """Returns the tokens of a file's eos_token_id; None where there is nothing of the kind."""
+    """Returns the tokens in a file's eos_token_id, or None if the file or the entry is absent."""
     ids = read_json(file, "fetch it again").get("eos_token_id") if file.is_file() else None
     if ids is None:
         return None

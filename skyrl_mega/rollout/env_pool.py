@@ -1,4 +1,4 @@
-"""Threads for environments: code that may block, and may never come back, beside an event loop."""
+"""Threads for environment code, which may block or never return, next to an event loop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """A function to be run in a thread.
+    """A function to run in a thread.
 
     Args:
-        function: What is run.
-        args: Its arguments.
-        late: Run in the same thread where the function comes back after it was given up.
+        function: The function.
+        args: Arguments of the function.
+        late: Runs in the same thread if the function returns after `give_up`.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, late: Callable[[], Any] | None = None) -> None:
@@ -28,12 +28,13 @@ class Call:
         self.start: float | None = None
         self.end: float | None = None
         self.given_up = False
-        """Nobody waits for it any more, and it had not ended then."""
+        """True if the caller stopped waiting before the function returned."""
         self._clock = Clock()
         self._lock = threading.Lock()
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """The function's value, or what it raised, whatever it is: `sys.exit` must end one call, not the program."""
+        """Runs the function. Returns the value, or any exception: `sys.exit` must end the call only, not the
+        program."""
         value, error = None, None
         self.start = time.perf_counter()
         self._clock.run_here()
@@ -51,47 +52,47 @@ class Call:
         return value, error
 
     def give_up(self) -> bool:
-        """Nobody waits for the function any more; False where it has ended already."""
+        """Stops waiting for the function. Returns False if the function has already returned."""
         with self._lock:
             self.given_up = self.end is None
         return self.given_up
 
     def seconds(self) -> float:
-        """For how long it has been running; 0 before it has begun."""
+        """Returns the running time so far; 0 before the start."""
         if self.start is None:
             return 0.0
         return (self.end or time.perf_counter()) - self.start
 
     def working(self) -> float:
-        """`seconds` without those in which it waited its turn for something shared."""
+        """Returns `seconds` without the time spent waiting for shared resources."""
         return self.seconds() - self._clock.waited()
 
 
 class EnvPool:
-    """Runs calls, each in a thread of its own, so many at once.
+    """A pool that runs each call in a new thread, with a limit on calls at once.
 
-    A call that is given up leaves its place to another and its thread behind: neither the next calls nor the end of
-    the program wait for it.
+    An abandoned call frees the slot but leaves the thread running; neither later calls nor the program's exit wait for
+    the thread.
 
     Args:
-        most: Calls at once.
-        count: Told of calls: so many more, or fewer, are under way (`telemetry.timeline`).
+        most: Most calls at once.
+        count: Receives changes of the number of running calls (`telemetry.timeline`).
     """
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
         self._places, self._count = asyncio.Semaphore(most), count
 
     async def run(self, call: Call, limit_s: float) -> Any:
-        """The function's value.
+        """Runs a call in a thread and returns the value.
 
         Args:
-            call: Run once.
-            limit_s: Seconds that it may take; those before a place is free, in which it waits its
-                turn for something shared, or the machine has no time, are not counted.
+            call: The call; runs once.
+            limit_s: Time limit in seconds. Not counted are the wait for a slot, waits for shared resources, and times
+                at which the machine is overloaded.
 
         Raises:
-            Abandoned: It took longer.
-            Raised: It raised.
+            Abandoned: The call exceeded the limit.
+            Raised: The call raised an exception.
         """
         async with self._places:
             loop = asyncio.get_running_loop()
@@ -101,7 +102,7 @@ class EnvPool:
                 outcome = call.run()
                 try:
                     loop.call_soon_threadsafe(_tell, answer, outcome)
-                except RuntimeError:  # the loop has ended meanwhile: nobody waits
+                except RuntimeError:  # the loop ended meanwhile: no task waits
                     return
 
             threading.Thread(target=work, name="environment", daemon=True).start()
@@ -122,11 +123,12 @@ class EnvPool:
 
 
 class Abandoned(Exception):
-    """A call took longer than its limit."""
+    """A call exceeded the time limit."""
 
 
 class Raised(Exception):
-    """A call raised: anything, also what would mean something else to the loop that hears of it."""
+    """A call raised an exception. The wrapper keeps exceptions such as `CancelledError` or `SystemExit` from affecting
+    the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

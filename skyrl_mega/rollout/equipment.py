@@ -1,4 +1,4 @@
-"""What trajectories are played with in one process: a template, environments, threads for them, budgets."""
+"""The shared parts for running trajectories in a process: chat template, environments, threads and limits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from skyrl_mega.rollout.router import Engines, Router
 
 @dataclass(frozen=True)
 class Equipment:
-    """Of a run's driver, or of a process that plays trajectories for it."""
+    """The shared parts of a run's driver, or of a rollout worker."""
 
     chat: Renderer
-    """The model's tokenizer and template."""
+    """Tokenizer and chat template of the model."""
     rollout: RolloutConfig
-    """Budgets and timeouts."""
+    """Limits and timeouts."""
     environments: EnvironmentConfig
-    """Which environments there are."""
+    """The environments of the run."""
     reward_weights: Mapping[str, float]
     """`algorithm.reward_weights`."""
     threads: EnvPool
-    """Runs environments."""
+    """Threads running environments."""
 
     def agent(self, engines: Engines, sampling: SamplingConfig, router: type[Router]) -> PersistentAgent:
-        """An agent on engines, which lives in one event loop.
+        """Returns an agent on these engines, for use in a single event loop.
 
         Args:
-            engines: Those that serve are asked.
-            sampling: How tokens are drawn.
-            router: Sends requests to the engines.
+            engines: The engines; only engines in service receive requests.
+            sampling: Sampling parameters.
+            router: Class of the router between agent and engines.
         """
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens

@@ -1,4 +1,4 @@
-"""One event loop for many phases: one after another, or in a thread of its own for as long as a run lasts."""
+"""Event loops for several phases: phase after phase, or a background thread for a whole run."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from typing import Any, Protocol, Self, TypeVar
 
 Answer = TypeVar("Answer")
 END_S = 60.0
-"""For what is under way to end, once it is cancelled: environments are closed in it."""
+"""Seconds for cancelled tasks to end, including the closing of environments."""
 
 
 class Loop(Protocol):
-    """Where a generator's phases run."""
+    """The event loop of a generator's phases."""
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Its result, once it is there."""
+        """Runs a coroutine and returns the result."""
 
     def __exit__(self, *_: object) -> None:
-        """Ends what is under way."""
+        """Cancels all running tasks."""
 
 
 class ServiceLoop(Loop, Protocol):
-    """Where work goes on between the calls of another thread: `BackgroundLoop`, or virtual time."""
+    """A loop that keeps running between the calls of another thread: `BackgroundLoop`, or virtual time."""
 
     def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        """Begins it, and does not wait."""
+        """Starts a coroutine without waiting."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls it in the loop, soon."""
+        """Calls the function in the loop soon."""
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Returns once that is so, or so many seconds have passed."""
+        """Blocks until `ready()` is true or the time is over."""
 
     def changed(self) -> None:
-        """From the loop: whoever waits looks again."""
+        """Wakes up `wait` to check again; called in the loop."""
 
 
 class EventLoop:
-    """Runs coroutines as `asyncio.run` does, all of them in one loop, which ends with the `with` block.
+    """An event loop for coroutines run one after another, each as by `asyncio.run`. The loop ends with the `with`
+    block.
 
-    So what lives longer than a phase, such as a pool of environments, may be used in every one of them.
+    Long-lived objects, such as a pool of environments, can therefore be used in every phase.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class EventLoop:
         self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Its result. Whatever it has started and left under way is cancelled, and has ended when this returns."""
+        """Runs a coroutine and returns the result. Tasks left running are cancelled and have ended on return."""
         return self._runner.run(_alone(work))
 
 
@@ -68,9 +69,9 @@ async def _alone(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own, in which phases and whatever else is started go side by side.
+    """An event loop in a background thread. Phases and other coroutines run there concurrently.
 
-    It ends with the `with` block, and what is under way in it then is cancelled.
+    The loop ends with the `with` block, and running tasks are cancelled then.
     """
 
     def __init__(self) -> None:
@@ -83,14 +84,14 @@ class BackgroundLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(TimeoutError):  # what does not end for that long ends with the process
+        with suppress(TimeoutError):  # a task that takes longer ends with the process
             self.start(_cancel_others()).result(END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Its result; the calling thread waits for it. What else is under way goes on."""
+        """Runs a coroutine while the calling thread waits, and returns the result. Other tasks keep running."""
         future = self.start(work)
         try:
             return future.result()
@@ -99,20 +100,20 @@ class BackgroundLoop:
             raise
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        """Begins it, and does not wait."""
+        """Starts a coroutine without waiting."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls it in the loop's thread, soon."""
+        """Calls the function in the loop's thread soon."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Returns once that is so, or so many seconds have passed. What makes it so tells with `changed`."""
+        """Blocks until `ready()` is true or the time is over. Code changing the condition must call `changed`."""
         with self._changed:
             self._changed.wait_for(ready, seconds)
 
     def changed(self) -> None:
-        """From the loop's thread: whoever waits looks again."""
+        """Wakes up `wait` to check again; called in the loop's thread."""
         with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Prompts in, trajectories out."""
+"""Generation of trajectories from prompts, phase by phase."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ LOOK_EVERY_S = 0.5
 
 
 class Generator:
-    """Plays prompts on a group of engines, phase after phase in one event loop, which ends with the `with` block.
+    """A generator of trajectories on a group of engines, phase after phase in the same event loop. The loop ends with
+    the `with` block.
 
-    With a loop in the background others may use the engines beside a phase (`rollout.service`).
+    With a background loop, other code may use the engines during a phase (`rollout.service`).
 
     Args:
-        fleet: The engines; those that serve are asked.
-        chat: The model's tokenizer and template.
-        rollout: Budgets and timeouts.
-        environments: Which environments there are.
-        refill: Brings engines back to service where none is left; a phase is then played again from its start.
-        look: Asked twice a second while a phase is played; what it raises abandons the phase.
+        fleet: The engines; only engines in service receive requests.
+        chat: Tokenizer and chat template of the model.
+        rollout: Limits and timeouts.
+        environments: The environments of the run.
+        refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
+        look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
-        loop: Where the phases run.
-        workers: Other processes that play the trajectories; None plays them here.
-        timeline: Is told what engines and environments have under way, and somebody takes it in time.
+        waves: All trajectories advance in lockstep, turn by turn (`rollout.waves`).
+        loop: The event loop of the phases.
+        workers: Rollout workers running the trajectories; None means this process.
+        timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected
+            regularly.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class Generator:
         self.slots = Slots(environments.slots)
         self.workers = workers
         self.spans: list[Span] | None = None
-        """Where calls of environments are recorded."""
+        """Records calls of environments; None records nothing."""
         self.recorder = self
-        """Whose spans record its calls."""
+        """The generator whose `spans` record calls of this one."""
         self.loop = loop or EventLoop()
 
     def __enter__(self) -> Self:
@@ -91,24 +93,25 @@ class Generator:
         seed: str,
         progress: Progress | None = None,
     ) -> list[Group]:
-        """A group of `samples` trajectories for every prompt, in the prompts' order.
+        """Returns a group of `samples` trajectories for every prompt, in the prompts' order.
 
-        The same weights, prompts and seed give the same trajectories; single turns on one engine do so to the last bit,
-        and with `waves` any.
+        Equal weights, prompts and seed give equal trajectories. The results are bit-identical for single-turn
+        trajectories on a single engine, and always with `waves`.
 
         Args:
-            prompts: What to play.
-            samples: Trajectories of one prompt.
-            sampling: How tokens are drawn.
-            seed: Names this phase, such as `"<run seed>/<step>"`.
-            progress: Called as trajectories end.
+            prompts: The prompts.
+            samples: Trajectories per prompt.
+            sampling: Sampling parameters.
+            seed: Name of this phase, such as `"<run seed>/<step>"`.
+            progress: Called after each finished trajectory.
 
         Raises:
-            ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
         """
         while True:
             try:
-                # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
+                # Cached prefixes of an earlier phase would change the shapes of the computation, and hence the last
+                # bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
                 played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
@@ -118,11 +121,11 @@ class Generator:
                 self.refill()
 
     def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
-        """An agent on these engines, for one phase. All of them are played in the same event loop.
+        """Returns an agent on these engines for a phase. All trajectories run in the same event loop.
 
         Args:
-            sampling: How tokens are drawn.
-            router: Another kind than a phase's, which a service has.
+            sampling: Sampling parameters.
+            router: Class of the router, given by a service; None takes the phase's.
         """
         if self.workers is not None:
             service = router is not None
@@ -136,7 +139,7 @@ class Generator:
         return agent if self.slots.most is None else SlotAgent(PlayerHere(agent), self.slots)
 
     def _spans(self) -> list[Span] | None:
-        """Where calls of environments are recorded at present."""
+        """Returns the list that records environment calls at present, or None."""
         return self.recorder.spans
 
     async def _generate(
@@ -147,14 +150,14 @@ class Generator:
         seed: str,
         progress: Progress | None,
     ) -> list[Trajectory]:
-        """In the order prompt 0 sample 0, prompt 0 sample 1, …."""
+        """Returns the trajectories in the order prompt 0 sample 0, prompt 0 sample 1, …."""
         agent = self.agent(sampling)
         done = 0
         total = len(prompts) * samples
 
         async def play(opened: Any, place: int) -> Trajectory:
             nonlocal done
-            # By its place, not by its prompt: where an epoch ends in a phase, a prompt may be in it twice.
+            # Named by place, not by prompt: a phase across an epoch's end may contain a prompt twice.
             try:
                 trajectory = await agent.play(opened, f"{seed}/{place}")
             finally:
@@ -164,7 +167,7 @@ class Generator:
                 progress(done, total)
             return trajectory
 
-        # All are opened before the first is played, so that the first requests leave together and in order.
+        # All are opened before the first runs, so that the first requests are sent together and in order.
         opening = [asyncio.create_task(agent.open(p, s)) for p in prompts for s in range(samples)]
         playing: list[asyncio.Task[Trajectory]] = []
         try:
@@ -173,14 +176,15 @@ class Generator:
             playing += [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
             return await self._looking(asyncio.gather(*playing))
         except ActorFailed as error:
-            # Raised in every task that waited: their frames would fill pages.
+            # Every waiting task raised it: the frames of all of them would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
             await closed(agent, opening, playing)
             agent.router.close()
 
     async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
-        """Its result, unless `look` raises before; what becomes of it then is nobody's concern."""
+        """Returns the result of a phase, while calling `look` twice a second. If `look` raises, the phase's result is
+        ignored."""
         phase.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         while not phase.done():
             self.look()
@@ -189,7 +193,7 @@ class Generator:
 
 
 async def closed(agent: AnyAgent, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
-    """Ends what is under way, and closes the environments that were opened and never played."""
+    """Cancels all tasks and closes the environments opened but never run."""
     for task in (*opening, *playing):
         task.cancel()
     await asyncio.gather(*opening, *playing, return_exceptions=True)

@@ -1,8 +1,7 @@
-"""Which engine a turn goes to: the one whose cache has what comes before it, unless that one is too busy.
+"""Prefix affinity: a turn goes to the engine with the prefix in the cache, unless the engine is too busy.
 
-A trajectory's next turn begins with all that it has read and written so far, and all samples of a prompt begin with the
-prompt. An engine that has computed that need not read it again, until other tokens need its place or a sync changes the
-weights.
+The next turn of a trajectory begins with everything read and written so far, and all samples of a prompt begin with the
+prompt. An engine reuses a computed prefix until eviction or a weight sync.
 """
 
 from __future__ import annotations
@@ -13,28 +12,29 @@ from collections.abc import Hashable, Mapping
 from skyrl_mega.engines.base import Request
 
 KNOWN = 2**16
-"""Trajectories and prompts that are remembered, some megabytes; the one longest unused is forgotten first."""
+"""Most trajectories and prompts remembered, a few megabytes; the least recently used is forgotten first."""
 LONG = 1024
-"""Tokens of a prompt that its samples go to one engine for. They tend to be long together, so short prompts are better
-read several times than answered in one place."""
+"""Prompt tokens from which all samples go to the same engine. The samples of a prompt tend to be long together, so
+computing a short prompt several times is better than generating all answers in a single engine."""
 FEW, SHARE = 8, 0.25
-"""An engine is too busy for what it knows where it has more than so many requests, and so large a share, above the
-least busy one: reading costs a turn a fraction of a second, running beside more others costs it a share of its time."""
+"""Limits of affinity: an engine is too busy if the excess of requests over the least busy engine is above this number
+and above this share. Computing a prefix costs a turn a fraction of a second; sharing an engine with more requests slows
+the whole turn."""
 
 
 class Homes:
-    """The engines of the last turns. Lives in one event loop, as its router."""
+    """Engine of the latest turn of each trajectory and prompt. Lives in the event loop of the router."""
 
     def __init__(self) -> None:
         self.engines: OrderedDict[Hashable, int] = OrderedDict()
-        """Of trajectories by name, and of prompts by uid."""
+        """Trajectory name or prompt uid → engine."""
 
     def choose(self, request: Request, requests: Mapping[int, int]) -> int:
-        """The engine that a request goes to.
+        """Returns the engine for a request.
 
         Args:
-            request: One turn of a trajectory.
-            requests: What each engine has that may take it, at least one.
+            request: A turn of a trajectory.
+            requests: Engine → number of requests, for each engine allowed to take the request; not empty.
         """
         keys = _keys(request)
         least = min(requests, key=requests.__getitem__)
@@ -51,6 +51,6 @@ class Homes:
 
 
 def _keys(request: Request) -> list[Hashable]:
-    """What an engine may know of it, the most first."""
+    """Returns the keys of prefixes that an engine may have cached for the request, the longest first."""
     shared = request.prompt is not None and len(request.tokens) >= LONG
     return [request.trajectory, *([request.prompt] if shared else [])]

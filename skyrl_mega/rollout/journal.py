@@ -1,8 +1,8 @@
-"""What the policy has said in trajectories that are under way, so that it need not say it twice.
+"""Recorded turns of unfinished trajectories, reused after a resume.
 
-A run that resumes plays such a trajectory once more, from its prompt, in a new environment: what that one did cannot be
-kept. Its turns are taken from here as long as all that comes before them is the same, token by token; where a tool
-answers otherwise, the policy goes on from there.
+A resumed run repeats such a trajectory from the prompt in a new environment, because the state of the old environment
+is lost. Recorded turns are reused as long as all tokens before a turn are identical. If a tool answers differently, the
+policy generates from that point on.
 """
 
 from __future__ import annotations
@@ -37,68 +37,68 @@ _SCHEMA = pa.schema(
     }
 )
 _OF_ROUTES = ("routes", "route_type", "route_shape")
-"""Columns that are null where the engine gave no routes."""
+"""Columns that are null if the engine returned no routes."""
 _SMALL = [
     *("request", "asked", "tokens.list.element", "logprobs.list.element", "finish", "route_type"),
     *("versions.list.element.version", "versions.list.element.start", "route_shape.list.element"),
 ]
-"""What Parquet calls all columns but the routes."""
+"""Parquet paths of all columns except the routes."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """One turn of the policy."""
+    """A recorded turn of the policy."""
 
     request: str
-    """Its name."""
+    """Name of the request."""
     asked: bytes
-    """A digest of what was asked (`digest`)."""
+    """Hash of the request (`digest`)."""
     completion: Completion
 
     @property
     def trajectory(self) -> str:
-        """Whose turn it was."""
+        """Name of the trajectory."""
         return self.request.rpartition("/")[0]
 
 
 class Journal:
-    """Of trajectories that are under way. Lives in one event loop, as its router."""
+    """Recorded turns of unfinished trajectories. Lives in the event loop of the router."""
 
     def __init__(self) -> None:
         self._said: dict[str, dict[str, Said]] = {}
-        """By trajectory, and by request."""
+        """Trajectory → request → turn."""
 
     def add(self, said: Iterable[Said]) -> None:
-        """Takes in turns, also of trajectories that are about to be played."""
+        """Adds turns, also of trajectories about to run."""
         for one in said:
             self._said.setdefault(one.trajectory, {})[one.request] = one
 
     def keep(self, request: Request, completion: Completion) -> None:
-        """Takes in the answer to a request, unless only its time had ended."""
+        """Records the answer to a request, unless a timeout ended the answer."""
         if completion.finish != "timeout":
             self.add([Said(request.id, digest(request), completion)])
 
     def answer(self, request: Request) -> Completion | None:
-        """What was said to a request with the same tokens and the same room; None where nothing was."""
+        """Returns the recorded answer to a request with the same tokens and limits, or None."""
         known = self._said.get(request.trajectory, {}).get(request.id)
         return known.completion if known is not None and known.asked == digest(request) else None
 
     def forget(self, trajectory: str) -> None:
-        """It has ended."""
+        """Drops the turns of a finished trajectory."""
         self._said.pop(trajectory, None)
 
     def all(self) -> list[Said]:
-        """All turns, trajectory by trajectory."""
+        """Returns all turns, trajectory by trajectory."""
         return [one for turns in self._said.values() for one in turns.values()]
 
 
 def file_of(folder: Path, who: str) -> Path:
-    """Of what somebody has played."""
+    """Returns the path for the turns recorded by a process."""
     return folder / f"turns-{who}.parquet"
 
 
 def read_all(folder: Path) -> dict[str, list[Said]]:
-    """What everybody has written there, by trajectory."""
+    """Reads the turns of all processes in a folder, by trajectory."""
     found: dict[str, list[Said]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
         for one in read(file):
@@ -107,15 +107,15 @@ def read_all(folder: Path) -> dict[str, list[Said]]:
 
 
 def digest(request: Request) -> bytes:
-    """Of all that its answer begins with, of how long that may be, and of the tokens whose routes it brings."""
+    """Returns a hash of a request's tokens, token limit and first position with routes."""
     given = np.asarray([request.max_tokens, request.routes_from, *request.tokens], np.int32)
     return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
 
 
 def write(file: Path, said: Sequence[Said]) -> None:
-    """Writes turns as Parquet: all of them, or no file.
+    """Writes turns as Parquet atomically.
 
-    Routes are most of the bytes, and no two of them are alike: they are written as they are.
+    Routes make up most of the bytes and hardly repeat, so compression is off for routes.
     """
     made = [(one, one.completion) for one in said]
     columns = [
@@ -138,10 +138,10 @@ def write(file: Path, said: Sequence[Said]) -> None:
 
 
 def read(file: Path) -> list[Said]:
-    """What `write` has written.
+    """Reads turns written by `write`.
 
     Raises:
-        UserError: The file has something else.
+        UserError: The file contains something else.
     """
     try:
         table = pq.read_table(file, schema=_SCHEMA)
@@ -164,7 +164,7 @@ def _said(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> Sa
 
 
 def _arrays(column: pa.ChunkedArray, kind: str) -> list[array[Any]]:
-    """Of each row."""
+    """Returns an array for each row."""
     if column.null_count:
         raise ValueError("rows without tokens or log-probs")
     return [array(kind, row.values.to_numpy().tobytes()) for row in column]

@@ -1,4 +1,4 @@
-"""What an environment's judgement makes of a trajectory."""
+"""Rewards and faults of an environment, applied to a trajectory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 
 class EnvironmentFault(Exception):
-    """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
+    """An environment raised an exception, exceeded the time limit or broke the contract. Only the trajectory of this
+    environment ends."""
 
     def __init__(self, status: Status, text: str, at: str | None = None) -> None:
         self.status, self.at = status, at
@@ -15,7 +16,7 @@ class EnvironmentFault(Exception):
 
 
 def reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
-    """Adds what the environment gave for what the policy said in a step."""
+    """Adds the environment's reward for the policy's answer in a step."""
     step.reward = (step.reward or 0.0) + answer.reward
     t.reward += answer.reward
     for name, value in answer.rewards.items():
@@ -23,12 +24,12 @@ def reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
 
 
 def last_said(t: Trajectory) -> Step | None:
-    """The newest step in which the policy said anything."""
+    """Returns the latest step in which the policy produced tokens, or None."""
     return next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE and step.end > step.start), None)
 
 
 def fail(t: Trajectory, fault: EnvironmentFault) -> None:
-    """It has no reward, and the reason why."""
+    """Ends a trajectory with zero reward and stores the error in the metadata."""
     t.status, t.reward, t.rewards, t.metadata = fault.status, 0.0, {}, {"error": str(fault)}
     if fault.at:
         t.metadata["at"] = fault.at

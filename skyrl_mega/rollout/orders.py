@@ -1,4 +1,4 @@
-"""What the driver and the processes that play trajectories tell one another."""
+"""Messages between the driver and the rollout workers."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from skyrl_mega.telemetry.trace import Span
 
 @dataclass(frozen=True)
 class EnginesNow:
-    """The engines, as the driver knows them."""
+    """The driver's view of the engines."""
 
     name: str
-    """Of their group."""
+    """Name of the engine group."""
     actors: list[Any]
-    """By rank, as the facts."""
+    """Actors by rank; `facts` has the same order."""
     facts: list[Facts | None]
     serving: list[int]
-    """Ranks that may be asked."""
+    """Ranks of engines that accept requests."""
     syncs: int
-    """That the session has seen: what is said of engines before the newest one is old."""
+    """Weight syncs so far; reports about engines from before the latest sync are ignored."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A trajectory to be played."""
+    """A trajectory to run."""
 
     key: int
-    """No other order of its session has it."""
+    """Unique key within the session."""
     prompt: Prompt
     sample: int
     name: str
-    """Names its requests and their random stream."""
+    """Name of the trajectory; the source of the requests' names and random stream."""
     traced: bool
-    """Whether calls of its environment are recorded."""
+    """True if calls of the environment are recorded."""
     said: Sequence[Said] = ()
-    """Its turns that were played before."""
+    """Turns recorded by an earlier run."""
     fault: str = ""
-    """Why it has failed, and is not played."""
+    """Error text of a trajectory marked as failed; such a trajectory is not run."""
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------
@@ -54,29 +54,29 @@ class Order:
 
 @dataclass(frozen=True)
 class Played:
-    """An order that was carried out."""
+    """A finished trajectory."""
 
     key: int
     trajectory: Trajectory
-    """Without its prompt, which the driver has, and its arrays, which the worker
-    keeps for `hand_over`."""
+    """The trajectory without the prompt, known to the driver, and without the arrays, kept by the worker for
+    `hand_over`."""
     spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """An order that was abandoned; its environment is closed."""
+    """An abandoned trajectory whose environment is closed."""
 
     key: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An order that cannot be carried out: an engine refused it, or none is left."""
+    """A trajectory that could not be run: an engine refused a request, or no engine is left."""
 
     key: int
     nobody: bool
-    """Whether no engine is left."""
+    """True if no engine is left."""
     actor: str
     rank: int
     method: str
@@ -89,29 +89,29 @@ class EngineDead:
 
     rank: int
     actor: Any
-    """What was asked: another may be in its place by now."""
+    """The actor asked; another actor may have the same rank by now."""
     cause: str
 
 
 @dataclass(frozen=True)
 class EngineRests:
-    """An engine that refuses requests until the next sync."""
+    """An engine that refuses requests until the next weight sync."""
 
     rank: int
     syncs: int
-    """As `EnginesNow`, when it refused."""
+    """`EnginesNow.syncs` at the time of the refusal."""
 
 
 @dataclass(frozen=True)
 class EndedForMemory:
-    """Sandboxed programs that had to end since the last time, as all that ran at once had too much memory."""
+    """Sandboxed programs killed since the last report, because of too much memory used by all together."""
 
     programs: int
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What this worker has had under way since the last time."""
+    """Requests and environment calls in progress on this worker since the last report."""
 
     taken: Taken
 

@@ -1,4 +1,4 @@
-"""Has trajectories played by other processes: one phase, or a service, as the driver sees it."""
+"""The driver's client of the rollout workers, for a phase or a service."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
 
 SILENCE_S = 120.0
-"""A worker tells every second that it has no news. One that says nothing for so long is taken for dead."""
+"""Seconds without a message after which a worker counts as dead. A worker without news reports every second."""
 LOOK_EVERY_S = 0.5
-"""While no worker is up, or none that may have a trajectory."""
+"""Seconds between two looks for a worker, while no worker is up or none may run the trajectory."""
 WRITE_S = 30.0
-"""For a worker to write what the policy has said: a checkpoint waits for it, and can do without."""
+"""Seconds for a worker to write the recorded turns: a checkpoint waits for the file, but is valid without."""
 END_S = 60.0
-"""For an environment to be closed whose trajectory is abandoned."""
+"""Seconds for closing the environment of an abandoned trajectory."""
 
 
 class _Lost(Exception):
-    """A worker died: its orders are for another."""
+    """A worker died; the trajectories must be sent to another worker."""
 
     def __init__(self, death: Death) -> None:
         super().__init__(death.cause)
@@ -59,42 +59,43 @@ class _Lost(Exception):
 
 @dataclass
 class Waiting:
-    """For the outcome of an order."""
+    """A trajectory in progress at a worker."""
 
     answer: asyncio.Future[Trajectory | None]
-    """None of one that was abandoned."""
+    """The finished trajectory; None for an abandoned trajectory."""
     deaths: int
-    """Of workers that had it open before."""
+    """Earlier crashes of the trajectory."""
 
 
 @dataclass(eq=False)
 class Line:
-    """To one life of one worker."""
+    """The driver's connection to an incarnation of a worker; a restarted worker gets a new connection."""
 
     rank: int
     actor: Any
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    """Orders under way, by key."""
+    """Trajectories in progress, by order key."""
     orders: list[Order] = field(default_factory=list)
-    """Not sent yet."""
+    """Orders not sent yet."""
     abandoned: list[int] = field(default_factory=list)
-    """Keys, not sent yet."""
+    """Keys of abandoned orders, not sent yet."""
     begun: bool = False
-    """Whether the worker knows of the session; nothing else is sent before, as calls may overtake one another."""
+    """True once the worker knows the session. Nothing else is sent before, because calls may overtake each other."""
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Tells all who wait."""
+        """Raises the error in all tasks waiting for this worker."""
         for one in self.waiting.values():
             _raise(one.answer, error)
         self.waiting.clear()
 
     def heard(self) -> set[int]:
-        """Keys of orders that the worker knows of."""
+        """Returns the keys of the orders received by the worker."""
         return self.waiting.keys() - {order.key for order in self.orders} if self.begun else set()
 
     def lose(self, cause: str, *, alone: bool, loss: Loss | None = None) -> None:
-        """The worker has died, with one trajectory `alone` or with those that it had heard of."""
+        """Reports the worker's crash to all waiting tasks. With `alone`, the only order received by the worker counts a
+        solo crash."""
         heard = self.heard()
         for key, one in self.waiting.items():
             _raise(one.answer, _Lost(Death(cause, key in heard, alone and key in heard, loss)))
@@ -102,17 +103,19 @@ class Line:
 
 
 class PlayerElsewhere:
-    """Plays trajectories in the run's workers. Lives in one event loop; also the desk of its trajectories' requests.
+    """A client that runs trajectories on the rollout workers. Lives in a single event loop, and also serves as the
+    router of the trajectories' requests.
 
-    A trajectory goes to the worker with the fewest. Those of a worker that dies are played again by others, from their
-    prompts, with the same names, but for one that workers die of time and again: it has failed (`suspects`).
+    A trajectory goes to the worker with the fewest trajectories. After a worker crash the trajectories are retried on
+    other workers, from the prompts and under the same names. A trajectory that keeps crashing workers fails
+    (`suspects`).
 
     Args:
-        workers: Who plays.
-        engines: Whom they ask.
-        sampling: How tokens are drawn.
-        service: Requests that no engine can take wait for one that comes back, with the next `rejoin`.
-        spans: Where calls of environments are recorded at present.
+        workers: The rollout workers.
+        engines: The engines used by the workers.
+        sampling: Sampling parameters.
+        service: True if requests without an engine wait for the next `rejoin`, instead of failing.
+        spans: Returns the list that records environment calls at present, or None.
     """
 
     def __init__(
@@ -126,30 +129,30 @@ class PlayerElsewhere:
     ) -> None:
         self.workers, self.engines, self.sampling, self.service, self.spans = workers, engines, sampling, service, spans
         self.name = token_hex(8)
-        """Of the session at every worker."""
+        """The session's name at every worker."""
         self.resting: set[int] = set()
-        """Engines that have refused a request, until the next sync."""
+        """Ranks of engines that refused a request; cleared by the next weight sync."""
         self.router = self
         self.lines: dict[int, Line] = {}
-        """By rank."""
+        """Rank → connection to the worker."""
         self.counted: Callable[[Taken, object], None] = lambda taken, process: None
-        """Told what workers had under way, and which."""
+        """Receives the timeline counts of a worker and a key of its process."""
         self.syncs = 0
-        """After which engines were told to take requests again."""
+        """Weight syncs after which engines accept requests again."""
         self._said: dict[str, list[Said]] = {}
-        """Turns that were played before, by trajectory."""
+        """Turns recorded by an earlier run, by trajectory."""
         self._sent: set[asyncio.Task[None]] = set()
         self._keys = count()
         self._sending = False
         self._error: ActorFailed | None = None
-        """Why nothing can be played any more."""
+        """The error that ended the session, if any."""
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Has a trajectory opened, played to its end and closed.
+        """Runs a trajectory on a worker, from opening to closing the environment.
 
         Raises:
             NobodyServes: No engine is left.
-            ActorFailed: An engine refused a request, or no worker is left and none comes back.
+            ActorFailed: An engine refused a request, or no worker is left and none restarts.
         """
         record, fault = Record(), ""
         try:
@@ -171,7 +174,7 @@ class PlayerElsewhere:
             self.workers.placed(f"{self.name}/{name}")
 
     def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
-        """Why a trajectory has failed that workers died of."""
+        """Records that a trajectory crashes workers and returns the error text for the trajectory."""
         self.workers.guilty.setdefault(prompt.uid, set()).add(suspects.digest(prompt))
         self.workers.explained(record.losses)
         fault = (
@@ -182,19 +185,19 @@ class PlayerElsewhere:
         return fault
 
     def expect(self, players: int) -> None:
-        """Nobody waits for the others."""
+        """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def leave(self) -> None:
-        """Nor here."""
+        """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def close(self) -> None:
-        """Nobody waits for what is under way any more."""
+        """Ends the session at every worker and abandons all trajectories in progress."""
         for line in self.lines.values():
             assert line.listening is not None
-            line.listening.cancel()  # which ends the session at the worker
+            line.listening.cancel()  # `_listen` then ends the session at the worker
 
     def rejoin(self) -> None:
-        """Takes in engines that have come back, and goes on."""
+        """Tells the workers which engines serve after a weight sync."""
         self.syncs += 1
         self.resting.clear()
         for line in self.lines.values():
@@ -202,16 +205,16 @@ class PlayerElsewhere:
                 line.actor.rejoin.remote(self.name, self._engines())
 
     def remember(self, said: Sequence[Said]) -> None:
-        """Turns of trajectories that are about to be played."""
+        """Stores recorded turns of trajectories about to run."""
         for one in said:
             self._said.setdefault(one.trajectory, []).append(one)
 
     async def write_said(self, folder: Path) -> list[Said]:
-        """Each worker writes the turns of those that it plays; returns those of before that none may have heard of yet.
-        Turns of a worker that dies are lost with it.
+        """Has each worker write recorded turns to a file. Returns the turns passed to `remember`, as a worker may not
+        know all of these yet. The turns of a crashed worker are lost.
 
         Raises:
-            ActorFailed: A worker could not write them.
+            ActorFailed: A worker could not write the file.
         """
         before = [one for said in self._said.values() for one in said]
         await asyncio.gather(*(self._write_said(line, folder) for line in self.lines.values() if line.begun))
@@ -227,7 +230,7 @@ class PlayerElsewhere:
         except ray.exceptions.RayTaskError as error:
             raise ActorFailed(name, line.rank, "write_said", describe(error)) from None
         except ray.exceptions.RayError:
-            return  # `_listen` hears of it too
+            return  # `_listen` handles the same error
         except TimeoutError:
             self.workers.say(
                 f"{name} has not written what the policy has said within {WRITE_S:g} s: a run that resumes asks for it "
@@ -235,14 +238,15 @@ class PlayerElsewhere:
             )
 
     def forget(self, trajectory: str) -> None:
-        """It has ended."""
+        """Drops the recorded turns of a finished trajectory."""
         self._said.pop(trajectory, None)
 
     async def _line(self, name: str, record: Record, prompt: Prompt | None) -> Line:
-        """To the worker that is given a trajectory of this record, and of this prompt unless it has failed.
+        """Waits for a worker that may run this trajectory and returns the connection to the worker. `prompt` is None
+        for a trajectory already marked as failed.
 
         Raises:
-            NobodyServes: No engine is left while it waits, in a phase.
+            NobodyServes: In a phase, no engine is left while waiting.
         """
         while self._error is None:
             record.kin = prompt is not None and self.workers.is_guilty(prompt)
@@ -273,7 +277,7 @@ class PlayerElsewhere:
         except asyncio.CancelledError:
             line.abandoned.append(order.key)
             self._send()
-            await asyncio.wait([answer], timeout=END_S)  # until its environment is closed
+            await asyncio.wait([answer], timeout=END_S)
             if answer.done() and not answer.cancelled():
                 answer.exception()
             raise
@@ -283,7 +287,7 @@ class PlayerElsewhere:
         return trajectory
 
     def _send(self) -> None:
-        """What is asked for in one turn of the event loop travels in one message to each worker."""
+        """Schedules a message per worker with everything requested in this turn of the event loop."""
         if not self._sending:
             self._sending = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -308,7 +312,8 @@ class PlayerElsewhere:
                 line.abandoned = []
 
     async def _played(self, line: Line, sent: Any) -> None:
-        """A worker that cannot read its orders would play none of them, and be well."""
+        """Waits for a worker to accept new orders. A worker unable to read orders would still look healthy, so such an
+        error ends the session."""
         import ray
 
         try:
@@ -316,10 +321,10 @@ class PlayerElsewhere:
         except ray.exceptions.RayTaskError as error:
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "play", describe(error)))
         except ray.exceptions.RayError:
-            return  # `_listen` hears of it too
+            return  # `_listen` handles the same error
 
     async def _listen(self, line: Line) -> None:
-        """Takes in a worker's news for as long as it lives and the session lasts."""
+        """Receives a worker's events for as long as the worker lives and the session lasts."""
         import ray
 
         try:
@@ -327,35 +332,36 @@ class PlayerElsewhere:
             await asyncio.wait_for(begin, SILENCE_S)
             line.begun = True
             if self.service:
-                line.actor.rejoin.remote(self.name, self._engines())  # they may have changed meanwhile
+                line.actor.rejoin.remote(self.name, self._engines())  # the engines may have changed meanwhile
             self._send()
             while True:
                 heard: list[News] = await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S)
-                for news in heard:  # also where the worker dies before it has handed over what it played
+                for news in heard:  # first: a crash before the hand-over must not lose the counts
                     if isinstance(news, Counts):
                         self.counted(news.taken, (line.rank, id(line.actor)))
                 await self._receive(line, [news for news in heard if isinstance(news, Played)])
                 for news in heard:
                     self._hear(line, news)
-        except ray.exceptions.RayTaskError as error:  # the worker is well: a defect of ours
+        except ray.exceptions.RayTaskError as error:  # the worker is healthy: a bug in our code
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
         except ray.exceptions.RayError as error:
             self._lose(line, describe(error))
         except TimeoutError:
             self._lose(line, f"no sign of life within {SILENCE_S:g} s")
-        except Exception as error:  # a defect of ours: without anybody who listens all would wait for ever
+        except Exception as error:  # a bug in our code: without a listener all tasks would wait forever
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
         finally:
             try:
                 await self._end(line)
             finally:
-                line.begun = False  # its worker knows of the session no longer
+                line.begun = False  # the worker does not know the session any more
                 line.fail(_Lost(Death("", counts=False, alone=False)))
 
     async def _receive(self, line: Line, played: Sequence[Played]) -> None:
-        """Takes over the arrays of what was played, unseen: they stay in the memory of the worker's node.
+        """Takes ownership of the arrays of finished trajectories without fetching: the arrays stay in the memory of the
+        worker's node.
 
-        Where a trajectory is told of as played they are there, whatever becomes of the worker.
+        A trajectory is reported as finished only afterwards, so the arrays exist even if the worker dies.
         """
         if played:
             hand_over = line.actor.hand_over.options(num_returns=len(played) + 1)
@@ -365,7 +371,7 @@ class PlayerElsewhere:
                 joined(news.trajectory, ref)
 
     async def _end(self, line: Line) -> None:
-        """Ends the session at a worker, which closes what is open there; not for longer than `END_S`."""
+        """Ends the session at a worker, which closes its open environments; waits at most `END_S` seconds."""
         import ray
 
         with suppress(ray.exceptions.RayError, TimeoutError):
@@ -374,7 +380,7 @@ class PlayerElsewhere:
     def _lose(self, line: Line, cause: str) -> None:
         loss = self.workers.lost(line.rank, line.actor, cause, heard=bool(line.heard()))
         alone = loss is not None and len(line.heard()) == 1 and len(loss.had) == 1 and loss.had[0] >= suspects.SUSPECTED
-        line.lose(cause, alone=alone, loss=loss)  # before its session's end, which may take long
+        line.lose(cause, alone=alone, loss=loss)  # before `_end`, which may take long
 
     def _hear(self, line: Line, news: News) -> None:
         match news:
@@ -390,12 +396,12 @@ class PlayerElsewhere:
             case EngineDead(rank, actor, cause):
                 self._retire(rank, actor, cause)
             case EngineRests(rank, syncs):
-                if syncs == self.syncs:  # else a sync has come since
+                if syncs == self.syncs:  # else a later sync made the report outdated
                     self.resting.add(rank)
             case EndedForMemory(programs):
                 budget.hear(programs)
             case Counts():
-                pass  # counted already
+                pass  # `_listen` counted it
 
     def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
         one = line.waiting.pop(key, None)
@@ -412,7 +418,7 @@ class PlayerElsewhere:
         return NobodyServes(failed.actor, failed.rank, failed.method, failed.cause)
 
     def _retire(self, rank: int, actor: Any, cause: str) -> None:
-        """A worker has found an engine dead, unless another is in its place already."""
+        """Takes an engine out of service after a worker found it dead, unless another actor already took its rank."""
         if self.engines.group.actors[rank] != actor:
             return
         try:
@@ -427,12 +433,12 @@ class PlayerElsewhere:
 
 
 def _raise(answer: asyncio.Future[Trajectory | None], error: BaseException) -> None:
-    """To whoever waits for it."""
+    """Raises the error in the task waiting for the answer, if any."""
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # perhaps nobody waits any more, which is no fault
+        answer.exception()  # marks the error as retrieved, as the task may have been cancelled
 
 
 def _share(facts: Facts | None, workers: int) -> Facts | None:
-    """What one of several workers may fill of an engine's cache."""
+    """Returns the facts of an engine with a worker's share of the KV cache."""
     return None if facts is None else replace(facts, cache_tokens=facts.cache_tokens // workers)

@@ -1,8 +1,8 @@
-"""Between messages and tokens: the chat template is applied to the first messages once, and afterwards only to what
-is new.
+"""Conversion between messages and tokens. The chat template is applied once to the first messages, and afterwards only
+to new messages.
 
-A message is text. Where it spells a token that the tokenizer holds special (`<|im_end|>` in a page that was found), it
-gets the tokens of those characters: only the template makes turns.
+A message is plain text. A special token spelled in a message (such as `<|im_end|>` in a web page) is tokenised as
+ordinary characters: only the template creates turns.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from skyrl_mega.rollout.chat_template import ChatTemplate, Refused
 from skyrl_mega.rollout.end_of_turn import control_tokens, ends_of
 
 MARK = "0assistant0turn0"
-"""Stands for the policy's words while a template is rendered; plain, so that no template changes it."""
+"""Placeholder for the policy's words while a template is rendered; plain text, so no template changes it."""
 PROBE = "a_tool_to_look_for"
-"""The name of a tool that a template is asked to show."""
+"""Name of a tool used to test if a template shows tools."""
 SPOKEN = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
-"""A conversation in which the policy has spoken."""
+"""A conversation with an answer of the policy."""
 BREAK = "\ufdd0"
-"""Where a rendered text is cut before it is tokenised. Unicode keeps this code point free of any character."""
+"""Marks a cut in a rendered text before tokenisation. Unicode guarantees that this code point is never a character."""
 LONG = 32
-"""Characters a token, above which a text may be one of those that no sequence has room for."""
+"""Characters per token above which a text may be too long for any sequence."""
 COMPOSED = 4
-"""Characters that a tokenizer may make one of before it looks for tokens (Unicode's composed forms)."""
+"""Most characters merged into a single character by a tokenizer's normalisation (Unicode's composed forms)."""
 KEPT_TOKENS = 2**26
-"""Tokens of the data's prompts that are kept, 4 bytes each. What comes after them is rendered again when it is played.
-"""
+"""Most prompt tokens cached, at 4 bytes each. Further prompts are rendered again at each use."""
 
 
 class TooLong(UserError):
-    """A text of which one can say without tokenising it that no sequence holds it.
+    """A text proven too long for any sequence without being tokenised.
 
     Args:
-        tokens: The fewest that it could have.
-        most: Those of a sequence.
+        tokens: Lower bound of the number of tokens.
+        most: Most tokens of a sequence.
     """
 
     def __init__(self, tokens: int, most: int) -> None:
@@ -64,22 +63,22 @@ class Renderer:
 
     Args:
         path: Hugging Face directory.
-        rollout: How conversations are rendered; None takes the defaults.
+        rollout: Settings for rendering conversations; None takes the defaults.
 
     Raises:
-        UserError: There is no tokenizer that keeps all text, it has no chat template, or nothing ends a turn.
+        UserError: There is no lossless tokenizer, no chat template, or no token that ends a turn.
     """
 
     def __init__(self, path: str, rollout: RolloutConfig | None = None) -> None:
         rollout = rollout or RolloutConfig()
         self.one_message = rollout.conversation == "one_message"
-        """Whether all that follows the first messages is inside one message of the assistant."""
+        """True if everything after the first messages forms one assistant message."""
 
         self.tokenizer: Any = load(Path(path), "model.path")
         if not self.tokenizer.chat_template:
             raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja there")
         self.form = form_of(str(self.tokenizer.chat_template))
-        """The form in which the template has tools called; None where it is not known."""
+        """Format of tool calls in the template; None if unknown."""
         self.options = rollout.chat_template_options
         """Further variables of the template."""
         for name in self.options:
@@ -90,10 +89,10 @@ class Renderer:
                 )
         self.path = path
         self.vocabulary: int | None = None
-        """The model's `vocab_size`, once `check_vocabulary` was told."""
+        """The model's `vocab_size`, set by `check_vocabulary`."""
         self.template = ChatTemplate(path, self.tokenizer, self.options)
         self.longest = length_limit(rollout)
-        """Tokens of a sequence at most."""
+        """Most tokens of a sequence."""
         self.stop_tokens, self.end = ends_of(path, self.tokenizer, self._closing())
         self.control = control_tokens(self.tokenizer, self.stop_tokens)
         spelled = "|".join(map(re.escape, sorted(self.control.values(), key=len, reverse=True))) or "(?!)"
@@ -101,24 +100,24 @@ class Renderer:
         self._written = re.compile(spelled)
         unknown = self.tokenizer.unk_token_id
         self._unknown = None if unknown in self.stop_tokens else unknown
-        """Stands for characters that the tokenizer does not know, and makes no turn."""
+        """Token for characters unknown to the tokenizer; None if the token ends a turn."""
         self._prompts: dict[bytes, array[int]] = {}
-        """Openings of the data's prompts, int32, by `_key`."""
+        """`_key` → tokens of a rendered prompt of the data, int32."""
         self._room = KEPT_TOKENS
-        """Tokens that there is room for in `_prompts`."""
+        """Tokens still free in `_prompts`."""
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
         if MARK not in self.template.render([{"role": "user", "content": MARK}]):
             raise UserError(f"model.path={path}: the chat template leaves out what the user says; fix it")
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuses a token that ends a turn and that the model cannot say.
+        """Checks that the model can produce every token that ends a turn.
 
         Args:
             size: The model's `vocab_size`.
 
         Raises:
-            UserError: There is one.
+            UserError: An end-of-turn token is outside the vocabulary.
         """
         self.vocabulary = size
         if beyond := [token for token in self.stop_tokens if token >= size]:
@@ -128,13 +127,13 @@ class Renderer:
             )
 
     def check_tools(self, environment: str) -> None:
-        """Refuses an environment with tools where the template cannot show them or nothing here reads its calls.
+        """Checks that the template shows an environment's tools and writes tool calls in a known format.
 
         Args:
-            environment: Its name, for the error.
+            environment: Name of the environment, for the error.
 
         Raises:
-            UserError: It does.
+            UserError: The template shows no tools, or the format of tool calls is unknown.
         """
         if self.one_message:
             raise UserError(one_message_refused(environment))
@@ -147,11 +146,11 @@ class Renderer:
             )
 
     def parse(self, said: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
-        """What the policy said, with the tool calls in it, as the template has it write them.
+        """Returns the policy's answer with the tool calls parsed in the template's format.
 
         Args:
-            said: Its tokens, or their text.
-            turn: The number of the turn, which makes the calls' ids unique.
+            said: Tokens or text of the answer.
+            turn: Number of the turn, used to make the ids of the calls unique.
         """
         text = said if isinstance(said, str) else self.text(said)
         return PARSERS[self.form](text, turn) if self.form else AssistantMessage(text)
@@ -163,17 +162,17 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         most: int | None = None,
     ) -> Sequence[int] | None:
-        """Returns `render` of a prompt of the data; None where that has more than `most` tokens. It is kept while there
-        is room (`KEPT_TOKENS`): `render` of the same messages and tools then has no more to do.
+        """Returns `render` of a prompt of the data, or None above `most` tokens. The result is cached within
+        `KEPT_TOKENS`, so that `render` of the same messages and tools is free.
 
         Args:
             messages: The prompt.
-            place: Its file and row, for the error.
-            tools: What the environment's policy may call.
-            most: Tokens of a prompt that will be played; None plays all.
+            place: File and row of the prompt, for the error.
+            tools: Tools offered by the environment.
+            most: Most tokens of a usable prompt; None sets no limit.
 
         Raises:
-            UserError: The model has no such token.
+            UserError: A token is outside the model's vocabulary.
         """
         given = json.dumps([messages, list(tools)])
         try:
@@ -194,42 +193,43 @@ class Renderer:
         return tokens
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
-        """Tokens of a conversation's first messages, up to where the policy begins to speak; not to be changed.
+        """Returns the tokens of a conversation's first messages, up to the point at which the policy generates. Do not
+        modify the result.
 
         Args:
             messages: The conversation.
-            tools: What the policy may call, each as a chat template takes it.
+            tools: Tools offered to the policy, in the format of chat templates.
 
         Raises:
-            Refused: By the template.
-            TooLong: No sequence has room for it.
+            Refused: The template rejects the messages.
+            TooLong: No sequence is long enough.
         """
         given = json.dumps([messages, list(tools)])
         kept = self._prompts.get(_key(given))
         return self._first(given) if kept is None else kept
 
     def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
-        """`render` without tools."""
+        """Returns `render` of the messages without tools."""
         return self.render(messages)
 
     def turn(self, message: Mapping[str, Any], *, ends: bool = True) -> list[int]:
-        """Returns a turn of the assistant as the policy has to say it: its words as they are, its tool calls and the
-        end of the turn as the chat template writes them.
+        """Returns an assistant message in the tokens expected from the policy: the words unchanged, then tool calls and
+        end of turn as written by the chat template.
 
         Args:
-            message: The assistant's.
-            ends: The turn's end token is a part of it.
+            message: The assistant message.
+            ends: Includes the end token of the turn.
 
         Raises:
             UserError: The template does not write the message's tool calls.
-            TooLong: No sequence has room for it.
+            TooLong: No sequence is long enough.
         """
         words, calls = self._broken(message["content"]), calls_of(message)
         if calls:
             asked, said = {"role": "user", "content": "."}, {**message, "content": MARK, "tool_calls": calls}
             text = self._render([asked, said], generation=False)
             written = text.partition(MARK)[2].partition(self._decode([self.end]))[0]
-            # Templates put a line break between words and calls, and none where there are no words.
+            # Templates put a line break between words and calls, but none before a call without words.
             words += written if words else written.lstrip()
             found = self.parse(words.replace(BREAK, "")).tool_calls[-len(calls) :]
             asked_for = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -242,7 +242,8 @@ class Renderer:
         return [*self._encode(words), *([self.end] if ends else [])]
 
     def _closing(self) -> str:
-        """Returns what the template writes behind the assistant's words; nothing where it refuses such messages."""
+        """Returns the text written by the template after the assistant's words; empty if the template rejects such
+        messages."""
         try:
             text = self.template.render(SPOKEN, generation=False)
         except Refused:
@@ -255,19 +256,19 @@ class Renderer:
     def following(
         self, last: int, observations: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Tokens that stand between the policy's last token and its next turn.
+        """Returns the tokens between the policy's last token and the next turn.
 
-        The template is rendered with a mark in place of the policy's words; what follows the mark closes the turn,
-        brings the observations and opens the next turn. So nothing that the policy produced is ever tokenised again.
-        Inside one message there is nothing to close or open: each observation is its own tokens.
+        The template is rendered with a mark in place of the policy's words. The text after the mark closes the turn,
+        contains the observations and opens the next turn. So no token of the policy is ever tokenised again. In
+        one-message conversations there is nothing to close or open: each observation is tokenised separately.
 
         Args:
-            last: The policy's last token. An end-of-turn token that it produced itself is not repeated.
-            observations: The environment's messages.
-            tools: As in the opening.
+            last: The policy's last token. An end-of-turn token produced by the policy is not repeated.
+            observations: Messages of the environment.
+            tools: Tools given to `render`.
 
         Raises:
-            Refused: By the template.
+            Refused: The template rejects the messages.
         """
         if self.one_message:
             return [token for message in observations for token in self._words(message["content"])]
@@ -282,17 +283,18 @@ class Renderer:
             if not mark:
                 raise UserError(f"model.path={self.path}: the chat template leaves out what the assistant said before")
             before, _, after = text.partition(end) if end else (text, "", "")
-            return text if before.strip() else after  # some templates put a space before the end token
+            return text if before.strip() else after  # -
 
         return self._tokens([*SPOKEN, *observations], tools, cut)
 
     def _tokens(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str] = str
     ) -> list[int]:
-        """Returns the tokens of a conversation as the template writes it, or of the part that `cut` leaves of its text.
+        """Returns the tokens of a conversation as written by the template, or of the part of the text selected by
+        `cut`.
 
-        A tokenizer that normalises text reads a control token out of other characters (`<|IM_END|>`) too. Where there
-        are more control tokens than the text has, the messages that spell them are tokenised letter by letter.
+        A normalising tokenizer may read a control token from other characters (`<|IM_END|>`). If there are more control
+        tokens than the text contains, such messages are tokenised letter by letter.
         """
         text = cut(self._render(messages, tools))
         tokens = self._encode(text)
@@ -301,13 +303,13 @@ class Renderer:
         return tokens
 
     def _words(self, content: str) -> list[int]:
-        """Returns the tokens of a text in which no control token is meant."""
+        """Returns the tokens of a text without any control token."""
         text = self._broken(content)
         tokens = self._encode(text)
         return self._encode(self._broken(content, by_letters=True)) if self._is_forged(text, tokens) else tokens
 
     def _is_forged(self, text: str, tokens: Sequence[int]) -> bool:
-        """Returns True if there are control tokens among a text's that are not written in it."""
+        """Returns True if the tokens contain more control tokens than the text."""
         control = Counter(token for token in tokens if token in self.control and token != self._unknown)
         if not control:
             return False
@@ -322,7 +324,7 @@ class Renderer:
         generation: bool = True,
         by_letters: bool = False,
     ) -> str:
-        """Returns the template's text, with a BREAK in every special token that a message or a tool spells."""
+        """Returns the template's text, with a BREAK inside every special token spelled by a message or a tool."""
 
         def plain(message: Mapping[str, Any]) -> dict[str, Any]:
             try:
@@ -336,8 +338,9 @@ class Renderer:
         return self.template.render([plain(message) for message in messages], shown, generation=generation)
 
     def _broken(self, content: str, by_letters: bool = False) -> str:
-        """Returns a text with a BREAK behind the first character of every special token; one of a single character is
-        left out. With `by_letters` a text that still has some has a BREAK behind every character."""
+        """Returns a text with a BREAK after the first character of every special token; special tokens of a single
+        character are dropped. With `by_letters`, a text that still contains control tokens gets a BREAK after every
+        character."""
         singles = self.control.values()
         text = self._spelled.sub(lambda found: BREAK if found[0] in singles else found[0] + BREAK, content)
         if by_letters and self._is_forged("", self._encode(text)):
@@ -345,7 +348,7 @@ class Renderer:
         return text
 
     def _broken_in(self, value: Any, by_letters: bool = False) -> Any:
-        """Returns nested mappings and lists with `_broken` of all texts, the names of their entries included."""
+        """Applies `_broken` to all texts in nested mappings and lists, including the keys."""
         if isinstance(value, str):
             return self._broken(value, by_letters)
         if isinstance(value, Mapping):
@@ -353,19 +356,19 @@ class Renderer:
         return [self._broken_in(inner, by_letters) for inner in value] if isinstance(value, list | tuple) else value
 
     def _encode(self, rendered: str) -> list[int]:
-        """Returns the tokens of a rendered text. Parts between BREAKs are tokenised each by itself, so that none spans
-        one. TooLong where no sequence has room for it: a text of hundreds of megabytes takes minutes."""
+        """Returns the tokens of a rendered text. Parts between BREAKs are tokenised separately, so that no token spans
+        a BREAK. Raises TooLong early for a text too long for any sequence, as hundreds of megabytes take minutes."""
         if len(rendered) > LONG * self.longest and (fewest := len(rendered) // self._widest) > self.longest:
             raise TooLong(fewest, self.longest)
         return [token for part in rendered.split(BREAK) for token in self.encode(part)]
 
     @cached_property
     def _widest(self) -> int:
-        """Characters of a text that one token can stand for at most."""
+        """Most characters of text covered by a token."""
         return COMPOSED * max(map(len, self.tokenizer.get_vocab()))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What the policy said, without the token that ended it."""
+        """Returns the text of the policy's tokens without the end-of-turn token."""
         own = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
         return self._decode(own)
 
@@ -374,18 +377,18 @@ class Renderer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that has its special tokens written out."""
+        """Returns the tokens of a text in which special tokens are written out."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
 
 def _key(given: str) -> bytes:
-    """Stands for messages and tools, given as JSON, in 16 bytes."""
+    """Returns a 16-byte hash of messages and tools given as JSON."""
     return hashlib.blake2b(given.encode(), digest_size=16).digest()
 
 
 def one_message_refused(environment: str) -> str:
-    """What to say of an environment with tools and `rollout.conversation: one_message`."""
+    """Returns the error text for an environment with tools and `rollout.conversation: one_message`."""
     return (
         f"rollout.conversation = one_message: environment {environment} has tools, and their results are messages of "
         "their own; give rollout.conversation=messages"

@@ -1,8 +1,8 @@
-"""Requests spread over engines, each to the least loaded or to the one that knows its beginning (`homes`); what a
-failed engine had goes to the others.
+"""The router from trajectories to engines: each request goes to the least loaded engine, or to the engine with the
+prefix in the cache (`homes`). Requests of a failed engine move to other engines.
 
-A request waits here or in an engine for as long as those before it need. No time limit counts that; what is bounded is
-how long an engine may give no sign of life (`engine.Engine.generate_many`).
+A request waits here or in an engine for as long as earlier requests need. No time limit covers that wait; the limit is
+on the time for which an engine may show no sign of life (`engine.Engine.generate_many`).
 """
 
 from __future__ import annotations
@@ -23,100 +23,100 @@ from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.rollout.homes import Homes
 
 IN_FLIGHT = 4
-"""An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
-is first. What its cache holds bounds it too (`config.derived.CACHE_FILL`)."""
+"""Requests given to an engine, as a multiple of the sequences running at once. So the engine is never idle, and the
+rest goes to the first engine with capacity. The cache is a second limit (`config.derived.CACHE_FILL`)."""
 MARGIN_S = 30.0
-"""An engine finds within `rollout.request_timeout_s` that its vLLM stands still; one whose actor gives no sign of life
-for so much longer does not answer at all."""
+"""Extra seconds before an engine's actor counts as dead. The engine itself detects a stuck vLLM within
+`rollout.request_timeout_s`."""
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A request, and who waits for its answer."""
+    """A request and the future of the answer."""
 
     request: Request
     answer: asyncio.Future[Completion]
     until: float | None = None
-    """The loop's time at which its seconds are over."""
+    """Event-loop time at which the request's time limit ends."""
 
     def at(self, now: float) -> Request:
-        """The request with the seconds that are left."""
+        """Returns the request with the seconds left at time `now`."""
         return self.request if self.until is None else replace(self.request, seconds=max(0.0, self.until - now))
 
     @property
     def tokens(self) -> int:
-        """Its length at most."""
+        """Largest possible length of the sequence, in tokens."""
         return len(self.request.tokens) + self.request.max_tokens
 
 
 @dataclass(eq=False)
 class Load:
-    """What an engine has been given."""
+    """The requests given to an engine."""
 
     room: float
-    """Tokens that it may be given."""
+    """Most tokens given to the engine at once."""
     requests: int = 0
     tokens: int = 0
 
     def fits(self, waiting: Waiting, limit: int) -> bool:
-        """Whether it may take this one; alone, any."""
+        """Returns True if the engine may take the request. An idle engine takes any request."""
         return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
 
     def add(self, waiting: Waiting, times: int = 1) -> None:
-        """Takes it, or with -1 gives it back."""
+        """Adds a request to the load, or removes a request with `times=-1`."""
         self.requests += times
         self.tokens += times * waiting.tokens
 
 
 class EngineGroup(Protocol):
-    """Engines by rank."""
+    """Engine actors by rank."""
 
     name: str
     actors: list[Any]
 
 
 class Engines(Protocol):
-    """Who may be asked: the driver's `Fleet`, or what another process knows of it."""
+    """The engines available to a router: the driver's `Fleet`, or a rollout worker's view of the fleet."""
 
     @property
     def group(self) -> EngineGroup:
-        """All of them."""
+        """All engines."""
 
     @property
     def facts(self) -> Sequence[Facts | None]:
-        """By rank."""
+        """Facts of each engine, by rank."""
 
     @property
     def serving(self) -> Sequence[int]:
-        """Ranks that may be asked."""
+        """Ranks of engines that accept requests."""
 
     def retire(self, rank: int, cause: str) -> None:
-        """One has failed.
+        """Takes a failed engine out of service.
 
         Raises:
-            ActorFailed: No more may be started again.
+            ActorFailed: The restart budget is used up.
         """
 
     def check(self) -> None:
-        """Raises NobodyServes where that is so."""
+        """Raises NobodyServes if no engine is in service."""
 
 
 class Router:
-    """Routes the requests of one generation phase. Lives in one event loop.
+    """A router for the requests of a generation phase. Lives in a single event loop.
 
-    Requests that are submitted in the same turn of the event loop travel in one message per engine, so that a batch
-    of short requests costs few calls. Requests of an engine that dies or falls silent are sent to the engines that are
-    left; their seeds are their own, so they are drawn as they would have been.
+    Requests submitted in the same turn of the event loop travel in a single message per engine, so a batch of short
+    requests costs few calls. If an engine dies or stops responding, the remaining engines take over the requests. Each
+    request is seeded separately, so the sampled tokens do not depend on the engine.
 
     Args:
-        fleet: The engines; those that serve are asked.
-        sampling: How all requests are drawn.
-        concurrency: Sequences that one engine runs at once.
-        timeout_s: Seconds in which an engine finds that it stands still (`rollout.request_timeout_s`).
+        fleet: The engines; only engines in service receive requests.
+        sampling: Sampling parameters of all requests.
+        concurrency: Sequences running at once in an engine.
+        timeout_s: Seconds for an engine to detect a stuck vLLM (`rollout.request_timeout_s`).
     """
 
     count: Callable[[int, int], None] = staticmethod(lambda engine, change: None)
-    """Told of an engine's requests: so many more, or fewer, are under way (`telemetry.timeline`)."""
+    """Receives changes of an engine's number of requests in progress (`telemetry.timeline`)."""
 
     def __init__(self, fleet: Engines, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
@@ -129,15 +129,15 @@ class Router:
         self.scheduled = False
         self.serving = frozenset(fleet.serving)
         self.rejoins = 0
-        """How often engines have come back (`rollout.service`)."""
+        """Number of times engines came back into service (`rollout.service`)."""
 
     async def generate(self, request: Request) -> Completion:
-        """Continues one prompt.
+        """Continues a prompt.
 
         Raises:
             NobodyServes: No engine is left.
-            ActorFailed: The engine refused the request; the cause names it.
-            ValueError: Another request that has no answer yet has the same id.
+            ActorFailed: The engine refused the request; the error names the cause.
+            ValueError: Another unanswered request has the same id.
         """
         if request.id in self.names:
             raise ValueError(f"two requests at once are called {request.id}")
@@ -155,13 +155,13 @@ class Router:
         finally:
             self.names.discard(request.id)
             if timer is not None:
-                timer.cancel()  # the loop outlives the phase, and would keep the request as long
+                timer.cancel()  # the loop outlives the phase and would keep the request alive
 
     def expect(self, players: int) -> None:
-        """So many trajectories are about to ask. Here nobody waits for the others."""
+        """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def _schedule(self) -> None:
         if not self.scheduled:
@@ -169,16 +169,16 @@ class Router:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _expire(self, waiting: Waiting) -> None:
-        """The time of a request is over. An engine that has it ends it; one that still waits ends here."""
+        """Ends a waiting request after the time limit. Running requests are ended by the engine."""
         if waiting in self.queue:
             self.queue.remove(waiting)
             if not waiting.answer.done():
                 waiting.answer.set_result(Completion(waiting.request.id, [], [], "timeout", ()))
 
     def _dispatch(self) -> None:
-        """Hands out what fits."""
+        """Assigns waiting requests to engines, as many as fit, and sends the messages."""
         self.scheduled = False
-        self.serving = frozenset(self.fleet.serving)  # another router may have found that one is dead
+        self.serving = frozenset(self.fleet.serving)  # another router may have found a dead engine
         parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
         while self.queue:
             fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
@@ -191,23 +191,23 @@ class Router:
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
         self._send(parts)
-        if self.queue and self.serving.isdisjoint(self.load):  # another has found that the last one is dead
+        if self.queue and self.serving.isdisjoint(self.load):  # another router found the last engine dead
             try:
                 self.fleet.check()
             except ActorFailed as error:
                 self._nobody({}, error)
 
     def _takes(self, engine: int) -> bool:
-        """Whether an engine is up to date."""
+        """Returns True if the engine is in service with current weights."""
         return engine in self.serving
 
     def close(self) -> None:
-        """Nobody waits for what is under way any more."""
+        """Abandons all requests in progress."""
         for task in self.tasks:
             task.cancel()
 
     def _send(self, parts: dict[int, dict[str, Waiting]]) -> None:
-        """A message for every engine that has been given something."""
+        """Sends a message to every engine with new requests."""
         for engine, part in parts.items():
             if part:
                 task = asyncio.create_task(self._run(engine, part))
@@ -215,7 +215,8 @@ class Router:
                 task.add_done_callback(partial(self._ended, part))
 
     def _ended(self, part: dict[str, Waiting], task: asyncio.Task[None]) -> None:
-        """Whatever ends a task is told to those who wait for it: an error of our own would else be a wait for ever."""
+        """Raises the error of a failed send task in all its requests. Without this, a bug in our code would leave
+        callers waiting forever."""
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -231,7 +232,7 @@ class Router:
         try:
             method = actor.generate_many.options(num_returns="streaming")
             stream = method.remote([w.at(now) for w in part.values()], self.sampling)
-            # Read to its end: an engine is through with a wave only when the wave's generator is.
+            # Read to its end: an engine has finished a wave only when the wave's generator is exhausted.
             async for reference in _bounded(stream, silence):
                 ended = await asyncio.wait_for(reference, silence)
                 self.count(engine, -len(ended))
@@ -249,7 +250,7 @@ class Router:
                 return
             if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, part, began):
                 return
-            # The engine is well: it refused a request.
+            # The engine is healthy: it refused a request.
             name = f"{self.fleet.group.name}-{engine}"
             self._fail(part, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(part) - 1)))
         except ray.exceptions.RayError as error:
@@ -260,11 +261,13 @@ class Router:
             self.count(engine, -len(part))
 
     def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
-        """Whether requests wait for an engine whose weights are not there: in a phase they always are."""
+        """Returns True if the requests of an engine without current weights were queued. In a phase the weights are
+        always current."""
         return False
 
     def _leave(self, engine: int, actor: Any, load: Load | None, part: dict[str, Waiting], cause: str) -> None:
-        """Takes an engine out, unless another is in its place already; its requests go to the others."""
+        """Takes an engine out of service, unless another actor already took the rank. The requests move to other
+        engines."""
         if self.fleet.group.actors[engine] is not actor:
             self._again(load, part)
             return
@@ -278,7 +281,7 @@ class Router:
         self._again(load, part)
 
     def _again(self, load: Load | None, part: dict[str, Waiting]) -> None:
-        """Requests that an engine was given wait again, before all others."""
+        """Puts an engine's requests back at the front of the queue."""
         for waiting in part.values():
             if load is not None:
                 load.add(waiting, -1)
@@ -286,7 +289,7 @@ class Router:
         self._schedule()
 
     def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
-        """No engine is left for these, nor for those that wait."""
+        """Raises the error in these and all waiting requests, as no engine is left."""
         self._fail(part, error)
         self._fail({w.request.id: w for w in self.queue}, error)
         self.queue.clear()
@@ -298,13 +301,13 @@ class Router:
 
 
 def load_of(facts: Facts | None) -> Load:
-    """That of an engine which has been given nothing: of tokens it takes what its cache holds, all requests as long as
-    they may become."""
+    """Returns the load of an engine without requests. The token limit comes from the cache size, as if every request
+    grew to the largest length."""
     return Load(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
 
 
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:
-    """A stream's items, each of which may take so many seconds; TimeoutError past it."""
+    """Yields the items of a stream. Raises TimeoutError if an item takes more than `seconds`."""
     while True:
         try:
             item = await asyncio.wait_for(anext(stream), seconds)
@@ -314,4 +317,4 @@ async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:
 
 
 Progress = Callable[[int, int], None]
-"""Called with (trajectories done, trajectories in all)."""
+"""Called with the numbers of finished and of all trajectories."""

@@ -1,9 +1,9 @@
-"""The routes of a trajectory's tokens (`models.routes`), gathered turn by turn.
+"""Expert routes of a trajectory's tokens (`models.routes`), collected turn by turn.
 
-An engine gives a request's routes but for its last token, which it did not read. Those of earlier turns are known when
-the next one begins, so each turn brings the routes of what is new: the last turn's last token, what the environment
-said, and what the policy said to it. A token keeps the route with which the next one was drawn, also where weights have
-changed since and an engine has read it once more (R3, arXiv:2510.11370, replays what the sampler did).
+An engine returns the routes of a request's tokens except the last, which was not processed. Routes of earlier turns are
+known when the next turn begins, so each turn adds the routes of the new tokens: the last token of the turn before, the
+observation, and the new response. A token keeps the route used for sampling the next token, even if an engine processed
+the token again with later weights (R3, arXiv:2510.11370, replays the sampler's routes).
 
 Legend: T tokens of the trajectory, n of one turn, M MoE layers, K experts of a token.
 """
@@ -18,7 +18,7 @@ from skyrl_mega.rollout.trajectory import Trajectory
 
 
 class TurnRoutes:
-    """The routes of one trajectory, as far as it is played. Stays empty with an engine that gives none."""
+    """The routes of a trajectory so far. Stays empty for engines without route output."""
 
     def __init__(self) -> None:
         self.parts: list[np.ndarray] = []
@@ -26,14 +26,14 @@ class TurnRoutes:
         """Position in `Trajectory.tokens` up to which `parts` reach."""
 
     def first(self, t: Trajectory) -> int:
-        """From where on in `t.context` routes are wanted: what comes before is known."""
+        """Returns the position in `t.context` from which routes are requested; earlier routes are known."""
         return max(0, self.known - (len(t.tokens) - len(t.context)))
 
     def add(self, t: Trajectory, completion: Completion) -> None:
-        """Adds a turn's, whose tokens are not in the trajectory yet.
+        """Adds the routes of a turn whose tokens are not in the trajectory yet.
 
         Raises:
-            WrongRoutes: They are of another number of tokens.
+            WrongRoutes: The number of routes does not match the number of new tokens.
         """
         if completion.routes is None:
             return
@@ -44,13 +44,14 @@ class TurnRoutes:
                 f"request {completion.id}: routes of {len(completion.routes)} tokens for {end - begins} that are new "
                 "to the engine"
             )
-        if begins > self.known:  # the environment has put a new conversation in the place of the old one
+        if begins > self.known:  # the environment replaced the conversation
             self.parts.append(_none(completion.routes, begins - self.known))
         self.parts.append(completion.routes)
         self.known = end
 
     def keep(self, t: Trajectory) -> None:
-        """Puts them into the trajectory's columns, [T, M, K] aligned to the input, once it is played."""
+        """Stores the routes of a finished trajectory in the trajectory's columns, shape [T, M, K], aligned to the
+        input."""
         from skyrl_mega.megatron.sequences import Column, flat  # torch, which readers of trajectories do without
 
         if self.parts:
@@ -59,5 +60,5 @@ class TurnRoutes:
 
 
 def _none(like: np.ndarray, tokens: int) -> np.ndarray:
-    """Of tokens that have no route."""
+    """Returns zeros for tokens without a route."""
     return np.zeros((tokens, *like.shape[1:]), like.dtype)

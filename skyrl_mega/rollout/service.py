@@ -1,7 +1,8 @@
-"""Groups of trajectories that are played for as long as a run lasts: submitted at any time, done in any order.
+"""Asynchronous rollouts: groups of trajectories submitted at any time, and finished in any order, while training goes
+on.
 
-Phases have a beginning and an end, and what is in one knows no weights but those it began with. Here weights change
-under what is being played, and engines leave, come back and are up to date again while requests wait for them.
+A phase begins and ends, and uses a single version of the weights. In a service, weights change during a trajectory, and
+engines fail, restart and catch up while requests wait.
 """
 
 from __future__ import annotations
@@ -28,115 +29,115 @@ from skyrl_mega.rollout.slots import AnyAgent, Desk
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 
 TOGETHER_S = 1.0
-"""Seconds that groups which are asked for together wait for one another's environments to open: requests that leave in
-one order, as in a phase, are served in one."""
+"""Seconds for which groups submitted together wait until all environments are open. As in a phase, requests sent in a
+fixed order are then served in a fixed order."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A group that was asked for."""
+    """A requested group."""
 
     number: int
-    """Its place among all groups of the run: no other has it."""
+    """Unique number of the group within the run."""
     index: int
-    """Of its prompt in the data."""
+    """Index of the prompt in the data."""
     version: int
-    """The engines' weights when it was asked for: none of its tokens is of older ones."""
+    """Weight version of the engines at submission; no token of the group uses older weights."""
     names: tuple[str, ...]
-    """Name each sample's requests and its random stream; no others have them."""
+    """Unique name of each sample; the source of the requests' names and random stream."""
     played: Mapping[int, Trajectory] = field(default_factory=dict)
-    """Samples that need not be played: an earlier life of the run has, which ended before the group was done."""
+    """Samples finished by an earlier life of the run and kept; not generated again."""
     said: Sequence[Said] = ()
-    """Turns of the others that it has played."""
+    """Recorded turns of the other samples."""
 
     @property
     def left(self) -> list[int]:
-        """Samples that are to be played."""
+        """Samples left to generate."""
         return [sample for sample in range(len(self.names)) if sample not in self.played]
 
 
 @dataclass(frozen=True)
 class Done:
-    """A group that was played to its end."""
+    """A finished group."""
 
     ticket: Ticket
     group: Group
 
 
 class Players(Protocol):
-    """Who plays: a `Generator`, or what stands for one where time is virtual."""
+    """A `Generator`, or the counterpart in virtual time."""
 
     fleet: Fleet
     rollout: RolloutConfig
 
     def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
-        """An agent with such a router."""
+        """Returns an agent with a router of this class."""
 
 
 @runtime_checkable
 class ServiceDesk(Desk, Protocol):
-    """What a service asks of whoever sends requests to the engines: a `ServiceRouter`, or those of other processes."""
+    """The part of a request router used by a service: a `ServiceRouter`, or the client of the rollout workers."""
 
     resting: set[int]
-    """Engines that have refused a request, until the next sync."""
+    """Ranks of engines that refused a request; cleared by the next weight sync."""
 
     def rejoin(self) -> None:
-        """Takes in engines that have come back, and goes on."""
+        """Updates the engines after a weight sync and continues sending requests."""
 
     def remember(self, said: Sequence[Said]) -> None:
-        """Turns of trajectories that are about to be played."""
+        """Stores recorded turns of trajectories about to run."""
 
     async def write_said(self, folder: Path) -> list[Said]:
-        """Has other processes write the turns of those that they play into files of their own there
-        (`journal.read_all`); returns those that are known here."""
+        """Has other processes write recorded turns to files in the folder (`journal.read_all`). Returns the turns known
+        in this process."""
 
     def forget(self, trajectory: str) -> None:
-        """It has ended."""
+        """Drops the recorded turns of a finished trajectory."""
 
 
 class RolloutService:
-    """Plays groups in a loop that goes on while the caller does other things.
+    """A service that generates groups in a background loop while the caller does other work.
 
     Args:
-        players: On the engines that are asked.
-        sampling: How tokens are drawn.
-        loop: Of the players.
+        players: Provides agents on the engines.
+        sampling: Sampling parameters.
+        loop: The event loop of `players`.
     """
 
     def __init__(self, players: Players, sampling: SamplingConfig, loop: ServiceLoop) -> None:
         self.players, self.sampling, self.loop = players, sampling, loop
         self.under_way: dict[int, Ticket] = {}
-        """By number; the caller's thread alone looks at it."""
+        """Number → ticket of each unfinished group; used only by the caller's thread."""
         self._played: dict[int, dict[int, Trajectory]] = {}
-        """Of each of them the samples that have been played."""
+        """Number → finished samples of each unfinished group."""
         self._done: deque[Done | BaseException] = deque()
         self._agent: AnyAgent | None = None
 
     @property
     def served(self) -> bool:
-        """Whether any engine can be asked, but for those that wait for a sync."""
+        """True if any engine accepts requests, not counting engines waiting for a weight sync."""
         router = self._router
         return bool({*self.players.fleet.serving} - (router.resting if router else set()))
 
     @property
     def _router(self) -> ServiceDesk | None:
-        """The agent's, once there is one."""
+        """The agent's router; None before the first submission."""
         if self._agent is None:
             return None
         assert isinstance(self._agent.router, ServiceDesk)
         return self._agent.router
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
-        """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase, but for
-        those whose opening takes long (`TOGETHER_S`): no other group waits for them.
+        """Starts a group for each prompt. As in a phase, all environments are opened before the first trajectory runs,
+        but slow environments delay the other groups by at most `TOGETHER_S`.
 
         Raises:
-            ActorFailed: No engine is left and none comes back.
+            ActorFailed: No engine is left and none restarts.
         """
         if not tickets:
             return
         if not self.under_way:
-            with suppress(NobodyServes):  # requests wait for an engine that comes back
+            with suppress(NobodyServes):  # requests wait for an engine to restart
                 # As before a phase: cached prefixes would change the last bits.
                 self.players.fleet.ask("forget", timeout=self.players.rollout.request_timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
@@ -144,10 +145,11 @@ class RolloutService:
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
 
     def done(self, wait_s: float) -> list[Done]:
-        """The groups that have been done since the last call. Waits so long for the first where there is none.
+        """Returns the groups finished since the last call. If there is none, waits up to `wait_s` seconds for the
+        first.
 
         Raises:
-            ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
+            ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
         """
         self.loop.wait(lambda: bool(self._done), wait_s)
         found = []
@@ -160,19 +162,19 @@ class RolloutService:
         return found
 
     def write_said(self, folder: Path) -> None:
-        """Writes the turns of trajectories that are being played, wherever that is."""
-        if (router := self._router) is not None:  # in this thread: the loop has trajectories to play
+        """Writes the recorded turns of unfinished trajectories, in this process and in rollout workers."""
+        if (router := self._router) is not None:  # in this thread: the loop is busy with trajectories
             journal.write(journal.file_of(folder, "driver"), self.loop.run(router.write_said(folder)))
 
     def so_far(self) -> list[Ticket]:
-        """Those that are under way, with the samples that have been played up to now."""
+        """Returns the tickets of unfinished groups, with the samples finished so far."""
         return [
             replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _lasts(t)})
             for number, ticket in self.under_way.items()
         ]
 
     def engines_changed(self) -> None:
-        """A sync has ended: engines that are up to date take requests again, also those that were not."""
+        """Lets the engines updated by a weight sync accept requests again."""
         self.loop.call(self._rejoin)
 
     def _tell(self, outcome: Done | BaseException) -> None:
@@ -201,7 +203,7 @@ class RolloutService:
                 playing.append(tasks(self._group(agent, ticket, prompt, own)))
             await asyncio.gather(*playing)
         except ActorFailed as error:
-            # Raised in every task that waited: their frames would fill pages.
+            # Every waiting task raised it: the frames of all of them would fill pages.
             self._tell(error.with_traceback(None))
         except BaseException as error:
             self._tell(error)
@@ -217,13 +219,14 @@ class RolloutService:
 
         async def play(sample: int) -> None:
             name = ticket.names[sample]
-            played[sample] = await agent.play(await asyncio.shield(opened[sample]), name)  # `closed` ends those
+            # `closed` cancels the opening tasks
+            played[sample] = await agent.play(await asyncio.shield(opened[sample]), name)
             router.forget(name)
 
         playing = [asyncio.create_task(play(sample)) for sample in opened]
         try:
             await asyncio.gather(*playing)
-        finally:  # where one fails, the others end too, before their environments are closed
+        finally:  # if a sample fails, end the others before closing their environments
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
@@ -231,21 +234,22 @@ class RolloutService:
 
 
 def _lasts(t: Trajectory) -> bool:
-    """Whether a run that resumes takes it as it is: what a service under its environment has ended gets a new try."""
+    """Returns True if a resumed run keeps the trajectory; a trajectory with an infrastructure fault is generated
+    again."""
     return t.status is not Status.ERROR_INFRASTRUCTURE
 
 
 class ServiceRouter(Router):
-    """Routes requests for as long as a run lasts. Those that no engine can take wait for one that comes back."""
+    """A router for a whole run. Requests without an engine wait until an engine is back in service."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.resting: set[int] = set()
-        """Engines that have refused a request, until the next sync."""
+        """Ranks of engines that refused a request; cleared by the next weight sync."""
         self.journal = Journal()
 
     async def generate(self, request: Request) -> Completion:
-        """Continues one prompt, or says what was said to it before."""
+        """Continues a prompt, or returns the recorded answer to the same request."""
         if (known := self.journal.answer(request)) is not None:
             return known
         completion = await super().generate(request)
@@ -253,19 +257,19 @@ class ServiceRouter(Router):
         return completion
 
     def remember(self, said: Sequence[Said]) -> None:
-        """Turns of trajectories that are about to be played."""
+        """Stores recorded turns of trajectories about to run."""
         self.journal.add(said)
 
     async def write_said(self, folder: Path) -> list[Said]:
-        """The turns of those that are being played."""
+        """Returns the turns of unfinished trajectories."""
         return self.journal.all()
 
     def forget(self, trajectory: str) -> None:
-        """It has ended."""
+        """Drops the recorded turns of a finished trajectory."""
         self.journal.forget(trajectory)
 
     def rejoin(self) -> None:
-        """Takes in engines that have come back, and goes on."""
+        """Adds engines back in service after a weight sync and continues sending requests."""
         self.resting.clear()
         self.rejoins += 1
         for engine in self.fleet.serving:
@@ -276,14 +280,15 @@ class ServiceRouter(Router):
         return super()._takes(engine) and engine not in self.resting
 
     def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
-        """Half of an update has come: the sync that brings the rest calls `rejoin`, or has since the request left."""
+        """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
+        `rejoin`, or did so since the request was sent."""
         if began == self.rejoins:
             self.resting.add(engine)
         self._again(load, part)
         return True
 
     def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
-        """No engine is left: all wait, unless none comes back."""
+        """Queues all requests if an engine can restart; otherwise raises the error in all of these."""
         if isinstance(error, NobodyServes):
             self.queue.extendleft(reversed(part.values()))
         else:

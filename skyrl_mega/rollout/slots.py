@@ -1,4 +1,4 @@
-"""A bound on environments that are open at once: a trajectory waits for a slot, and its environment is opened then."""
+"""A bound on open environments: a trajectory waits for a slot before the environment is opened."""
 
 from __future__ import annotations
 
@@ -15,97 +15,97 @@ from skyrl_mega.rollout.trajectory import Trajectory
 
 
 class Desk(Protocol):
-    """What a phase and a service ask of whoever sends requests to the engines for them."""
+    """The part of a request router used by a phase and a service."""
 
     def expect(self, players: int) -> None:
-        """So many trajectories are about to ask."""
+        """Announces trajectories about to send requests."""
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Reports the end of an announced trajectory."""
 
     def close(self) -> None:
-        """Nobody waits for what is under way any more."""
+        """Abandons all requests in progress."""
 
 
 class AnyAgent(Protocol):
-    """An `Agent`, or what plays trajectories as one does."""
+    """An `Agent`, or any class with the same methods."""
 
     @property
     def router(self) -> Desk:
-        """Of its requests."""
+        """The router of the agent's requests."""
 
     async def open(self, prompt: Prompt, sample: int) -> Any:
-        """A trajectory before its first turn."""
+        """Returns a trajectory before the first turn."""
 
     async def play(self, opened: Any, name: str) -> Trajectory:
-        """Plays to the end."""
+        """Runs an opened trajectory to the end."""
 
     async def close(self, opened: Any) -> None:
-        """For what is never played."""
+        """Closes an opened trajectory that never runs."""
 
 
 class Player(Protocol):
-    """Plays whole trajectories, here or in another process."""
+    """The interface of running whole trajectories, in this process or in another."""
 
     @property
     def router(self) -> Desk:
-        """Of its requests."""
+        """The router of the trajectories' requests."""
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Opens a trajectory, plays it to its end and closes it."""
+        """Opens, runs and closes a trajectory."""
 
 
 class PlayerHere:
-    """Plays them with an agent in this process."""
+    """A player with an agent in this process."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent, self.router = agent, agent.router
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Opens a trajectory, plays it to its end and closes it."""
+        """Opens, runs and closes a trajectory."""
         return await self.agent.play(await self.agent.open(prompt, sample), name)
 
 
 @dataclass
 class SlotUse:
-    """How many slots were taken at once, of whoever counts into this."""
+    """The number of slots in use at once, over all `Slots` sharing this counter."""
 
     now: int = 0
     most: int = 0
 
     def change(self, by: int) -> None:
-        """So many more are taken."""
+        """Adds `by` slots to the number in use."""
         self.now += by
         self.most = max(self.most, self.now)
 
     def read(self) -> int:
-        """The most since the last call."""
+        """Returns the highest number in use since the last call."""
         most, self.most = self.most, self.now
         return most
 
 
 class Slots:
-    """So many environments are open at once. Lives in one event loop.
+    """A limit on environments open at once. Lives in a single event loop.
 
-    Of several who play, as rollouts and an evaluation beside them, whoever has the fewest slots is next, and with each
-    of them the one that has waited longest.
+    If several users share the slots, such as rollouts and a concurrent evaluation, the user with the fewest slots is
+    served next, in the order of arrival within each user.
 
     Args:
-        most: Slots; None has no bound, and nobody waits.
+        most: Number of slots; None sets no limit, so waiting never happens.
     """
 
     def __init__(self, most: int | None) -> None:
         self.most = most
         self.taken: Counter[object] = Counter()
-        """By who plays."""
+        """Slots in use by each user."""
         self.queues: dict[object, deque[asyncio.Future[None]]] = {}
         self.use = SlotUse()
 
     @asynccontextmanager
     async def one(self, who: object) -> AsyncIterator[None]:
-        """A slot for somebody, once there is one."""
+        """Holds a slot for a user; waits until a slot is free."""
         if self.most is not None and self.taken.total() >= self.most:
-            await self._wait(who)  # the slot is ours when this returns
+            await self._wait(who)  # `_give_back` took the slot for us
         else:
             self._take(who)
         try:
@@ -120,7 +120,7 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was ours already
+            if turn.done() and not turn.cancelled():  # the slot was already ours
                 self._give_back(who)
             raise
 
@@ -138,7 +138,7 @@ class Slots:
             turn = self.queues[following].popleft()
             if not self.queues[following]:
                 del self.queues[following]
-            if not turn.done():  # its trajectory was cancelled meanwhile
+            if not turn.done():  # a waiter may have been cancelled
                 self._take(following)
                 turn.set_result(None)
                 return
@@ -146,33 +146,33 @@ class Slots:
 
 @dataclass(frozen=True)
 class Asked:
-    """A trajectory that is not open yet."""
+    """A trajectory not opened yet."""
 
     prompt: Prompt
     sample: int
 
 
 class SlotAgent:
-    """Plays trajectories as an `Agent` does, but opens none before it has a slot.
+    """An agent that opens a trajectory only once a slot is free.
 
     Args:
-        player: Who plays.
-        slots: How many may be open at once.
+        player: Runs the trajectories.
+        slots: The limit on open environments.
     """
 
     def __init__(self, player: Player, slots: Slots) -> None:
         self.player, self.slots, self.router = player, slots, player.router
 
     async def open(self, prompt: Prompt, sample: int) -> Asked:
-        """Costs nothing."""
+        """Returns the request at once, without opening an environment."""
         return Asked(prompt, sample)
 
     async def play(self, opened: Asked, name: str) -> Trajectory:
-        """Waits for a slot, and opens, plays and closes the trajectory.
+        """Waits for a slot, then opens, runs and closes the trajectory.
 
         Args:
-            opened: From `open`.
-            name: Names its requests and their random stream; no other has it.
+            opened: A result of `open`.
+            name: Unique name; the source of the requests' names and random stream.
         """
         now = asyncio.get_running_loop().time
         start = now()
@@ -183,4 +183,4 @@ class SlotAgent:
         return t
 
     async def close(self, opened: Asked) -> None:
-        """It is not open."""
+        """Does nothing, as no environment is open."""

@@ -1,22 +1,23 @@
-"""Which trajectory a worker has died of.
+"""Isolation of trajectories that crash rollout workers.
 
-A worker has many open, and cannot say which of them ended it. So what may have is set apart, and less and less of it
-together, until one is alone:
+A rollout worker runs many trajectories at once, so a crash does not show which trajectory caused it. The candidates are
+retried in ever smaller groups until a single trajectory runs alone:
 
-- Every trajectory that a worker had heard of when it died counts that death. One alone is chance: it is played again as
-  any other.
-- One that has counted two is suspected. Workers that play suspected ones play nothing else, and the more deaths these
-  have counted, the fewer of them share a worker (`GROUPS`). While any wait, the worker with the least to do takes
-  nothing else until their turn has come; with a single worker all others wait.
-- One that has ended `ALONE` workers by itself has failed. Nothing fails that was never alone.
-- Others of its prompt have the same environment and are suspected from then on: each is alone, and `ALONE_AS_KIN` are
-  enough.
-- A worker that dies of suspected ones alone was there to find out: `TRIALS` such deaths are one restart. So are those
-  of which one that has failed is the cause, once it has; until then as many restarts as there are workers are lent.
+- A crash counts for every trajectory already sent to the worker. A single crash may be bad luck: the trajectory is
+  retried normally.
+- A trajectory with two crashes is a suspect. A worker with suspects runs nothing else, and the more crashes the
+  suspects have, the fewer suspects share a worker (`GROUPS`). While a suspect waits, the least loaded worker accepts no
+  other new trajectory; with a single worker all other trajectories wait.
+- A trajectory fails after `ALONE` crashes of workers running nothing else. No trajectory fails without having run
+  alone.
+- Other samples of the same prompt use the same environment. After the failure they are suspects at once: each runs
+  alone and fails after `ALONE_AS_KIN` solo crashes.
+- A crash of a worker with suspects only is a probe, and `TRIALS` probes use one restart. All crashes of a trajectory
+  count as probes once the trajectory has failed. Until then the workers may take as many restarts beyond the budget as
+  there are workers.
 
-Who plays for an evaluation at the same time has the same workers: all this is about the trajectories of both. One is
-alone only where it is suspected: chance has to end five workers with the same one until it fails one that is well (two
-where another of its prompt has failed).
+Rollouts and a concurrent evaluation share the workers, so the rules cover the trajectories of both. Only suspects can
+count a solo crash: a healthy trajectory fails only after five unrelated crashes (two after a sibling failed).
 """
 
 from __future__ import annotations
@@ -27,66 +28,65 @@ from dataclasses import dataclass, field
 from skyrl_mega.envs.prompt import Prompt
 
 GROUPS = {2: 32, 3: 6}
-"""Deaths → how many suspected trajectories under which so many workers have died may share one; under which more have,
-1."""
+"""Crashes → largest number of suspects with so many crashes on a worker. Suspects with more crashes run alone."""
 SUSPECTED, SURE = min(GROUPS), max(GROUPS) + 1
-"""Deaths from which on a trajectory is suspected, and from which on it is alone."""
+"""Crashes from which a trajectory is a suspect, and from which a suspect runs alone."""
 ALONE, ALONE_AS_KIN = 3, 2
-"""Workers that one has ended by itself when it has failed, and where another of its prompt has. One death may be
-somebody else's doing even then."""
+"""Solo crashes after which a trajectory fails: the normal limit, and the limit after a sibling failed. Even then a
+single crash may have another cause."""
 
 TRIALS = 8
-"""Deaths of workers that had nothing but suspected trajectories, for one of `rollout.restarts`: so many that a group of
-samples can be found out, and not so many that a run goes on whose workers die of everything."""
+"""Probes (crashes of workers with suspects only) per restart of `rollout.restarts`. The number suffices to isolate a
+sample in a prompt group, and still ends a run whose workers crash on every trajectory."""
 
 
 @dataclass(eq=False)
 class Loss:
-    """Of a worker."""
+    """A worker crash and the trajectories running on the worker."""
 
     had: list[int]
-    """The deaths under each trajectory that it had, those of all sessions."""
+    """Earlier crashes of each trajectory on the worker, over all sessions."""
     trial: bool
-    """Whether it is one of `TRIALS`."""
+    """True for a probe: the crash uses an eighth of a restart (`TRIALS`)."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """A worker's, as one of its trajectories sees it."""
+    """A worker crash as seen by a trajectory of the worker."""
 
     cause: str
     counts: bool
-    """Whether the worker had heard of the trajectory."""
+    """True if the worker had received the trajectory."""
     alone: bool
-    """And of no other."""
+    """True if this was the only trajectory on the worker."""
     loss: Loss | None = None
 
 
 @dataclass
 class Record:
-    """Of a trajectory."""
+    """The crash history of a trajectory."""
 
     deaths: int = 0
-    """Of workers that had it open."""
+    """Crashes of workers that were running the trajectory."""
     alone: int = 0
-    """Of workers that had nothing else open."""
+    """Crashes of workers that were running only this trajectory."""
     kin: bool = False
-    """Whether another of its prompt has failed."""
+    """True if another sample of the same prompt failed."""
     losses: list[Loss] = field(default_factory=list)
-    """Of workers that had it open."""
+    """The crashes counted in `deaths`."""
 
     @property
     def suspicion(self) -> int:
-        """The deaths for which it is played apart."""
+        """Number of crashes used for isolating the trajectory: at least `SURE` after a sibling failed."""
         return max(self.deaths, SURE) if self.kin else self.deaths
 
     @property
     def failed(self) -> bool:
-        """Whether it is not played any more."""
+        """True if the trajectory is not retried any more."""
         return self.alone >= (ALONE_AS_KIN if self.kin else ALONE)
 
     def add(self, death: Death) -> None:
-        """One more."""
+        """Counts another crash."""
         self.deaths += death.counts
         self.alone += death.alone
         if death.counts and death.loss is not None:
@@ -94,17 +94,17 @@ class Record:
 
 
 def digest(prompt: Prompt) -> int:
-    """Of what is in it: a row of another data set may have the same number."""
+    """Returns a hash of the prompt's content; `uid` alone is not unique across data sets."""
     return hash(str((prompt.env_class, prompt.messages, prompt.extras)))
 
 
 def admitted(deaths: int, there: Collection[int], *, reserved: bool) -> bool:
-    """Whether a trajectory may go to a worker.
+    """Returns True if a trajectory may run on a worker.
 
     Args:
-        deaths: Workers that have died under it.
-        there: Under each of those that are open there.
-        reserved: Whether the worker is kept for suspected ones.
+        deaths: Crashes of the trajectory.
+        there: Crashes of each trajectory running on the worker.
+        reserved: True if the worker is reserved for suspects.
     """
     if deaths < SUSPECTED:
         return not reserved and all(other < SUSPECTED for other in there)

@@ -1,4 +1,4 @@
-"""What parts of an answer earned, at the tokens that complete them."""
+"""Rewards for parts of an answer, placed at the tokens that complete the parts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable, Sequence
 from skyrl_mega.rollout.trajectory import Trajectory
 
 TOKEN_REWARDS = "token_rewards"
-"""The column: float64 [T], what each token of the policy earned beside the rest of its answer's reward. Only there
-where an environment gives `rewards_at`; the step's reward includes it."""
+"""Name of the column: float64 [T], extra reward of each token of the policy. Present only if an environment gives
+`rewards_at`; the step's reward includes these values."""
 UNKNOWN, BYTES = "\ufffd", 4
-"""What a part of a character reads as, and how many bytes one has at most."""
+"""Text of an incomplete character, and most bytes of a character."""
 Text = Callable[[Sequence[int]], str]
-"""`Renderer.text`."""
+"""Type of `Renderer.text`."""
 
 
 class TokenRewards:
-    """Those of one trajectory, as far as it is played."""
+    """The token rewards of a trajectory so far."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, float]] = []
         """(position in `Trajectory.tokens`, reward)."""
 
     def add(self, t: Trajectory, text: Text, rewards_at: Sequence[tuple[int, float]]) -> None:
-        """Adds those of the answer that the trajectory ends with."""
+        """Adds the rewards of the trajectory's last answer."""
         start = t.steps[-1].start
         ends = characters(t.tokens[start:], text)
         self.found += [(start + min(bisect_left(ends, end), len(ends) - 1), reward) for end, reward in rewards_at]
 
     def keep(self, t: Trajectory) -> None:
-        """Puts them into the trajectory's columns, once it is played."""
+        """Stores the rewards of a finished trajectory in the trajectory's columns."""
         if self.found and not t.status.failed:
             import torch  # which readers of trajectories do without
 
@@ -43,14 +43,14 @@ class TokenRewards:
 
 
 def characters(tokens: Sequence[int], text: Text) -> list[int]:
-    """How many characters of an answer's text are complete with each of its tokens.
+    """Returns for each token the number of characters of the answer's text complete at that token.
 
-    A token is read with the one before it, as one at the beginning of a text may lose its space, and with those after
-    it, as long as they may be bytes of one character: a part of one reads as U+FFFD.
+    A token is decoded together with the token before, because the first token of a text may lose a leading space, and
+    with later tokens as long as these may be bytes of the same character: an incomplete character decodes to U+FFFD.
 
     Args:
-        tokens: Of one answer.
-        text: Tokens → text.
+        tokens: Tokens of an answer.
+        text: Decodes tokens.
     """
     found: list[int] = []
     before = first = done = 0

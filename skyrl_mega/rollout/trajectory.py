@@ -1,4 +1,4 @@
-"""What a rollout leaves behind."""
+"""Trajectories and prompt groups: the results of rollouts."""
 
 from __future__ import annotations
 
@@ -19,188 +19,190 @@ ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
 """Fields of a trajectory that grow with its tokens."""
 
 GREEDY = -1
-"""`Trajectory.sample` of an answer that is no sample: drawn at temperature 0, for others to be compared with."""
+"""`Trajectory.sample` of the greedy answer (temperature 0), used as a baseline for the samples."""
 
 
 class Status(str, Enum):
-    """How a trajectory ended."""
+    """Reason for the end of a trajectory."""
 
     COMPLETED = "completed"
-    """The environment said done."""
+    """The environment reported done."""
     TRUNCATED_TOKENS = "truncated_tokens"
-    """The token budget ended it (DAPO's overlong)."""
+    """The token limit was reached (DAPO's overlong)."""
     TRUNCATED_TURNS = "truncated_turns"
-    """The turn budget ended it."""
+    """The turn limit was reached."""
     TRUNCATED_TIME = "truncated_time"
-    """Its wall-clock budget ended it; what was generated until then is kept."""
+    """The wall-clock limit was reached; the tokens generated so far are kept."""
     ERROR_ENV = "error_env"
-    """The environment raised, or gave what the contract does not allow; the reward is 0."""
+    """The environment raised an exception or broke the contract; the reward is 0."""
     ERROR_ENV_TIMEOUT = "error_env_timeout"
-    """An environment step took longer than its limit; the reward is 0."""
+    """A call of the environment exceeded the time limit; the reward is 0."""
     ERROR_INFRASTRUCTURE = "error_infrastructure"
-    """A service under the environment failed, as often as the trajectory was played; the reward is 0."""
+    """A service under the environment failed in every attempt; the reward is 0."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a budget ended it."""
+        """True if a limit ended the trajectory."""
         return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
 
     def filtered(self, by: str) -> bool:
-        """Whether the overlong filter takes it out of the loss, `by` what `algorithm.overlong.filter_by` names."""
+        """Returns True if the overlong filter excludes the trajectory from the loss. `by` is
+        `algorithm.overlong.filter_by`."""
         return self.truncated if by == "budgets" else self is Status.TRUNCATED_TOKENS
 
     @property
     def failed(self) -> bool:
-        """Whether the environment failed: nothing can be learned from it."""
+        """True if the environment failed, so that there is nothing to learn."""
         return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT, Status.ERROR_INFRASTRUCTURE)
 
 
 class Kind(str, Enum):
-    """Whose words a step of a trajectory is."""
+    """Author of the tokens of a step."""
 
     PROMPT = "prompt"
-    """A conversation's opening: the first, or one that the environment put in the place of all that was before."""
+    """The opening of a conversation: the first prompt, or a new conversation put by the environment in place of
+    everything before."""
     RESPONSE = "response"
-    """The policy's."""
+    """Tokens of the policy."""
     OBSERVATION = "observation"
-    """The environment's answer, and what the template puts around it."""
+    """The environment's answer, with surrounding text of the template."""
 
 
 @dataclass
 class Step:
-    """One part of a trajectory, in the order in which it happened. The spans of all steps tile `Trajectory.tokens`."""
+    """A part of a trajectory, in chronological order. The spans of all steps tile `Trajectory.tokens`."""
 
     kind: Kind
     start: int
-    """Its first token's position in `Trajectory.tokens`."""
+    """Position of the first token in `Trajectory.tokens`."""
     end: int
-    """The position after its last token. Words that nobody read have none: start = end."""
+    """Position after the last token; equal to `start` for text never given to the policy."""
     at_s: float = 0.0
-    """Seconds from the trajectory's opening to this step's beginning."""
+    """Seconds from the trajectory's opening to the beginning of this step."""
     generate_s: float = 0.0
-    """Seconds until the response was there, waiting for an engine included."""
+    """Seconds until the response was complete, including the wait for an engine."""
     env_s: float = 0.0
-    """Seconds in the environment: in `init` for the first prompt, in `step` for a response. The last step's also in
+    """Seconds in the environment: in `init` for the first prompt, in `step` for a response. The last step also includes
     `close`."""
     messages: int = 0
-    """How many of `Trajectory.messages` are this step's; the steps' follow one another."""
+    """Number of this step's messages in `Trajectory.messages`, in step order."""
     reward: float | None = None
-    """A response's; None where the environment did not judge it."""
+    """Reward of a response; None if the environment gave no grade."""
     finish: str | None = None
-    """What ended a response: `stop`, `length` or `timeout`."""
+    """Reason for the end of a response: `stop`, `length` or `timeout`."""
     tool_calls: list[Any] = field(default_factory=list)
     """`metadata["tool_calls"]` of the environment's step."""
 
 
 @dataclass
 class Trajectory:
-    """One sample of one prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position.
-    They are arrays of 9 bytes a token, which grow as lists do and which numpy reads in place.
+    """A sample of a prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position. The
+    three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy reads without a copy.
 
-    Where an environment rewrites the conversation (`rollout.step_wise`), the new one stands after the old one as a
-    further `prompt` step: the context of a response is what lies between the last prompt's start and its own.
+    If an environment rewrites the conversation (`rollout.step_wise`), the new conversation follows the old one as a
+    further `prompt` step. The context of a response reaches from the start of the last prompt to the response.
 
-    Its repr has none of `ARRAYS`: asyncio.run writes that of what it returns, and must not fetch what is away.
+    The repr leaves out `ARRAYS`: `asyncio.run` writes the repr of the result, and must not fetch remote arrays.
     """
 
     prompt: Prompt
     sample: int
-    """Which of the prompt's samples; `GREEDY` is none of them."""
+    """Number of the sample within the prompt; `GREEDY` for the greedy answer."""
     tokens: array[int] = field(repr=False)
-    """int32. Prompt, responses and observations, exactly as the engine was given and produced them."""
+    """Prompt, responses and observations, int32, exactly as given to and produced by the engine."""
     mask: array[int] = field(repr=False)
-    """int8. 1 where the policy produced the token, else 0 (prompt, observations)."""
+    """1 for tokens of the policy, else 0 (prompt, observations); int8."""
     logprobs: array[float] = field(repr=False)
-    """float32, as engines compute them. The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log,
-    under the sampling temperature.
-    NaN for an end token that no engine drew (`rollout.conversation: one_message`)."""
+    """The engine's log-prob of each token of the policy, 0.0 elsewhere; float32, as computed by engines. Natural log,
+    under the sampling temperature. NaN for an end token not sampled by an engine (`rollout.conversation:
+    one_message`)."""
     prompt_length: int
-    """Tokens before the first response: those of the first prompt."""
+    """Tokens of the first prompt, before the first response."""
     reward: float
     """Sum of the environment's step rewards."""
     status: Status
     turns: int
-    """Responses generated."""
+    """Number of generated responses."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Where the environment gives several, each one's sum over the steps, before weights."""
+    """Unweighted sum of each named reward over the steps, if the environment gives several."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(weight version, position in `tokens` from where on the policy's tokens are drawn with it), in order."""
+    """(weight version, first position in `tokens` sampled from this version), in order."""
     messages: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """The conversation as text, for people; a rewritten one is added to what was before."""
+    """The conversation as text, for people; a rewritten conversation is appended."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The last step's metadata."""
+    """Metadata of the last step."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time in `generate` and `env`; in `slot` until the environment could be opened, where `environment.slots` bounds
-    how many are."""
+    """Seconds in `generate` and `env`, and in `slot` waiting to open the environment if `environment.slots` is set."""
     again: int = 0
-    """How often it was played again, from its prompt, for faults of the infrastructure."""
+    """Number of retries after infrastructure faults."""
     steps: list[Step] = field(default_factory=list)
-    """What happened when."""
+    """The steps, in chronological order."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
-    """Further values of its tokens, [T, …] each, which the batch carries along."""
+    """Further values of each token, shape [T, …], carried along by the batch."""
     away: Away | None = None
-    """Where `ARRAYS` are, if they are not here (`rollout/by_reference.py`): reading one fetches it."""
+    """Location of `ARRAYS` stored remotely (`rollout/by_reference.py`), else None. Reading any of the fields fetches
+    all."""
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:  # asked only for what is not here
+        def __getattr__(self, name: str) -> Any:  # called only for absent attributes
             if name in ARRAYS and (away := vars(self).get("away")) is not None:
                 return away.fetch()[name]
             raise AttributeError(f"{type(self).__name__}.{name}")
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """Number of tokens."""
         return len(self.tokens) if self.away is None else self.away.length
 
     @property
     def written(self) -> int:
-        """Tokens of the policy."""
+        """Number of the policy's tokens."""
         return sum(self.mask) if self.away is None else self.away.written
 
     def drawn_by_version(self) -> list[int]:
-        """Tokens of the policy, for each entry of `versions`."""
+        """Returns the number of the policy's tokens for each entry of `versions`."""
         if self.away is not None:
             return self.away.drawn
-        if not self.versions:  # the policy was never asked
+        if not self.versions:  # the policy produced nothing
             return []
         ends = [*(start for _, start in self.versions[1:]), len(self.tokens)]
         return [sum(self.mask[start:end]) for (_, start), end in zip(self.versions, ends, strict=True)]
 
     @property
     def context(self) -> array[int]:
-        """What the policy sees, an array of its own: all from the last prompt on."""
+        """The tokens seen by the policy, from the start of the last prompt; a new array."""
         start = next((step.start for step in reversed(self.steps) if step.kind is Kind.PROMPT), 0)
         return self.tokens[start:]
 
     @property
     def response_length(self) -> int:
-        """Responses and observations, in tokens: all that is no prompt."""
+        """Tokens of responses and observations, without prompts."""
         rewritten = sum(step.end - step.start for step in self.steps[1:] if step.kind is Kind.PROMPT)
         return self.length - self.prompt_length - rewritten
 
 
 @dataclass
 class Group:
-    """The samples of one prompt, which advantages compare with one another.
+    """The samples of a prompt, compared with each other by advantages.
 
-    A prompt that is drawn twice in one step (an epoch ends within it) has two groups.
+    A prompt sampled twice in a step (across the end of an epoch) has two groups.
     """
 
     prompt: Prompt
     trajectories: list[Trajectory]
-    """In the order of `Trajectory.sample`."""
+    """The samples in the order of `Trajectory.sample`."""
     greedy: Trajectory | None = None
-    """An answer at temperature 0, whose reward is ReMax's baseline. Nothing learns from it."""
+    """The answer at temperature 0, ReMax's baseline; not used for training."""
 
     @property
     def rewards(self) -> list[float]:
-        """One for each trajectory."""
+        """Reward of each trajectory."""
         return [t.reward for t in self.trajectories]
 
 
 def begun(prompt: Prompt, sample: int) -> Trajectory:
-    """One of which nothing has been played."""
+    """Returns an empty trajectory."""
     return Trajectory(
         prompt,
         sample,
@@ -217,7 +219,7 @@ def begun(prompt: Prompt, sample: int) -> Trajectory:
 
 
 def words(t: Trajectory) -> list[str]:
-    """What the policy said in each turn of a trajectory; of one whose arrays are away as `Away.words` has it."""
+    """Returns the policy's text in each turn of a trajectory; for remote arrays, in the short form of `Away.words`."""
     if t.away is not None:
         return t.away.words
     found: list[str] = []

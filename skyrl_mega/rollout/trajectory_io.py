@@ -1,4 +1,4 @@
-"""Trajectories as parquet that a person can read and a program can read back."""
+"""Trajectory files: parquet readable by people and programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STEPS = pa.list_(
         ]
     )
 )
-"""`trajectory.Step`, field by field; a tool call is JSON."""
+"""Fields of `trajectory.Step`; a tool call is JSON."""
 
 COLUMNS = pa.list_(
     pa.struct(
@@ -59,7 +59,7 @@ COLUMNS = pa.list_(
         ]
     )
 )
-"""`Trajectory.columns`; `values` is the array's memory, row by row."""
+"""Fields of `Trajectory.columns`; `values` is the array's memory in row-major order."""
 
 SCHEMA = pa.schema(
     [
@@ -87,27 +87,27 @@ SCHEMA = pa.schema(
         ("columns", COLUMNS),
     ]
 )
-"""First what a person looks for, then what a program needs. `metadata`, `rewards`, `seconds` and `extras`
-are JSON."""
+"""Columns for people first, then columns for programs. `metadata`, `rewards`, `seconds` and `extras` are JSON."""
 
 BY_TOKEN = {"tokens": "i", "mask": "b", "logprobs": "f"}
-"""The columns that have an entry for each token, with the type of `Trajectory`'s arrays; all others are rows."""
+"""Columns with an entry per token → type code of `Trajectory`'s arrays. All other columns are in `ROWS`."""
 ROWS = pa.schema([column for column in SCHEMA if column.name not in BY_TOKEN])
 PIECE = 256
-"""Trajectories that are turned into columns at once."""
+"""Trajectories converted to columns at once."""
 WRITE_S = 3600.0
 
 
 def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
-    """Writes trajectories to a parquet file, which appears whole or not at all.
+    """Writes trajectories to a parquet file atomically.
 
     Args:
         path: The file.
-        trajectories: What is written.
-        columns: Also their columns, which may be many times as large as all the rest (`telemetry.trajectory_columns`).
+        trajectories: The trajectories.
+        columns: Includes `Trajectory.columns`, which may be many times larger than everything else
+            (`telemetry.trajectory_columns`).
     """
-    path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
-    # What hardly ever repeats itself (tokens, log-probs, responses) would be its own dictionary.
+    path.parent.mkdir(exist_ok=True)  # no parents: if the run's folder is gone, so is its disk
+    # Columns with few repeated values (tokens, log-probs, responses) gain nothing from a dictionary.
     plain = [column.name for column in ROWS if column.name != "response"]
     with partial_file(path) as partial:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=plain) as writer:
@@ -117,10 +117,11 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
 
 
 def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
-    """The same, in a process of its own where their arrays are away: they never come here.
+    """Writes trajectories as `write` does, but in a separate process for remote arrays, so that the arrays never enter
+    this process.
 
     Raises:
-        ClusterError: They are gone, or it took more than `WRITE_S` seconds.
+        ClusterError: The arrays are lost, or writing took more than `WRITE_S` seconds.
         OSError: The file cannot be written.
     """
     if not any(t.away for t in trajectories):
@@ -142,12 +143,12 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
 
 
 def read(path: Path) -> list[Trajectory]:
-    """Reads trajectories back. What JSON does not have (tuples, sets) comes back as lists and strings."""
+    """Reads trajectories back. Types unknown to JSON (tuples, sets) come back as lists and strings."""
     return [t for some in read_some(path) for t in some]
 
 
 def read_some(path: Path) -> Iterator[list[Trajectory]]:
-    """The same, at most `PIECE` at once, so that whoever puts them away one after another never holds all."""
+    """Reads trajectories in lists of at most `PIECE`, so that a caller storing each list elsewhere never holds all."""
     rows = ds.dataset(path, schema=SCHEMA, format="parquet")
     for batch in rows.to_batches(batch_size=PIECE, batch_readahead=1, fragment_readahead=1):
         yield _of_table(pa.Table.from_batches([batch]))
@@ -162,11 +163,11 @@ def _of_table(table: pa.Table) -> list[Trajectory]:
 
 
 def read_steps(path: Path) -> list[list[list[Step]]]:
-    """Reads when which part of each sample was, and how long it took, group by group; nothing else of the file.
+    """Reads only the steps of each sample (spans and seconds), group by group.
 
     Raises:
-        ValueError: The file is no parquet file, has no such columns, or one with spans or seconds that cannot be.
-        OSError: It cannot be read.
+        ValueError: The file is not parquet, lacks a column, or contains impossible spans or seconds.
+        OSError: The file cannot be read.
     """
     try:
         check_regular(path)
@@ -176,10 +177,10 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
             table = file.read(["uid", "sample", "steps"])
             names = zip(*(table[name].cast(pa.int64()).to_pylist() for name in ("uid", "sample")), strict=True)
             rows = table["steps"].cast(STEPS).to_pylist()
-    except pa.ArrowException as error:  # of which some are no ValueError
+    except pa.ArrowException as error:  # not all Arrow errors are ValueErrors
         raise ValueError(str(error)) from error
     groups: dict[tuple[Any, int], list[list[Step]]] = {}
-    seen: Counter[tuple[Any, Any]] = Counter()  # a batch across an epoch's end may have a prompt twice
+    seen: Counter[tuple[Any, Any]] = Counter()  # a batch across an epoch's end may contain a prompt twice
     for (uid, sample), steps in zip(names, rows, strict=True):
         if sample != GREEDY:
             groups.setdefault((uid, seen[uid, sample]), []).append([_checked(step) for step in steps or ()])
@@ -188,7 +189,7 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
 
 
 def _checked(row: dict[str, Any] | None) -> Step:
-    """A step of a file that anybody may have written."""
+    """Returns a step of an untrusted file. Raises ValueError if a field is invalid."""
     try:
         step = _step(row or {})
         if 0 <= step.start <= step.end and 0 <= step.env_s < math.inf:
@@ -199,7 +200,7 @@ def _checked(row: dict[str, Any] | None) -> Step:
 
 
 def _table(trajectories: list[Trajectory], columns: bool) -> pa.Table:
-    """Their rows; what there is of each token is never a Python object."""
+    """Returns the trajectories as a table. Per-token values never become Python objects."""
     more = [_columns(t) if columns else [] for t in trajectories]
     rows = pa.Table.from_pylist([_row(t) | {"columns": of} for t, of in zip(trajectories, more, strict=True)], ROWS)
     ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
@@ -255,7 +256,7 @@ def _trajectory(row: dict[str, Any], tokens: array[int], mask: array[int], logpr
         metadata=json.loads(row["metadata"]),
         seconds=json.loads(row["seconds"]),
         steps=[_step(step) for step in row["steps"]],
-        columns={column["name"]: _column(column) for column in row["columns"] or ()},  # none in older files
+        columns={column["name"]: _column(column) for column in row["columns"] or ()},  # absent from older files
     )
 
 
@@ -268,7 +269,7 @@ def _columns(t: Trajectory) -> list[dict[str, Any]]:
 
 
 def _column(row: dict[str, Any]) -> Column:
-    import torch  # not for those whose trajectories have none
+    import torch  # slow to import, and needed only for columns
 
     from skyrl_mega.megatron.sequences import Column
 
@@ -285,18 +286,18 @@ def _step(row: dict[str, Any]) -> Step:
 
 
 def texts(t: Trajectory) -> tuple[str, str]:
-    """What stood before the policy first spoke, and all from there on."""
+    """Returns the text before the policy's first message, and all text from there on."""
     first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
     return _text(t.messages[:first]), _text(t.messages[first:])
 
 
 def _text(messages: list[dict[str, Any]]) -> str:
-    """One message plainly; several with their roles."""
+    """Returns the text of a single message, or of several messages with roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
 
 
 def plain_json(value: Any) -> str:
-    """JSON that a person reads; what it does not have is written as text."""
+    """Returns readable JSON; values unknown to JSON are written as text."""
     return json.dumps(value, default=str, ensure_ascii=False)

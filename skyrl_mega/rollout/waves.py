@@ -1,8 +1,8 @@
-"""Requests in waves, so that what an engine computes together does not depend on the clock (`run.deterministic`).
+"""Lockstep routing, which makes the batches of the engines independent of timing (`run.deterministic`).
 
-The last bits of a log-prob depend on which sequences run beside it. Requests that come when they come, as environments
-answer, and go where room is, are computed in another company each time. Here a wave leaves when every trajectory waits
-for its next turn: in the order of their names, each to the engine of its first turn.
+The last bits of a log-prob depend on the sequences computed in the same batch. If requests are sent as environments
+answer, and go to the first engine with capacity, the batches differ from run to run. Here all trajectories wait for
+each other before each turn. The requests then leave in name order, each to the engine of the trajectory's first turn.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from skyrl_mega.rollout.router import Router, Waiting
 
 
 class Waves(Router):
-    """A router that repeats itself, as long as no engine fails.
+    """A router with reproducible batches, as long as no engine fails.
 
-    A wave is as slow as its longest turn, and an engine is given all of its part at once.
+    A wave is as slow as the longest turn, and an engine receives the whole part at once.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.players = 0
-        """Trajectories that are being played, each with one request at most."""
+        """Running trajectories, each with at most one request."""
         self.places: dict[str, int] = {}
-        """Trajectory → its number, in the order of the first wave; says whose engine has its cached prefix."""
+        """Trajectory → its number in the order of the first wave, which selects the engine with its cached prefix."""
 
     def expect(self, players: int) -> None:
-        """So many trajectories are about to ask."""
+        """Announces trajectories about to send requests."""
         self.players += players
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Reports the end of an announced trajectory."""
         self.players -= 1
         self._schedule()
 
     def _dispatch(self) -> None:
-        """Hands out a wave, once nobody is missing and the engines are through with the one before."""
+        """Sends a wave once every trajectory has a request and the engines have finished the wave before."""
         self.scheduled = False
-        wanted = [waiting for waiting in self.queue if not waiting.answer.done()]  # none of a phase that is abandoned
+        # without requests of an abandoned phase
+        wanted = [waiting for waiting in self.queue if not waiting.answer.done()]
         if self.tasks or not wanted or len(wanted) < self.players:
             return
         wave = sorted(wanted, key=lambda waiting: waiting.request.id)

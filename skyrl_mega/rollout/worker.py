@@ -1,7 +1,7 @@
-"""A process that plays trajectories for the driver: environments, agent loop and requests to engines are all here.
+"""The rollout worker: a process that runs environments, the agent loop and the requests to engines for the driver.
 
-The driver sends orders and asks for news, many of either in one message. A session is one phase, or a service that
-goes on while weights change: each has a router of its own, as in the driver.
+The driver sends orders and polls for events, many of either in a message. A session is a phase, or a service across
+weight syncs; each session uses a separate router, as in the driver.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from skyrl_mega.telemetry.timeline import Taken, Timeline
 from skyrl_mega.telemetry.trace import Span
 
 BEAT_S = 1.0
-"""A worker without news says so after that time, and what it has under way."""
+"""Seconds after which a worker without events reports counts as a sign of life."""
 COUNTS_S = 0.5
-"""What it had under way is told no more often."""
+"""Least seconds between two `Counts`."""
 COALESCE_S = 0.02
-"""News that come so soon after one another travel together."""
+"""Seconds to wait for further events, sent in the same message."""
 ELSEWHERE = Prompt(-1, [], "", {})
-"""Stands for a prompt that the driver has."""
+"""Placeholder for a prompt known to the driver."""
 
 
 class RolloutWorker:
-    """Plays trajectories in a process of its own.
+    """A process that runs trajectories.
 
     Args:
-        model: Directory of the model, for its tokenizer and template.
-        rollout: The run's settings; `concurrency` is this worker's share.
-        environments: The run's settings; `workers` is this worker's share.
+        model: Directory of the model, for the tokenizer and the chat template.
+        rollout: Settings of the run; `concurrency` is this worker's share.
+        environments: Settings of the run; `workers` is this worker's share.
         reward_weights: `algorithm.reward_weights`.
-        secrets: Variables of the driver's environment that environments read.
-        beside: Workers that share this node's memory.
+        secrets: Variables of the driver's environment read by environments.
+        beside: Number of workers sharing this node's memory.
     """
 
     def __init__(
@@ -83,39 +83,39 @@ class RolloutWorker:
     ) -> None:
         os.environ |= secrets
         budget.divide(beside)
-        for name in environments.classes:  # here, as importing is not to count as a trajectory's time
+        for name in environments.classes:  # import now, so that no trajectory's time includes it
             registry.resolve(name, environments)
         self.timeline, self.counted = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.equipment = Equipment(chat, rollout, environments, reward_weights, threads)
         self.sessions: dict[str, Session] = {}
         self.told = 0
-        """Programs that were ended for memory, as far as the driver knows."""
+        """Programs killed for memory, as last reported to the driver."""
         self.told_of_sandboxes = False
-        """Whether it knows that there are any."""
+        """True once the driver knows that this worker runs sandboxes."""
 
     async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EnginesNow) -> None:
-        """Begins a session. `service`: requests that no engine can take wait for one that comes back."""
+        """Begins a session. With `service`, requests without an engine wait instead of failing."""
         begun = self.sessions[session] = Session(self.equipment, sampling, service, engines)
         begun.router.count = self.timeline.requests
 
     async def play(self, session: str, orders: Sequence[Order]) -> None:
-        """Begins to carry out orders; the outcomes are news."""
+        """Starts the trajectories of these orders; the outcomes arrive as events."""
         for order in orders:
             self.sessions[session].play(order)
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
-        """Nobody waits for these any more; that they have ended is news."""
-        if (known := self.sessions.get(session)) is not None:  # it may have ended
+        """Cancels orders. An event confirms the end of each."""
+        if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
 
     async def rejoin(self, session: str, engines: EnginesNow) -> None:
-        """A sync has ended: these engines take requests again."""
+        """Updates the engines after a weight sync: these accept requests again."""
         self.sessions[session].rejoin(engines)
 
     async def news(self, session: str) -> list[News]:
-        """What has happened since the last call; waits for it a few seconds."""
+        """Returns the events since the last call; waits up to `BEAT_S` for the first."""
         news = await self.sessions[session].news()
         if (ended := budget.ended()) is not None and (ended > self.told or not self.told_of_sandboxes):
             news.append(EndedForMemory(ended - self.told))
@@ -126,26 +126,26 @@ class RolloutWorker:
         return news
 
     async def hand_over(self, session: str, keys: Sequence[int]) -> list[Stored | None]:
-        """The arrays of orders that were carried out, and None once all of them are there.
+        """Returns the arrays of finished orders, followed by None after the last is stored.
 
-        Each is an object of Ray's, in this node's memory, that belongs to the caller and outlives this process.
+        Each item becomes a Ray object in this node's memory, owned by the caller, so the object outlives this process.
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 
     async def write_said(self, session: str, file: Path) -> None:
-        """Writes the policy's turns in trajectories that are under way."""
+        """Writes the recorded turns of unfinished trajectories to a file."""
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> Taken:
-        """Ends what is under way; its environments are closed when this returns. Returns what was since the last
-        `Counts`."""
+        """Ends a session: cancels all trajectories and closes the environments. Returns the timeline counts since the
+        last `Counts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()
         return self.timeline.take()
 
 
 class Session:
-    """One phase, or a service, as far as this worker plays it."""
+    """A phase or a service on this worker."""
 
     def __init__(self, equipment: Equipment, sampling: SamplingConfig, service: bool, engines: EnginesNow) -> None:
         self.equipment, self.sampling = equipment, sampling
@@ -154,21 +154,21 @@ class Session:
         self.router = self.agent.router
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
-        """Of trajectories that are under way, until they are handed over."""
+        """Turns of unfinished trajectories, kept until the trajectory is handed over."""
         self.arrays: dict[int, tuple[str, Stored]] = {}
-        """Of orders that were carried out, by key, until they are handed over; with their names."""
+        """Key → name and arrays of a finished order, kept until the hand-over."""
         self._abandoned: set[int] = set()
-        """Also those that have not come, as calls overtake one another, or that had ended."""
+        """Keys of abandoned orders, including orders not received yet (calls overtake one another) or already ended."""
         self._news: list[News] = []
         self._fresh = asyncio.Event()
 
     def tell(self, news: News) -> None:
-        """Keeps it for the driver."""
+        """Queues an event for the driver."""
         self._news.append(news)
         self._fresh.set()
 
     async def news(self) -> list[News]:
-        """What has happened since the last call; waits for it a few seconds."""
+        """Returns the queued events; waits up to `BEAT_S` for the first."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._fresh.wait(), BEAT_S)
             await asyncio.sleep(COALESCE_S)
@@ -177,7 +177,7 @@ class Session:
         return found
 
     def play(self, order: Order) -> None:
-        """Begins to play, unless it was abandoned before it came."""
+        """Starts a trajectory, unless already abandoned."""
         if order.key in self._abandoned:
             self._abandoned.discard(order.key)
             self.tell(Stopped(order.key))
@@ -187,21 +187,21 @@ class Session:
         task.add_done_callback(lambda _: self._ended(order, task))
 
     def abandon(self, key: int) -> None:
-        """Ends one, if it has not ended."""
-        if key in self._abandoned:  # cancelled once more, it would no longer wait for its environment to be closed
+        """Cancels an order that has not ended."""
+        if key in self._abandoned:  # a second cancel would interrupt the closing of its environment
             return
         self._abandoned.add(key)
         if (task := self.tasks.get(key)) is not None:
             task.cancel()
 
     def hand_over(self, key: int) -> Stored:
-        """The arrays of an order that was carried out, which others have from now on."""
+        """Returns the arrays of a finished order, and forgets the order."""
         name, arrays = self.arrays.pop(key)
         self.journal.forget(name)
         return arrays
 
     def rejoin(self, engines: EnginesNow) -> None:
-        """These engines take requests again, unless a later sync has been heard of."""
+        """Lets these engines accept requests again, unless a later weight sync is already known."""
         if engines.syncs < self.engines.syncs:
             return
         self.engines.know(engines)
@@ -209,7 +209,7 @@ class Session:
         self.router.rejoin()
 
     async def close(self) -> None:
-        """Ends what is under way, and closes its environments."""
+        """Cancels all trajectories and closes the environments."""
         for key in [*self.tasks]:
             self.abandon(key)
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -249,14 +249,14 @@ def _failed(order: Order, error: BaseException) -> Failed:
 
 @dataclass
 class KnownGroup:
-    """Engines by rank."""
+    """Engine actors by rank."""
 
     name: str
     actors: list[Any]
 
 
 class KnownEngines:
-    """As much of the engines as a router asks. Those that it finds dead are told to the driver, who sees to them."""
+    """The part of the engine fleet used by a router. Reports dead engines to the driver for a restart."""
 
     def __init__(self, engines: EnginesNow, tell: Callable[[News], None]) -> None:
         self.tell = tell
@@ -264,38 +264,40 @@ class KnownEngines:
         self.know(engines)
 
     def know(self, engines: EnginesNow) -> None:
-        """What the driver knows now. An engine that is the same keeps its handle, by which a router knows it."""
+        """Takes over the driver's current view. An unchanged engine keeps the old handle, because the router compares
+        handles by identity."""
         known = self.group.actors
         self.group.actors = [old if old == new else new for old, new in zip(known, engines.actors, strict=True)]
         self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs
 
     def retire(self, rank: int, cause: str) -> None:
-        """One has failed."""
+        """Takes a failed engine out of service and informs the driver."""
         if rank in self.serving:
             self.serving.remove(rank)
             self.tell(EngineDead(rank, self.group.actors[rank], cause))
 
     def check(self) -> None:
-        """Raises NobodyServes where that is so."""
+        """Raises NobodyServes if no engine is in service."""
         if not self.serving:
             raise NobodyServes(self.group.name, 0, "service", "none is left that this worker knows")
 
 
 class _OwnNames(Router):
-    """A router whose requests have names that no other process gives: one whose worker has died may still be under way
-    in an engine when another worker plays the same trajectory."""
+    """A router whose request names no other process uses. After a worker crash a request may still run in an engine
+    while another worker retries the same trajectory."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.mark = token_hex(4)
 
     async def generate(self, request: Request) -> Completion:
-        """Continues one prompt."""
+        """Continues a prompt under a name with this router's mark."""
         return await super().generate(replace(request, id=f"{request.id}@{self.mark}"))
 
 
 class _ServiceRouter(ServiceRouter, _OwnNames):
-    """Of a service; tells the driver of engines that wait for a sync. Names in its journal have no mark."""
+    """The router of a service. Reports to the driver the engines waiting for a weight sync. Names in the journal have
+    no mark."""
 
     fleet: KnownEngines
 

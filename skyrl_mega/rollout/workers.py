@@ -1,4 +1,4 @@
-"""The processes that play trajectories, as the driver sees them: which are up, and what becomes of one that dies."""
+"""The driver's view of the rollout workers: placement of trajectories, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted, diges
 
 
 class Workers:
-    """A group of `worker.RolloutWorker`. One that dies is started again in the background, and the others go on.
+    """A group of `worker.RolloutWorker` actors. A crashed worker is restarted in the background; the other workers keep
+    running.
 
     Args:
-        group: All of them are up.
-        restarts: How many may be started again, all in all.
-        start_timeout_s: Seconds until one is up again.
-        say: Tells a person what happens.
+        group: The actors, all of them running.
+        restarts: Restart budget of the whole group.
+        start_timeout_s: Seconds until a restarted worker must be up.
+        say: Prints a message for the user.
     """
 
     def __init__(
@@ -29,32 +30,33 @@ class Workers:
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
         self.guilty: dict[int, set[int]] = {}
-        """Prompts of trajectories that ended their workers: by `uid`, which is a row of a data set, what is in them."""
+        """uid → content hashes of the prompts whose trajectories crashed workers. The `uid` is a row number of one data
+        set."""
         self._open: dict[int, list[int]] = {}
-        """By actor the deaths under each trajectory that it has, of all sessions."""
+        """Actor id → earlier crashes of each trajectory on the actor, over all sessions."""
         self._losses: dict[int, tuple[Any, Loss]] = {}
-        """By rank the last one that was lost there."""
+        """Rank → the actor of the last crash there, and the crash."""
         self._apart: set[str] = set()
-        """Suspected trajectories that wait for a worker."""
+        """Names of suspects waiting for a worker."""
         self._trials = 0
         self._no_restarts = restarts == 0
-        """Whether nobody is started again, whatever comes to light."""
+        """True if no worker is ever restarted (`rollout.restarts` is 0)."""
         self._owed = 0
-        """Restarts taken while none was left, one a worker at most: what is suspected may yet explain them."""
+        """Restarts made beyond the budget while a crash is being isolated, at most one per worker."""
         self._starting: dict[int, Future[None]] = {}
         self._gone: set[int] = set()
-        """Those that are not started again."""
+        """Ranks of workers that are not restarted."""
         self._last: ActorFailed | None = None
         self._closed = False
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart-rollout")
         self._lock = threading.RLock()
-        """A phase and a service may find at the same time that one is dead, in loops of their own."""
+        """Serialises a phase and a service, which may detect the same crash in two event loops."""
 
     def up(self) -> dict[int, Any]:
-        """The actors that can be asked, by rank; none while all are being started.
+        """Returns rank → actor of the running workers; empty while all workers are starting.
 
         Raises:
-            ActorFailed: There are none, and none comes back; the root cause.
+            ActorFailed: No worker is left and none restarts; with the root cause.
         """
         with self._lock:
             for rank, starting in list(self._starting.items()):
@@ -70,12 +72,14 @@ class Workers:
             return {rank: actor for rank, actor in enumerate(self.group.actors) if rank not in missing}
 
     def is_guilty(self, prompt: Prompt) -> bool:
-        """Whether a trajectory of this prompt has ended its workers."""
-        return prompt.uid in self.guilty and digest(prompt) in self.guilty[prompt.uid]  # many ask, again and again
+        """Returns True if a trajectory of this prompt was found to crash workers."""
+        # cheap test first: every waiting trajectory polls this
+        return prompt.uid in self.guilty and digest(prompt) in self.guilty[prompt.uid]
 
     def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
-        """Gives a trajectory to one of these, by rank: to the one with the least to do of those that may have it
-        (`suspects`). Returns its rank; None if none may now. It has the trajectory until `closed`."""
+        """Assigns a trajectory to the least loaded of the running workers allowed by the isolation rules (`suspects`).
+        Returns the worker's rank, or None if no worker may run the trajectory now. The assignment lasts until
+        `closed`."""
         with self._lock:
             (self._apart.add if deaths >= SUSPECTED else self._apart.discard)(name)
             for i, rank in enumerate(sorted(up, key=lambda rank: len(self._open.get(id(up[rank]), ())))):
@@ -87,12 +91,12 @@ class Workers:
             return None
 
     def placed(self, name: str) -> None:
-        """It waits for no worker any more."""
+        """Removes a trajectory from the waiting suspects."""
         with self._lock:
             self._apart.discard(name)
 
     def closed(self, actor: Any, deaths: int) -> None:
-        """A worker has one less, under which so many had died."""
+        """Ends the assignment of a trajectory with `deaths` earlier crashes to a worker."""
         with self._lock:
             there = self._open[id(actor)]
             there.remove(deaths)
@@ -100,11 +104,11 @@ class Workers:
                 del self._open[id(actor)]
 
     def lost(self, rank: int, actor: Any, cause: str, *, heard: bool = False) -> Loss | None:
-        """One does not answer any more. It is ended and started again, unless another is in its place already; one that
-        had `heard` of trajectories and had nothing but suspected ones was a trial.
+        """Handles a crashed or silent worker: ends and restarts the actor, unless another actor already took the rank.
+        The crash is a probe if the worker had received trajectories (`heard`), all of these suspects.
 
-        Returns what it had when the first of all sessions told that it is lost: they take theirs away at once. None of
-        one that was lost long ago.
+        Returns the crash as the first session recorded it, since every session removes all trajectories of the worker
+        at once. Returns None for an actor lost long ago.
         """
         with self._lock:
             if not self._closed and rank not in self._gone | self._starting.keys() and self.group.actors[rank] == actor:
@@ -118,13 +122,14 @@ class Workers:
             return loss if of is actor else None
 
     def explained(self, losses: Sequence[Loss]) -> None:
-        """One that has failed has ended these. Where there are restarts again, who is gone comes back."""
+        """Turns the crashes of a failed trajectory into probes. Restarts gained this way bring back workers given up
+        before."""
         with self._lock:
             for loss in losses:
                 if not loss.trial:
                     loss.trial = True
                     self._trial()
-            if self._closed or len(self._gone) == len(self.group):  # the run ends
+            if self._closed or len(self._gone) == len(self.group):
                 return
             while self.restarts > 0 and self._gone:
                 rank = self._gone.pop()
@@ -133,7 +138,7 @@ class Workers:
                 self._start(rank, f"{name} is started again after all ({self.restarts} restarts are left)")
 
     def _trial(self) -> None:
-        """One more: it takes no restart, unless so many have not."""
+        """Counts a probe. The restart already taken is refunded, except for every `TRIALS`-th probe."""
         self._trials += 1
         if self._trials % TRIALS and not self._no_restarts:
             if self._owed:
@@ -142,7 +147,7 @@ class Workers:
                 self.restarts += 1
 
     def _suspects(self) -> bool:
-        """Whether any are played, or are to be."""
+        """Returns True if any suspect is running or waiting."""
         return bool(self._apart) or any(deaths >= SUSPECTED for there in self._open.values() for deaths in there)
 
     def _start(self, rank: int, told: str) -> None:
@@ -150,7 +155,7 @@ class Workers:
         self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
 
     def close(self) -> None:
-        """Starts nothing more. The actors are the group's to end."""
+        """Prevents further restarts. The group itself ends the actors."""
         with self._lock:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
