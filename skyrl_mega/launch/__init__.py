@@ -1,4 +1,4 @@
-"""The command that trains: the user's command line is checked, then the run starts."""
+"""The training command: checks the user's command line, then starts the run."""
 
 GOES_ON = "the same command resumes from the newest checkpoint, if there is one"
-"""Advice printed after a run that ended early."""
+"""Advice printed after the early end of a run."""

@@ -1,1 +1,1 @@
-"""Pages and text about runs, for people: what the policy did, and how a run went."""
+"""Reports about runs, as pages or text: the policy's trajectories and the course of a run."""

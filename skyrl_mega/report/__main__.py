@@ -1,8 +1,9 @@
-"""`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: what the policy wrote, as text or as a page.
+"""`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: the policy's trajectories, as text or as a page.
 
-`python -m skyrl_mega.report run RUN…`: how a run went, or how several compare, as a page.
+`python -m skyrl_mega.report run RUN…`: the course of a run, or a comparison of several, as a page.
 
-`python -m skyrl_mega.report timeline RUN`: what engines, environments and policy did when, as text or as a trace.
+`python -m skyrl_mega.report timeline RUN`: the activity of engines, environments and policy over time, as text or as a
+trace.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The page in which a person reads trajectories: a list with filters at left, one trajectory at right.
+"""The page for reading trajectories: a list with filters on the left, a trajectory on the right.
 
-Texts and tokens lie in blocks of `BLOCK` trajectories that the page unpacks when it needs them, so that a page of some
-thousand opens at once.
+Texts and tokens are stored in blocks of `BLOCK` trajectories, unpacked on demand by the page, so that a page of some
+thousand trajectories opens at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from skyrl_mega.report.document import document
 from skyrl_mega.report.records import Part, Record, Tokens, tokens_of
 
 BLOCK = 64
-"""Trajectories of one block."""
+"""Trajectories per block."""
 LONG = 100
-"""Characters of JSON on one line."""
+"""Longest JSON text kept on a single line, in characters."""
 SNIPPET = 140
-"""Characters of a trajectory that the list shows."""
+"""Characters of a trajectory shown in the list."""
 
 BODY = """<noscript><p>This page shows its trajectories with JavaScript, which is off. Nothing comes from elsewhere.</p>
 </noscript><div id="app"></div>
@@ -32,7 +32,7 @@ BODY = """<noscript><p>This page shows its trajectories with JavaScript, which i
 
 
 def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: None) -> str:
-    """The HTML of some trajectories, in the order given."""
+    """Returns the HTML page of the trajectories, in the order given."""
     decoders = _decoders(records)
     pieces = Pieces()
     blocks: dict[str, Any] = {}
@@ -56,14 +56,14 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
 
 
 class Pieces:
-    """The page's table of [token id, text], in which a token view names its tokens by place; text None is unknown."""
+    """The page's table of [token id, text]; a token view refers to its rows. Text None means unknown."""
 
     def __init__(self) -> None:
         self.table: list[tuple[int, str | None]] = []
         self._places: dict[tuple[int, str | None], int] = {}
 
     def place(self, id: int, text: str | None) -> int:
-        """Where in the table a token stands; it is added where it is new."""
+        """Returns the row of a token in the table, adding new tokens."""
         key = (id, text)
         if key not in self._places:
             self._places[key] = len(self.table)
@@ -78,7 +78,7 @@ def _decoders(records: Sequence[Record]) -> dict[str, Decoder]:
 
 
 def _index(records: Sequence[Record], sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the list shows, column by column."""
+    """Returns the columns of the page's list."""
     names = ("run", "step", "uid", "sample", "status", "reward", "turns", "prompt_length", "response_length")
     columns: dict[str, list[Any]] = {name: [getattr(r, name) for r in records] for name in names}
     columns["reward"] = list(map(_rounded, columns["reward"]))
@@ -96,7 +96,7 @@ def _index(records: Sequence[Record], sums: Sequence[dict[str, Any]]) -> dict[st
 
 
 def _text(record: Record) -> dict[str, Any]:
-    """What the conversation view shows."""
+    """Returns the data of the conversation view."""
     return {
         "parts": [_part(part) for part in record.parts],
         "versions": record.versions,
@@ -107,7 +107,7 @@ def _text(record: Record) -> dict[str, Any]:
 
 
 def _part(part: Part) -> dict[str, Any]:
-    """What is known of a part; what is not is left out."""
+    """Returns the known fields of a part."""
     figures = {
         "start": part.start,
         "end": part.end,
@@ -123,7 +123,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 def _call(call: Any) -> tuple[str, str]:
-    """A tool call's name, and its arguments as text."""
+    """Returns a tool call's name, and the arguments as text."""
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         rest = call.get("arguments", {k: v for k, v in call.items() if k != "name"})
         return call["name"], rest if isinstance(rest, str) else json.dumps(rest, ensure_ascii=False)
@@ -131,8 +131,8 @@ def _call(call: Any) -> tuple[str, str]:
 
 
 def _tokens(record: Record, t: Tokens, decoder: Decoder | None, pieces: Pieces) -> dict[str, Any]:
-    """What the token view shows: places in the table, stretches, and the policy's log-probs in -1e-3 nats; 0
-    for a token that no engine drew."""
+    """Returns the data of the token view: rows in the table, stretches, and the policy's log-probs in -1e-3 nats; 0 for
+    a token not sampled by an engine."""
     ids = t.ids.tolist()
     texts: Sequence[str | None] = decoder.texts(ids) if decoder else [None] * len(ids)
     logprobs = np.nan_to_num(t.logprobs[t.mask == 1], nan=0.0, neginf=-99.0)
@@ -144,7 +144,7 @@ def _tokens(record: Record, t: Tokens, decoder: Decoder | None, pieces: Pieces) 
 
 
 def _stretches(record: Record, t: Tokens) -> list[tuple[str, int, int]]:
-    """(kind, start, end) of all parts that have tokens; by the mask where the file has no steps."""
+    """Returns (kind, start, end) of all parts with tokens; derived from the mask if the file contains no steps."""
     stored = [(p.kind, p.start, p.end) for p in record.parts if p.start is not None and p.end is not None]
     if stored:
         return [(kind, start, end) for kind, start, end in stored if start < end]
@@ -154,7 +154,7 @@ def _stretches(record: Record, t: Tokens) -> list[tuple[str, int, int]]:
 
 
 def _snippet(record: Record) -> str:
-    """The first words of the first response; of the first message where there is none."""
+    """Returns the first words of the first response, or of the first message if there is no response."""
     parts = [part for part in record.parts if part.by_policy] or record.parts
     text = parts[0].messages[0]["content"] if parts and parts[0].messages else ""
     return " ".join(text[: 4 * SNIPPET].split())[:SNIPPET]
@@ -169,7 +169,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values as text; JSON where a value is not text, over several lines where it is long."""
+    """Returns names and values as text. Values other than text become JSON, indented if long."""
     pairs = []
     for name, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

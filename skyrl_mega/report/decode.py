@@ -1,7 +1,7 @@
-"""The text of tokens, for the view that shows them one by one.
+"""Text of single tokens, for the token view.
 
-Only `tokenizer.json` of the run's model is read, so that no model library has to be loaded. Without it tokens are shown
-by their numbers.
+Only `tokenizer.json` of the run's model is read, so no model library is loaded. Without the file, tokens are shown as
+numbers.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are not yet a character."""
+"""Output of a decoder for bytes of an incomplete character."""
 LONGEST = 8
-"""Tokens that may share one character, or a few."""
+"""Most tokens decoded together to complete a character."""
 
 
 FIX = "bring back the file that the run had, or move it away: tokens are then shown by their numbers"
 
 
 class Decoder:
-    """A tokenizer's texts of single tokens.
+    """A decoder from tokens to the text of each token.
 
     Args:
-        tokenizer: From `tokenizer.json`.
+        tokenizer: The tokenizer of `tokenizer.json`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Some decoders drop a space at the start of a text; after a letter it stays.
+        # Some decoders drop a leading space, but not after a letter.
         letter = tokenizer.encode("a", add_special_tokens=False).ids
         self._before = letter[-1:] if tokenizer.decode(letter[-1:], skip_special_tokens=False) == "a" else []
         self._one = cache(self._text)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """One text a token; together they are the text of all. Where several tokens make up one character, the first
-        has it and the others are empty."""
+        """Returns a text for each token; joined, the text of all tokens. If several tokens form a character, the first
+        token gets the character and the others are empty."""
         texts, i = [], 0
         while i < len(ids):
             taken = 1
@@ -51,7 +51,7 @@ class Decoder:
             while REPLACEMENT in text and taken < min(LONGEST, len(ids) - i):
                 taken += 1
                 text = self._text(tuple(ids[i : i + taken]))
-            if REPLACEMENT in text:  # not the bytes of a character at all
+            if REPLACEMENT in text:  # the bytes never form a character
                 taken, text = 1, self._one((ids[i],))
             texts += [text, *[""] * (taken - 1)]
             i += taken
@@ -63,10 +63,10 @@ class Decoder:
 
 
 def decoder_of(run: Path) -> Decoder | None:
-    """The decoder of a run's model; None where the run's folder names none that is there.
+    """Returns the decoder of a run's model, or None if the run's folder names no model or the model is absent.
 
-    A relative `model.path` was relative to where the run was started: it is looked for from here, then from each folder
-    above the run's.
+    A relative `model.path` was relative to the directory in which the run was started: the current directory is
+    searched first, then each parent of the run's folder.
     """
     config = run / "config.yaml"
     if not config.is_file():
@@ -77,7 +77,7 @@ def decoder_of(run: Path) -> Decoder | None:
         raise UserError(f"{config}: it is not YAML: {' '.join(str(error).split())}; {FIX}") from error
     try:
         model = OmegaConf.select(OmegaConf.create(tree), "model.path") if isinstance(tree, dict) else None
-    except OmegaConfBaseException:  # it names a variable that is not set here
+    except OmegaConfBaseException:  # the value refers to an unset variable
         return None
     if not isinstance(model, str) or not model or "\0" in model:
         return None

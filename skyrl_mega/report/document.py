@@ -1,8 +1,8 @@
-"""One self-contained HTML page: its style and program inline, its data packed, nothing loaded from anywhere.
+"""Self-contained HTML pages: style and program inline, data packed, nothing loaded from outside.
 
-What a policy wrote is untrusted. It enters a page either escaped or inside a packed block (base64 has no sign that HTML
-knows), and the page's program only ever sets text. A content security policy names the page's own style and program by
-their hash; nothing else runs, and nothing is sent.
+The policy's texts are untrusted. They enter a page either escaped or inside a packed block (base64 contains no HTML
+character), and the page's program only ever sets text. A content security policy names the page's own style and program
+by hash; nothing else runs, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PAGE = """<!DOCTYPE html>
 def document(
     title: str, body: str, *, styles: Sequence[str], programs: Sequence[str], blocks: Mapping[str, Any] | None = None
 ) -> str:
-    """The page.
+    """Returns the HTML page.
 
     Args:
         title: Plain text.
-        body: HTML, with everything that comes from outside escaped.
-        styles: Files of `assets/`, behind `common.css`.
-        programs: Files of `assets/`, behind `common.js`.
-        blocks: Values for the page's program, by name: it unpacks them when it needs them.
+        body: HTML, with all outside text escaped.
+        styles: Files of `assets/`, added after `common.css`.
+        programs: Files of `assets/`, added after `common.js`.
+        blocks: Name → value for the page's program, unpacked on demand.
     """
     style = "".join(map(_asset, ("common.css", *styles)))
     program = "".join(map(_asset, ("common.js", *programs)))
@@ -66,10 +66,10 @@ def document(
 
 
 def save(file: Path, page: str) -> None:
-    """Writes a page, which appears whole or not at all.
+    """Writes a page atomically.
 
     Raises:
-        UserError: There is no such folder, or it may not be written to; or the file is no page of `document`.
+        UserError: The folder is absent or not writable, or the existing file is not a page of `document`.
     """
     try:
         with whole_file(file, f"--html {file}", _is_page) as partial:
@@ -87,9 +87,9 @@ def _is_page(file: Path) -> bool:
 
 
 def pack(value: Any) -> str:
-    """JSON, compressed, in base64."""
+    """Returns the value as compressed JSON in base64."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # A lone surrogate cannot be written as UTF-8; a "?" stands for it.
+    # A lone surrogate cannot be written as UTF-8 and becomes "?".
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 
 

@@ -1,4 +1,4 @@
-"""What the dry run expected of a run beside what the run measured."""
+"""Comparison of the dry run's estimate with the run's measurements."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from skyrl_mega.report.run_data import RunData
 from skyrl_mega.telemetry.table import number
 
 FILE = "estimate.json"
-"""In a run's folder: metric → the value that the dry run expects."""
+"""Name of the file in a run's folder: metric → value expected by the dry run."""
 FIRST = 2
-"""Steps from this one on are compared: the first compiles, and asks for its memory."""
+"""First step compared with the estimate: step 1 includes compilation and memory allocation."""
 TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/residency", "time/step")
 ALONE = ("memory/", "perf/")
-"""How metrics begin that are shown even where nothing was expected of them."""
+"""Prefixes of metrics shown even without an estimate."""
 
 
 def read(folder: Path) -> dict[str, float]:
-    """A run's estimate; empty where there is none, as of a run before there were any.
+    """Returns a run's estimate, or an empty mapping for a run without a file, such as an older run.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The file cannot be read.
     """
     file = folder / FILE
     if not file.is_file():
@@ -35,7 +35,8 @@ def read(folder: Path) -> dict[str, float]:
 
 
 def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:
-    """(metric, estimated, measured), seconds first; None where there is none. Measured is the median of the steps."""
+    """Yields (metric, estimated, measured), times first. The measured value is the median over the steps; an absent
+    value is None."""
     others = sorted({n for n in [*run.names, *expected] if n.startswith(ALONE)})
     for name in (*TIMES, *others):
         values = [(x, y) for x, y in zip(*run.series(name), strict=True) if y is not None]
@@ -45,8 +46,8 @@ def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, flo
 
 
 def table(run: RunData, name: str = "") -> str:
-    """The HTML of a run's comparison; empty for a run without an estimate. `name`: of the run, where there are
-    several."""
+    """Returns the HTML of a run's comparison, or an empty text without an estimate. `name` identifies the run on a page
+    of several."""
     expected = read(run.folder)
     if not expected or not run.rows:
         return ""

@@ -1,7 +1,8 @@
-"""Steps as a picture: a line for the driver's phases, one for the policy's ranks, for each engine, for environments.
+"""Timelines of steps as an SVG picture, with rows for the driver's phases, the policy's ranks, the engines and the
+environments.
 
-Steps stand one after another without the gaps that a resume leaves between them. Colours are classes of the page's
-style; a phase has the colour that it has in the plot of times.
+Steps follow each other without the gaps left by a resume. Colours are classes of the page's style; a phase has the same
+colour as in the plot of times.
 """
 
 from __future__ import annotations
@@ -23,49 +24,50 @@ from skyrl_mega.telemetry.trace import Span
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1200, 104, 12, 20, 24
 ROWS = 16
-"""Lines of engines at most: more engines than that share them."""
+"""Most rows of engines; a larger number of engines shares rows."""
 COLUMNS = 360
-"""Of a line of engines or environments."""
+"""Columns of a row of engines or environments."""
 GAP = 4
-"""Between two lines."""
+"""Space between two rows."""
 LETTER = 6.4
-"""Of a label at most. Where two have no room, one is left out: of weights before one of a step."""
+"""Widest letter of a label. If two labels overlap, a label of a weight version is left out first, then a label of a
+step."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A step, and where it stands."""
+    """A step with a position in the picture."""
 
     step: StepTimeline
     before: float
-    """Seconds of the steps before it."""
+    """Seconds shown of all earlier steps."""
 
     @property
     def seconds(self) -> float:
-        """That are shown of it."""
+        """Seconds shown of this step."""
         return self.step.end - self.step.shown
 
     def at(self, time: float) -> float:
-        """Seconds from the picture's left end."""
+        """Returns the seconds from the picture's left end to a point in time."""
         return self.before + min(max(time - self.step.shown, 0.0), self.seconds)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the picture."""
+    """A row of the picture."""
 
     name: str
     height: float
     draw: Callable[[float], Iterator[str]]
-    """From its top to its parts."""
+    """Draws the row's content from the row's top position."""
 
 
 def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
-    """The SVG.
+    """Returns the SVG of the steps.
 
     Args:
-        steps: At least one, in order.
-        colours: Phase → number of its colour.
+        steps: Steps in order; not empty.
+        colours: Phase → number of the colour.
     """
     before = accumulate((step.end - step.shown for step in steps[:-1]), initial=0.0)
     canvas = Canvas([Placed(step, at) for step, at in zip(steps, before, strict=True)], colours)
@@ -81,7 +83,7 @@ def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
 
 
 class Canvas:
-    """Where everything stands."""
+    """Positions and drawing of all elements of the picture."""
 
     def __init__(self, placed: Sequence[Placed], colours: Mapping[str, int]) -> None:
         self.placed, self.colours = placed, colours
@@ -89,11 +91,11 @@ class Canvas:
         self.right = WIDTH - RIGHT
 
     def x(self, seconds: float) -> float:
-        """From seconds to a place."""
+        """Returns the horizontal position of a time in seconds."""
         return LEFT + seconds / self.seconds * (self.right - LEFT)
 
     def rows(self) -> list[Row]:
-        """All lines, from top to bottom."""
+        """Returns all rows from top to bottom."""
         phases = {span.name for p in self.placed for span in p.step.phases}
         rows = [Row("driver", 20, lambda top: self._phases(top, 20)), self._ranks("policy", POLICY)]
         if phases & set(CRITIC):
@@ -101,7 +103,7 @@ class Canvas:
         return [*rows, *self._engines(), self._environments()]
 
     def marks(self, bottom: float) -> Iterator[str]:
-        """Where steps begin, from when on engines had which weights, and the axis."""
+        """Yields the marks of steps and weight versions, and the time axis."""
         begun, synced = list[tuple[float, str]](), list[tuple[float, str]]()
         for p in self.placed:
             begin = self.x(p.at(p.step.start))
@@ -159,13 +161,13 @@ class Canvas:
         return Row("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
 
     def _sampled(self, p: Placed, counted: Counted) -> tuple[Floats, Floats]:
-        """Mean counts and busy shares in even columns."""
+        """Returns mean counts and busy shares in equal columns."""
         columns = max(2, round(COLUMNS * p.seconds / self.seconds))
         even = counted.at(np.linspace(p.step.shown, p.step.end, columns + 1))
         return even.counts, even.shares
 
     def _area(self, style: str, parts: Sequence[Floats], most: float, top: float, height: float) -> str:
-        """Columns of every step, as one outline; what is more than nothing is at least visible."""
+        """Returns columns of all steps as a single outline. Every value above zero is visible."""
         base = top + height
         path, y = f"M{LEFT},{base:g}", f"{base:g}"
         for p, values in zip(self.placed, parts, strict=True):
@@ -186,7 +188,7 @@ def _box(style: str, left: float, right: float, top: float, height: float, insid
 
 
 def _mean(step: StepTimeline, group: range) -> Counted:
-    """Of the engines of a group, on average."""
+    """Returns the average counts of a group of engines."""
     own = [step.engines[engine] for engine in group if engine < len(step.engines)]
     if not own:
         return Counted.none(step.shown, step.end)

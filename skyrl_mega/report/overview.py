@@ -1,4 +1,4 @@
-"""The page of a run, or of several: what it learned, where the time went, how it was set, and where everything is."""
+"""The page of a run or of several runs: learning curves, times, settings and locations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.table import duration, number
 
 FILE = "report.html"
-"""In a run's folder."""
+"""Name of the page in a run's folder."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot: the metrics it shows (`*` stands for anything), as lines."""
+    """A plot with a line for each metric; `*` in a metric matches any text without `/`."""
 
     title: str
     metrics: tuple[str, ...]
@@ -100,14 +100,14 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
     ),
 )
 PHASES = ("generate", "logprobs", "train", "sync", "eval", "checkpoint", "other")
-"""Of a step's time, from the bottom of the stack; others that a run has follow."""
+"""Phases of a step's time, from the bottom of the stack; further phases of a run follow."""
 
 
 def write(folders: Sequence[Path], file: Path | None = None) -> Path:
-    """Writes the page of one run or several, and returns where it is: `report.html` of the first without a `file`.
+    """Writes the page of one or more runs and returns the path, by default `report.html` in the first folder.
 
     Raises:
-        UserError: A folder is no run's, or the file cannot be written.
+        UserError: A folder does not belong to a run, or the file cannot be written.
     """
     runs = [read(folder) for folder in folders]
     file = file or folders[0] / FILE
@@ -116,10 +116,10 @@ def write(folders: Sequence[Path], file: Path | None = None) -> Path:
 
 
 def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> Path:
-    """Writes a page of the picture of some steps alone, and returns where it is.
+    """Writes a page with only the picture of some steps, and returns the path.
 
     Raises:
-        UserError: The folder is no run's, or the file cannot be written.
+        UserError: The folder does not belong to a run, or the file cannot be written.
     """
     run = read(folder)
     [name] = _names([run])
@@ -129,7 +129,7 @@ def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> P
 
 
 def at_the_end(folder: Path, say: Callable[[str], None]) -> None:
-    """Writes a run's page when it ends. Whatever is wrong with a page is said; a run is not lost over it."""
+    """Writes the page of a run at the end of the run. An error is only reported: a page must not make a run fail."""
     try:
         write([folder])
     except Exception as error:
@@ -137,7 +137,7 @@ def at_the_end(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The HTML."""
+    """Returns the HTML page of the runs."""
     names = _names(runs)
     points: dict[str, Any] = {}
     body = [f"<header><h1>{escape(' · '.join(names))}</h1></header>"]
@@ -163,7 +163,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """The folders' names, or their paths where two are the same."""
+    """Returns the folders' names, or full paths if two names are equal."""
     names = [hidden(run.name) for run in runs]
     return names if len(set(names)) == len(names) else [hidden(str(run.folder)) for run in runs]
 
@@ -176,7 +176,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: dict[str, Any]) -> str:
-    """One plot with its title, its legend and its last values; empty where no run has its metrics."""
+    """Returns a plot with title, legend and last values, or an empty text if no run contains the metrics."""
     several = len(runs) > 1
     lines, labels = [], []
     metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, plot.metrics)))
@@ -198,7 +198,7 @@ def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: d
 
 
 def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
-    """Seconds of each phase of a step, stacked."""
+    """Returns a stacked plot of the seconds of each phase of a step."""
     phases = _phases(run)
     rows = [row for row in run.rows if "time/step" in row]
     if not rows or not phases:
@@ -216,7 +216,7 @@ def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
 
 
 def _phases(run: RunData) -> list[str]:
-    """Those that a run's steps have, each with its own colour by its place."""
+    """Returns the phases of a run's steps; the position selects the colour."""
     found = [
         m.removeprefix("time/") for m in run.names if m.startswith("time/") and m.count("/") == 1 and m != "time/step"
     ]
@@ -224,7 +224,7 @@ def _phases(run: RunData) -> list[str]:
 
 
 def _who(run: RunData, name: str) -> str:
-    """Who did what when in the newest steps; empty for a run without timelines."""
+    """Returns the timeline picture of the newest steps, or an empty text without timelines."""
     steps = timeline.read(run.folder, last=run.steps)
     if not steps:
         return ""
@@ -237,7 +237,7 @@ def _who(run: RunData, name: str) -> str:
 
 
 def drawn(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str:
-    """The picture of some steps in its frame; phases have the colours of their places."""
+    """Returns the picture of some steps with title and legend. A phase's position in `phases` selects the colour."""
     own = list(dict.fromkeys(span.name for step in steps for span in step.phases))
     ordered = [*(p for p in phases if p in own), *(p for p in own if p not in phases)]
     places = [*phases, *(p for p in own if p not in phases)]
@@ -262,7 +262,7 @@ def _card(
     series: Sequence[plots.Series],
     points: dict[str, Any],
 ) -> str:
-    """A plot in its frame. Its points go to the page's program, which tells them at the mouse."""
+    """Returns a plot with title and legend. The points are passed to the page's program, for display at the mouse."""
     key = f"plot-{len(points)}"
     points[key] = {
         "low": drawing.low,
@@ -278,7 +278,7 @@ def _card(
 
 
 def _tiles(run: RunData) -> str:
-    """The figures that somebody looks for first."""
+    """Returns the most important figures of a run."""
     of = f" of {run.planned}" if run.planned else ""
     tiles = [("steps", f"{run.steps}{of}", "")]
     for metric in _matching(run, ("reward/mean", "eval/*/mean")):
@@ -304,7 +304,7 @@ def _tiles(run: RunData) -> str:
 
 
 def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """First → last of what matters, a row for each run."""
+    """Returns a table with a row for each run: first and last value of the main metrics."""
     metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, ("reward/mean", "eval/*/mean"))))
     titles = ["run", "steps", *metrics, "seconds a step", "tokens per second", "state"]
     rows = []
@@ -324,7 +324,7 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def _fault(run: RunData, name: str, several: bool) -> str:
-    """The fault that ended a run stands above all else; one that it has gone on from is only told."""
+    """Returns the last error of a run, the recovered failures and the health findings; empty without any."""
     parts = []
     if fault := run.fault:
         when = f" at {escape(fault.when)}" if fault.when else ""
@@ -351,14 +351,15 @@ def _fault(run: RunData, name: str, several: bool) -> str:
 
 
 def _when(steps: Sequence[int]) -> str:
-    """The steps in which something was so."""
+    """Returns a text for the steps of a finding."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Settings that are not the defaults; with several runs, those in which they differ come first."""
+    """Returns a table of settings with other values than the defaults. For several runs, differing settings come
+    first."""
     known = keys()
     changed = sorted(
         {key for run in runs for key in run.changed}, key=lambda k: (list(known).index(k) if k in known else 1e9, k)
@@ -384,7 +385,7 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def _places(run: RunData, name: str) -> str:
-    """Where everything is, and the command for the trajectories."""
+    """Returns a table of the run's files and checkpoints, and the command for viewing trajectories."""
     rows = [(what, hidden(str(place)), "") for what, place in run.places if what != "report"]
     rows += [("checkpoint", hidden(str(folder)), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
     cells = "".join(
@@ -400,7 +401,7 @@ def _places(run: RunData, name: str) -> str:
 
 
 def _matching(run: RunData, patterns: Sequence[str]) -> list[str]:
-    """A run's metrics that the patterns name; `*` does not stand for a `/`."""
+    """Returns the metrics of a run matching the patterns; `*` does not match `/`."""
     return [
         name
         for pattern in patterns

@@ -1,6 +1,6 @@
-"""Plots as inline SVG: lines over steps, and times stacked.
+"""Plots as inline SVG: lines over steps, and stacked times.
 
-Colours are classes (`s0`, `s1`, …) of the page's style, so that a plot is right in the light and in the dark.
+Colours are classes (`s0`, `s1`, …) of the page's style, so a plot fits both the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 
 WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
-"""Margins round the plotted area, in which the ticks' labels stand."""
+"""Margins around the plotted area, with room for tick labels."""
 COLOURS = 8
 MOST = 300
-"""Points of a line at most: longer ones are drawn as the means of neighbours."""
+"""Most points of a line; a longer line is drawn as means of neighbouring points."""
 NOISY = 80
-"""From so many points on, a line is drawn faintly and the means of each point's neighbours over it."""
+"""Number of points from which a line is drawn faintly under a smoothed line."""
 TINY = 1e-100
-"""What is less is 0."""
+"""Smallest value distinguished from 0."""
 BARS = 90
-"""Bars of a stack at most, likewise."""
+"""Most bars of a stack; more bars become means of neighbours."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: equally long steps and values. A value None leaves a gap."""
+    """A line: steps and values of the same length. A value None leaves a gap."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     colour: int = 0
     dash: int = 0
-    """0 is a whole line, 1 has dashes, 2 dots."""
+    """Line style: 0 solid, 1 dashed, 2 dotted."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG, and the steps at the left and the right end of its plotted area."""
+    """An SVG, with the steps at the left and right end of the plotted area."""
 
     svg: str
     low: float = 0.0
@@ -49,7 +49,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to places, linear or by decades."""
+    """A linear or logarithmic map from values to positions."""
 
     low: float
     high: float
@@ -58,7 +58,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value stands."""
+        """Returns the position of a value."""
         low, high, v = (
             (math.log10(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -66,7 +66,7 @@ class Axis:
 
 
 def lines(series: Sequence[Series], log: bool = False) -> Drawing:
-    """Lines over steps. With `log`, decades; values that are not above 0 leave gaps then."""
+    """Draws lines over steps. With `log`, the axis is logarithmic, and values not above 0 leave gaps."""
     drawn = [_thin(s) for s in series]
     usable = [y for s in drawn for y in s.ys if _usable(y, log)]
     xs = [x for s in drawn for x in s.xs]
@@ -93,12 +93,12 @@ def lines(series: Sequence[Series], log: bool = False) -> Drawing:
 
 
 def stacked(names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]]) -> Drawing:
-    """Bars over steps, one layer on another.
+    """Draws bars over steps, with layers stacked.
 
     Args:
-        names: Of the layers.
+        names: Names of the layers.
         xs: Steps.
-        layers: One value a step for each name, none below 0.
+        layers: For each name a value per step, at least 0.
     """
     if not xs:
         return Drawing(_svg([]))
@@ -125,7 +125,7 @@ def stacked(names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers within [low, high], `most` at most."""
+    """Returns at most `most` round numbers within [low, high]."""
     span = high - low
     if span <= 0:
         return [low]
@@ -138,7 +138,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def short(value: float, step: float) -> str:
-    """A tick's label with the digits that tell it from one `step` away: 1200 → 1.2k, 0.00003 → 3e-5."""
+    """Returns a tick's label, with enough digits to differ from a neighbour at distance `step`: 1200 → 1.2k, 0.00003 →
+    3e-5."""
     if abs(value) < step / 1e6:
         return "0"
     if max(abs(value), step) < 1e-3 or abs(value) >= 1e15:
@@ -158,14 +159,14 @@ def _line(style: str, across: Axis, up: Axis, run: Sequence[tuple[float, float]]
 
 
 def _smooth(run: Sequence[tuple[float, float]], reach: int) -> list[tuple[float, float]]:
-    """Each value as the mean of those up to `reach` places away; there are fewer at the ends."""
+    """Returns each value averaged with neighbours up to `reach` points away; fewer at the ends."""
     ys = [y for _, y in run]
     near = [ys[max(0, i - reach) : i + reach + 1] for i in range(len(ys))]
     return [(x, sum(part) / len(part)) for (x, _), part in zip(run, near, strict=True)]
 
 
 def _thin(series: Series) -> Series:
-    """Means of neighbours where there are too many points; a gap counts for nothing."""
+    """Averages neighbouring points of a line with too many points; gaps are ignored."""
     size = math.ceil(len(series.xs) / MOST)
     if size <= 1:
         return series
@@ -183,7 +184,7 @@ def _usable(y: float | None, log: bool) -> bool:
 
 
 def _unbroken(series: Series, log: bool) -> list[list[tuple[float, float]]]:
-    """The points, cut at gaps."""
+    """Returns the points, split at gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
         if y is not None and _usable(y, log):
@@ -194,14 +195,14 @@ def _unbroken(series: Series, log: bool) -> list[list[tuple[float, float]]]:
 
 
 def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Of the axis: a little more than the values need."""
+    """Returns the bounds of an axis, with a small margin around the values."""
     if log:
         low, high = 10.0 ** math.floor(math.log10(low) + 1e-9), 10.0 ** math.ceil(math.log10(high) - 1e-9)
         return (low, high) if low < high else (low, 10 * low)
-    if high - low <= max(1e-6 * abs(high), TINY):  # the same but for rounding
+    if high - low <= max(1e-6 * abs(high), TINY):  # equal up to rounding
         return (low - 0.1 * abs(low), high + 0.1 * abs(high)) if abs(high) > TINY else (0.0, 1.0)
     room = 0.06 * (high - low)
-    # Zero is a floor that values rest on; nothing is drawn below it unless something is there.
+    # No margin below zero: zero is a floor unless there are negative values.
     return (0.0 if low == 0 else low - room), high + room
 
 

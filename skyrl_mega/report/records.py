@@ -1,6 +1,6 @@
-"""Trajectories as the report reads them: found, filtered and sorted, without their tokens until somebody looks.
+"""Trajectories as read by the report: found, filtered and sorted, without tokens.
 
-A file holds more tokens than anything else. They are read only for what is shown (`tokens_of`).
+Tokens are the largest part of a file. They are read only for trajectories on display (`tokens_of`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from skyrl_mega.telemetry.run_dir import by_step
 
 @dataclass(frozen=True)
 class Part:
-    """A prompt, a response of the policy or an observation: `rollout.trajectory.Step`, as far as the file has it."""
+    """A prompt, a response of the policy or an observation: the fields of `rollout.trajectory.Step` present in the
+    file."""
 
     kind: str
     messages: list[dict[str, Any]]
     start: int | None = None
-    """Its first token's position; None where the file does not say."""
+    """Position of the first token; None if the file does not contain the position."""
     end: int | None = None
     at_s: float | None = None
     generate_s: float | None = None
@@ -40,21 +41,21 @@ class Part:
 
     @property
     def by_policy(self) -> bool:
-        """Whether the policy wrote it."""
+        """True if the policy wrote this part."""
         return self.kind == "response"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A trajectory without its tokens, and where it stands. The fields that a trajectory has too mean the same."""
+    """A trajectory without tokens, and the position in the file. Fields shared with `Trajectory` mean the same."""
 
     run: str
-    """The name of the run's folder, or of the file's."""
+    """Name of the run's folder, or of the file."""
     step: int | None
-    """From the file's name; None where it has none."""
+    """The step in the file's name, or None."""
     file: Path
     row: int
-    """In the file."""
+    """Row number in the file."""
     uid: int
     sample: int
     status: str
@@ -65,32 +66,32 @@ class Record:
     env_class: str
     messages: list[dict[str, Any]]
     versions: list[tuple[int, int]]
-    """(weight version, position from where on the policy's tokens are drawn with it), in order."""
+    """(weight version, first position sampled from this version), in order."""
     metadata: dict[str, Any]
     seconds: dict[str, float]
     extras: dict[str, Any]
-    """The prompt's: ground truth, where it comes from."""
+    """Extra fields of the prompt, such as ground truth and source."""
     parts: list[Part]
-    """What happened, in order; their messages follow one another."""
+    """Parts in chronological order, with consecutive messages."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a budget ended it."""
+        """True if a limit ended the trajectory."""
         return self.status.startswith("truncated")
 
     @property
     def weights(self) -> str:
-        """The weight versions that its tokens were drawn with, such as `3` or `3, 4`."""
+        """Weight versions of the tokens, such as `3` or `3, 4`."""
         return ", ".join(dict.fromkeys(str(version) for version, _ in self.versions)) or "–"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A trajectory's tokens, aligned by position."""
+    """A trajectory's tokens and their values, aligned by position."""
 
     ids: np.ndarray
     mask: np.ndarray
-    """1 where the policy wrote the token."""
+    """1 for tokens of the policy, else 0."""
     logprobs: np.ndarray
 
     @cached_property
@@ -102,17 +103,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Query:
-    """Which trajectories somebody wants to see."""
+    """A filter for trajectories."""
 
     steps: tuple[float, float] | None = None
     statuses: frozenset[str] = frozenset()
-    """Empty takes all."""
+    """Wanted statuses; empty accepts all."""
     reward: tuple[float, float] | None = None
     text: str = ""
-    """In any message or in what the environment said of it, in any case."""
+    """Text in any message or in the environment's metadata, case-insensitive."""
 
     def takes(self, record: Record) -> bool:
-        """Whether a trajectory is wanted."""
+        """Returns True if the trajectory matches the filter."""
         if self.statuses and record.status not in self.statuses:
             return False
         if self.reward and not self.reward[0] <= record.reward <= self.reward[1]:
@@ -120,7 +121,7 @@ class Query:
         return not self.text or self._found(record)
 
     def takes_step(self, step: int | None) -> bool:
-        """Whether the file of a step is wanted at all."""
+        """Returns True if the file of this step may contain matches."""
         return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
     def _found(self, record: Record) -> bool:
@@ -137,14 +138,15 @@ SORTS: dict[str, Callable[[Record], Any]] = {
     "seconds": lambda r: sum(r.seconds.values()),
     "prompt": lambda r: (r.uid, r.step or 0, r.sample),
 }
-"""What trajectories can be sorted by; a `-` before it turns the order around."""
+"""Sort keys of trajectories; a leading `-` reverses the order."""
 
 
 def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Trajectory files with the name of their run, in order, of run folders, `trajectories/` folders and files.
+    """Returns (run name, file) for each trajectory file in the given run folders, `trajectories/` folders and files, in
+    order.
 
     Raises:
-        UserError: A path is absent, or holds no trajectories.
+        UserError: A path is absent or contains no trajectories.
     """
     found: list[tuple[str, Path]] = []
     for path in paths:
@@ -161,13 +163,13 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
             hint = "the run has written none yet, or has telemetry.trajectories_every=0"
             raise UserError(f"{path}: no trajectories/*.parquet there; {hint}")
         run = folder.absolute().parent.name if folder.name == "trajectories" else folder.absolute().name
-        sets = (folder / "evaluation.json").is_file()  # an evaluation: a file is a set
+        sets = (folder / "evaluation.json").is_file()  # an evaluation: a file per data set
         found += [(file.stem if sets else run, file) for file in files]
     return list(dict.fromkeys(found))
 
 
 def step_of(file: Path) -> int | None:
-    """The step that a file's name says; a set's name may end in a number too (`aime24`)."""
+    """Returns the step in a file's name, or None. The name of a data set may end with a number too (`aime24`)."""
     number = re.search(r"(?:^|step_?)(\d+)$", file.stem)
     return int(number[1]) if number else None
 
@@ -175,10 +177,10 @@ def step_of(file: Path) -> int | None:
 def load(
     files: Sequence[tuple[str, Path]], query: Query, progress: Callable[[int], None] = lambda _: None
 ) -> list[Record]:
-    """The wanted trajectories of all files, in their order there.
+    """Returns the matching trajectories of all files, in file order.
 
     Raises:
-        UserError: A file is not one of trajectories, or none is of a wanted step.
+        UserError: A file does not contain trajectories, or no file belongs to a wanted step.
     """
     wanted = [(run, file, step_of(file)) for run, file in files if query.takes_step(step_of(file))]
     if not wanted:
@@ -193,8 +195,8 @@ def load(
 
 
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
-    """The tokens of some trajectories, in their order, none for an evaluation's samples; each file is read once for
-    neighbours of the same file."""
+    """Yields the tokens of the trajectories in order, empty for samples of an evaluation. Consecutive records of a file
+    share a single read."""
     open_file, table = None, None
     for record in records:
         if record.file != open_file:
@@ -207,10 +209,10 @@ def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
 
 
 def statuses(words: Sequence[str]) -> frozenset[str]:
-    """Statuses that the words name; `truncated` is every status that begins so.
+    """Returns the statuses named by the words; `truncated` means all statuses with that prefix.
 
     Raises:
-        UserError: A word names none.
+        UserError: A word matches no status.
     """
     every = [status.value for status in Status]
     for word in words:
@@ -253,7 +255,8 @@ def _stored_parts(row: dict[str, Any]) -> list[Part]:
 
 
 def _guessed_parts(row: dict[str, Any]) -> list[Part]:
-    """Of a file without steps: the last assistants are the policy's, as many as there are turns."""
+    """Returns the parts for a file without steps: the last assistant messages belong to the policy, as many as there
+    are turns."""
     said = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
     turns = said[len(said) - min(row["turns"], len(said)) :]
     edges = [0, *(edge for turn in turns for edge in (turn, turn + 1)), len(row["messages"])]

@@ -1,5 +1,5 @@
-"""Rows of a trajectory file, or of an evaluation's samples: each column has its type and each text its form, or the
-file is refused."""
+"""Rows of a trajectory file or of an evaluation's samples. The types of all columns and the JSON texts are checked, and
+an invalid file is rejected."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status
 
 TOKENS = ("tokens", "mask", "logprobs")
-"""What is read only for trajectories that are shown."""
+"""Columns read only for trajectories on display."""
 UNREAD = ("columns",)
-"""What nobody reads here."""
+"""Columns never read by the report."""
 NEEDED = (
     *("uid", "sample", "status", "reward", "turns", "response_length", "env_class", "metadata", "messages"),
     *("versions", "prompt_length", "seconds", "extras", *TOKENS),
 )
-"""Columns without which a file is not one of trajectories."""
+"""Required columns of a trajectory file."""
 EVALUATED = {"response_length": "response_tokens", "prompt_length": "prompt_tokens"}
-"""Of an evaluation's samples, which have no tokens: what a column is called there."""
+"""Column → column name in an evaluation's samples, as these contain no tokens."""
 ABSENT_THERE = (*EVALUATED, "versions", *TOKENS)
-"""Columns that they need not have."""
+"""Optional columns of an evaluation's samples."""
 JSON = ("metadata", "seconds", "extras")
 """Columns of JSON objects."""
 _STATUSES = tuple(status.value for status in Status)
 LARGEST = 2**34
-"""Bytes of a file's columns, unpacked."""
+"""Most unpacked bytes of a file's columns."""
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """All rows without their tokens; JSON as what it says.
+    """Returns all rows without tokens; JSON columns are decoded.
 
     Raises:
-        UserError: The file is not one of trajectories.
+        UserError: The file does not contain trajectories.
     """
     try:
         rows = _table(file).to_pylist()
@@ -54,15 +54,15 @@ def read(file: Path) -> list[dict[str, Any]]:
             if any(message[key] is None for message in row["messages"] for key in ("role", "content")):
                 raise safe_read.Malformed(f"row {number}, messages: one has no role or no content")
         return rows
-    except (OSError, pa.ArrowException, ValueError, RecursionError) as error:  # ValueError: JSON's, and broken UTF-8
+    except (OSError, pa.ArrowException, ValueError, RecursionError) as error:  # ValueError: broken JSON or UTF-8
         raise _refusal(file, error) from error
 
 
 def tokens(file: Path) -> pa.Table | None:
-    """The tokens of all rows; None of an evaluation's samples, which have none.
+    """Returns the tokens of all rows, or None for samples of an evaluation.
 
     Raises:
-        UserError: The file is not one of trajectories.
+        UserError: The file does not contain trajectories.
     """
     try:
         safe_read.check_regular(file)
@@ -79,7 +79,7 @@ def tokens(file: Path) -> pa.Table | None:
 
 
 def _table(file: Path) -> pa.Table:
-    """All columns but the tokens, under the names and with the types that a run writes."""
+    """Returns all columns except tokens, with the names and types written by a run."""
     safe_read.check_regular(file)
     with pq.ParquetFile(file) as opened:
         names, about = opened.schema_arrow.names, opened.metadata

@@ -1,4 +1,4 @@
-"""A run's folder as its page reads it: rows of metrics, settings, checkpoints, and the fault that ended it."""
+"""A run's folder as read by the report: metrics, settings, checkpoints, and the fault of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skyrl_mega.telemetry.console import PLACES
 from skyrl_mega.telemetry.run_dir import checkpoints_in
 
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ")
-"""How an entry of `logs/run.log` begins; lines without it belong to the entry before."""
+"""Beginning of an entry in `logs/run.log`; a line without a time stamp continues the entry before."""
 
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -28,42 +28,42 @@ STEP = re.compile(r" *\d+  ")
 """A row of the table of steps."""
 SURVIVED = re.compile(r" is out of service: |^retriever: ended ")
 NOTICED = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
-"""What a run said of its own health: step, kind, evidence."""
+"""A health finding in the log: step, kind, evidence."""
 STUCK = ("health/stuck_steps", "health/stuck_groups")
-"""The one metric of its group that is no kind of finding."""
+"""Health metrics other than kinds of findings."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a run."""
+    """The error that ended a run."""
 
     when: str
-    """As the log has it; empty for a traceback, which has no time of its own."""
+    """Time in the log; empty for a traceback, which has no time stamp."""
     text: str
     last: bool
-    """Whether nothing came after it: the run has not gone on."""
+    """True if the run was not resumed afterwards."""
 
 
 @dataclass(frozen=True)
 class Noticed:
-    """One kind of thing that a run noticed about itself (docs/health.md)."""
+    """A kind of health finding of a run (docs/health.md)."""
 
     kind: str
     steps: list[int]
-    """In which it was so."""
+    """Steps with the finding."""
     text: str
-    """The evidence, as it was first told."""
+    """Evidence, as first reported."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run."""
+    """The data of a run."""
 
     folder: Path
     rows: list[dict[str, float | None]]
-    """Of metrics.jsonl, in order; the row of step 0 is the evaluation before the first step."""
+    """Rows of metrics.jsonl, in order; step 0 is the evaluation before the first step."""
     settings: dict[str, Any]
-    """Every key of config.yaml, dotted."""
+    """Dotted key → value for every entry of config.yaml."""
 
     @property
     def name(self) -> str:
@@ -72,38 +72,38 @@ class RunData:
 
     @cached_property
     def names(self) -> list[str]:
-        """Metrics that some row has, in the order in which they first come."""
+        """All metrics, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
     @property
     def steps(self) -> int:
-        """RL steps done."""
+        """Number of finished RL steps."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
     @property
     def planned(self) -> int | None:
-        """RL steps at most; None where only the prompts are a limit."""
+        """Most RL steps; None if only the prompts limit the run."""
         return self.settings.get("run.steps")
 
     def series(self, name: str) -> tuple[list[float], list[float | None]]:
-        """Steps and values of a metric, over the rows that have it; None where it was not finite."""
+        """Returns steps and values of a metric, for rows with the metric; None for a value that was not finite."""
         having = [row for row in self.rows if name in row]
         return [row["step"] or 0.0 for row in having], [row[name] for row in having]
 
     @cached_property
     def changed(self) -> dict[str, Any]:
-        """Settings that are not the defaults. Keys that this version does not know are among them."""
+        """Settings with other values than the defaults, including keys unknown to this version."""
         known = keys()
         return {key: value for key, value in self.settings.items() if key not in known or known[key].default != value}
 
     @property
     def places(self) -> list[tuple[str, Path]]:
-        """What the folder holds, by name."""
+        """Name and path of each file or folder in the run's folder."""
         return [(name, self.folder / file) for name, file in PLACES if (self.folder / file).exists()]
 
     @property
     def checkpoints(self) -> list[tuple[Path, int]]:
-        """Whole checkpoints and their bytes."""
+        """Complete checkpoints and sizes in bytes."""
         return [
             (folder, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
             for folder in checkpoints_in(self.folder / "checkpoints").values()
@@ -112,7 +112,7 @@ class RunData:
 
     @cached_property
     def log(self) -> list[tuple[str, str]]:
-        """Time and text of each entry of `logs/run.log`; a traceback has no time of its own."""
+        """Time and text of each entry of `logs/run.log`; a traceback has no time stamp."""
         file = self.folder / "logs" / "run.log"
         if not file.is_file():
             return []
@@ -120,7 +120,7 @@ class RunData:
 
     @property
     def fault(self) -> Fault | None:
-        """The last fault that ended the run."""
+        """The last error that ended the run, or None."""
         found = [i for i, (_, text) in enumerate(self.log) if text.startswith(("fault:", TRACEBACK))]
         if not found:
             return None
@@ -130,7 +130,7 @@ class RunData:
 
     @cached_property
     def noticed(self) -> list[Noticed]:
-        """What the run noticed, by the first step in which it did."""
+        """Health findings, ordered by first step."""
         told: dict[str, tuple[int, str]] = {}
         for _, text in self.log:
             if found := NOTICED.match(text):
@@ -148,15 +148,15 @@ class RunData:
 
     @property
     def survived(self) -> list[tuple[str, str]]:
-        """What failed on the way and was made good: engines, the retrieval service."""
+        """Failures from which the run recovered: engines, the retrieval service."""
         return [entry for entry in self.log if SURVIVED.search(entry[1])]
 
 
 def read(folder: Path) -> RunData:
-    """A run's folder.
+    """Reads a run's folder.
 
     Raises:
-        UserError: It is none.
+        UserError: The folder does not belong to a run.
     """
     if not (folder / "config.yaml").is_file():
         what = "no config.yaml there" if folder.is_dir() else "no such folder"
@@ -172,7 +172,7 @@ def read(folder: Path) -> RunData:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a mapping that is one setting (`rollout.options`) stays whole."""
+    """Yields dotted keys and values. A mapping used as a single setting (`rollout.options`) stays whole."""
     known = keys()
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -183,7 +183,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(log: str) -> Iterator[tuple[str, str]]:
-    """Time and text of each entry; a traceback is an entry without time."""
+    """Yields time and text of each entry; a traceback is an entry without time."""
     when, lines = "", list[str]()
     for line in log.splitlines():
         stamp = STAMP.match(line)

@@ -1,4 +1,4 @@
-"""From what somebody asked for to text or a page of trajectories."""
+"""The `trajectories` report: selection of trajectories, and output as text or as a page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.console import Console as Progress
 
 TEXT_LIMIT = 20
-"""Trajectories that are printed without --limit."""
+"""Trajectories printed without --limit."""
 PLAIN_WIDTH = 100
-"""Columns where there is no terminal that says its own."""
+"""Columns of output outside a terminal."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where to look, for what, and in which order."""
+    """Files to search, filter, order and limit of the wanted trajectories."""
 
     paths: Sequence[Path]
     query: Query
@@ -35,7 +35,7 @@ class Wanted:
 
 
 def as_text(wanted: Wanted, brief: bool) -> None:
-    """Prints trajectories to standard output, and how many there are."""
+    """Prints trajectories and a summary to standard output."""
     found = _found(wanted)
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -53,7 +53,7 @@ def as_text(wanted: Wanted, brief: bool) -> None:
 
 
 def as_page(wanted: Wanted, file: Path) -> None:
-    """Writes the page, and says where it is."""
+    """Writes the page and prints a summary with the location."""
     from skyrl_mega.report.browse import page
 
     found = _found(wanted)[: wanted.limit]
@@ -63,7 +63,8 @@ def as_page(wanted: Wanted, file: Path) -> None:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How many there are, how they ended, and their mean reward. ReMax's greedy answers are counted apart."""
+    """Returns the number of trajectories, the statuses and the mean reward. ReMax's greedy answers are counted
+    separately."""
     drawn = [r for r in records if r.sample != GREEDY]
     greedy = [r for r in records if r.sample == GREEDY]
     told = [_told(of, kind) for of, kind in ((drawn, "trajectories"), (greedy, "greedy answers")) if of]
@@ -85,7 +86,7 @@ def _found(wanted: Wanted) -> list[Record]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A line that moves, on a terminal; elsewhere nothing, so that an error is the only line."""
+    """Shows a progress line on a terminal, and nothing elsewhere, so that an error is the only line there."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -1,7 +1,7 @@
-"""Trajectories as text: a line of figures, then who said what.
+"""Trajectories as text: a line of figures, then the conversation.
 
-The policy's turns stand behind a thick bar, everything else behind a thin one: they are told apart without colour too,
-which there is only on a terminal.
+The policy's turns have a thick bar on the left, other messages a thin bar, so that the difference is visible without
+colour. Colours appear only on a terminal.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.table import duration
 
 WIDEST = 120
-"""Columns of a line at most; longer ones tire the eye."""
+"""Most columns of a line, for comfortable reading."""
 MARGIN = 10
-"""Columns of who speaks."""
+"""Columns for the speaker's name."""
 ROLES = {"system": "magenta", "user": "blue", "tool": "yellow"}
 POLICY, JUDGED = "green", "bright_black"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a trajectory's line."""
+    """A figure in a trajectory's line."""
 
     title: str
     show: Callable[[Record], str]
@@ -52,11 +52,11 @@ COLUMNS = (
 
 
 class View:
-    """Prints trajectories whose columns line up.
+    """A printer of trajectories with aligned columns.
 
     Args:
-        console: Where to.
-        records: All that will be printed: they give the columns their widths.
+        console: The output.
+        records: All trajectories to print; these determine the column widths.
     """
 
     def __init__(self, console: Console, records: Sequence[Record]) -> None:
@@ -67,11 +67,11 @@ class View:
         self._widths = [max([len(column.title), *(len(column.show(r)) for r in records)]) for column in self._columns]
 
     def titles(self) -> None:
-        """The names of the columns."""
+        """Prints the names of the columns."""
         self._line(self._row([column.title for column in self._columns]), "bright_black")
 
     def figures(self, record: Record) -> None:
-        """The line of a trajectory."""
+        """Prints the line of a trajectory."""
         text = Text()
         for i, (column, cell) in enumerate(zip(self._columns, self._cells(record), strict=True)):
             text.append("  " if i else "")
@@ -79,7 +79,7 @@ class View:
         self._print(text)
 
     def whole(self, record: Record) -> None:
-        """A trajectory: its figures, the conversation, and what the environment said of it."""
+        """Prints a trajectory: figures, conversation, and the environment's metadata."""
         self._line("─" * self._width, "bright_black")
         self.titles()
         self.figures(record)
@@ -93,7 +93,7 @@ class View:
         self._line("")
 
     def _speeches(self, record: Record) -> Iterator[tuple[str, str, str, str, str]]:
-        """Speaker, text, style, bar and note of each message."""
+        """Yields speaker, text, style, bar and note of each message."""
         turn = 0
         for part in record.parts:
             turn += part.by_policy
@@ -106,7 +106,7 @@ class View:
             yield "judged", json.dumps(record.metadata, ensure_ascii=False), JUDGED, "·", ""
 
     def _wrapped(self, content: str) -> list[Text]:
-        """Lines that fit."""
+        """Returns the text wrapped to the width."""
         lines: list[Text] = []
         for line in content.strip("\n").split("\n"):
             lines += Text(printable(line.expandtabs(4))).wrap(self._console, self._width - MARGIN - 2) or [Text()]
@@ -133,7 +133,7 @@ class View:
 
 
 def _note(part: Part) -> str:
-    """What is known of a response, and on lines of their own its tool calls."""
+    """Returns the known figures of a response, followed by tool calls on separate lines."""
     notes = []
     if part.start is not None and part.end is not None:
         notes.append(f"{part.end - part.start} tokens")

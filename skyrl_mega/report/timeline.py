@@ -1,4 +1,5 @@
-"""Who did what when in a run's steps: read from its folder, as text, and as a trace for Perfetto (`timeline_trace`)."""
+"""Timelines of a run's steps: reading from the folder, and output as text. `timeline_trace` writes a trace for
+Perfetto."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from skyrl_mega.telemetry.table import duration
 
 NAME = re.compile(r"step_(\d+)\.json\.gz")
 NEWEST = 3
-"""Steps that are shown where nobody says which."""
+"""Number of newest steps shown by default."""
 COLUMNS = 72
 """Characters of a step as text."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def read(run: Path, steps: tuple[float, float] | None = None, last: float = math.inf) -> list[StepTimeline]:
-    """The timelines of a run's steps, in order; empty where there are none.
+    """Returns the timelines of a run's steps, in order; empty without timelines.
 
     Args:
-        run: Its folder.
-        steps: The first and the last that are wanted; without them the newest.
-        last: Later ones are of a life of the run that a resume has taken back.
+        run: Folder of the run.
+        steps: First and last wanted step; None means the newest steps.
+        last: Last valid step: later files are left from before a resume.
 
     Raises:
-        UserError: A file cannot be read, or is none.
+        UserError: A file cannot be read or is not a timeline.
     """
     found = _files(run)
     low, high = steps or (0, math.inf)
@@ -42,10 +43,10 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
 
 
 def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
-    """Those that somebody asks for.
+    """Returns the timelines of the requested steps.
 
     Raises:
-        UserError: There are none of them.
+        UserError: None of the steps has a timeline.
     """
     found = read(run, steps)
     if not found:
@@ -58,7 +59,8 @@ def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
 
 
 def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
-    """Lines: each step's idle shares, and what everybody did in it, from left to right."""
+    """Yields lines: for each step the idle shares, and the activity of driver, policy, engines and environments over
+    time."""
     letters = _letters(steps)
     for step in steps:
         idle = {name.removeprefix("idle/"): f"{share:.0%}" for name, share in step.idle().items()}
@@ -76,7 +78,7 @@ def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
 
 
 def _files(run: Path) -> dict[int, Path]:
-    """By step."""
+    """Returns step → file."""
     return {int(name[1]): file for file in (run / FOLDER).glob("*") if (name := NAME.fullmatch(file.name))}
 
 
@@ -89,7 +91,7 @@ def _read(file: Path) -> StepTimeline:
 
 
 def _letters(steps: Sequence[StepTimeline]) -> Mapping[str, str]:
-    """A letter for each phase: the first of its name that no other has."""
+    """Returns a letter for each phase: the first unused letter of the name."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(span.name for step in steps for span in step.phases):
         free = [letter for letter in f"{name}*" if letter not in found.values()]
@@ -102,5 +104,5 @@ def _doing(step: StepTimeline, at: float) -> str:
 
 
 def _bars(shares: Floats) -> str:
-    """0 is empty; whatever is more shows."""
+    """Returns a block character per share: empty for 0, visible for any larger share."""
     return "".join(BLOCKS[math.ceil(min(1.0, share) * (len(BLOCKS) - 1) - 1e-9)] for share in shares).rstrip()

@@ -1,4 +1,4 @@
-"""Steps of a run as one trace for Perfetto, on one axis: phases as spans, requests and calls as counters."""
+"""Steps of a run as a Perfetto trace with a common time axis: phases as spans, requests and calls as counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter, is_trace
 
 GAP_S = 0.01
-"""Between two steps: where there is more, nothing is known of what was under way."""
+"""Seconds between two steps from which the activity in between is unknown."""
 
 
 def write(steps: Sequence[StepTimeline], file: Path) -> None:
@@ -50,7 +50,7 @@ def _fill(trace: TraceWriter, steps: Sequence[StepTimeline]) -> None:
 
 
 def _points(counts: Sequence[Counted]) -> Iterator[tuple[float, float]]:
-    """(time, count from then on); 0 where nothing is known."""
+    """Yields (time, count from this time on); 0 for unknown times."""
     ends = [*(after.times[0] - before.times[-1] > GAP_S for before, after in pairwise(counts)), True]
     for counted, ends_here in zip(counts, ends, strict=True):
         yield from zip(counted.times[:-1].tolist(), counted.counts.tolist(), strict=True)
