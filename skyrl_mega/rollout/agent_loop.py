@@ -21,9 +21,9 @@ from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tools import calls_tools, definitions
-from skyrl_mega.rollout import judged
+from skyrl_mega.rollout import environment_errors
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
-from skyrl_mega.rollout.judged import EnvironmentFault
+from skyrl_mega.rollout.environment_errors import EnvironmentFault
 from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
@@ -157,7 +157,7 @@ class Agent:
                 limit = f"a sequence has at most {self.limits.length} (rollout.max_length)"
                 raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
-            judged.fail(t, fault)
+            environment_errors.fail(t, fault)
             messages, tokens = prompt.messages, self._unplayed(prompt)
             opened.env = made[0] if made else None
             await self.close(opened)
@@ -174,7 +174,7 @@ class Agent:
     def not_played(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
         """Returns a trajectory ended by an infrastructure fault before the environment was opened."""
         t = begun(prompt, sample)
-        judged.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
+        environment_errors.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
         _ask(t, prompt.messages, self._unplayed(prompt))
         return t
 
@@ -211,7 +211,7 @@ class Agent:
             if self.one_message:
                 self._end_message(t)
         except EnvironmentFault as fault:
-            judged.fail(t, fault)
+            environment_errors.fail(t, fault)
         finally:
             await self.close(opened)
         opened.routes.keep(t)
@@ -240,7 +240,7 @@ class Agent:
         step.tool_calls = answer.tool_calls
         if answer.rewards_at:  # in a thread: decoding a long answer token by token is slow
             await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
-        judged.reward(t, step, answer)
+        environment_errors.reward(t, step, answer)
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
@@ -271,12 +271,12 @@ class Agent:
     async def _out_of_time(self, opened: Opened) -> None:
         """Asks the environment to grade a trajectory that ran out of time between turns and may not be graded yet."""
         t = opened.trajectory
-        step = judged.last_said(t)
+        step = environment_errors.last_said(t)
         if t.status is not Status.TRUNCATED_TIME or step is None:
             return
         answer = await self._asked(opened, "out_of_time", validate.out_of_time, self.reward_weights)
         if answer is not None:
-            judged.reward(t, step, answer)
+            environment_errors.reward(t, step, answer)
             t.metadata |= answer.metadata
 
     async def speak(self, opened: Opened, name: str, room: int) -> Said:

@@ -12,7 +12,7 @@ import torch
 
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.megatron.sequences import Column, Sequences
-from skyrl_mega.rollout.away import Away, short
+from skyrl_mega.rollout.remote_arrays import Away, short
 from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
 
 

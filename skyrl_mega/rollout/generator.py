@@ -10,15 +10,15 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent_factory import Equipment
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.equipment import Equipment
 from skyrl_mega.rollout.event_loop import EventLoop, Loop
-from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
+from skyrl_mega.rollout.lockstep import Waves
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Group, Trajectory
-from skyrl_mega.rollout.waves import Waves
+from skyrl_mega.rollout.worker_client import PlayerElsewhere
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
@@ -42,7 +42,7 @@ class Generator:
         refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
         look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        waves: All trajectories advance in lockstep, turn by turn (`rollout.waves`).
+        waves: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
         loop: The event loop of the phases.
         workers: Rollout workers running the trajectories; None means this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected

@@ -1,5 +1,5 @@
 """The router from trajectories to engines: each request goes to the least loaded engine, or to the engine with the
-prefix in the cache (`homes`). Requests of a failed engine move to other engines.
+prefix in the cache (`prefix_affinity`). Requests of a failed engine move to other engines.
 
 A request waits here or in an engine for as long as earlier requests need. No time limit covers that wait; the limit is
 on the time for which an engine may show no sign of life (`engine.Engine.generate_many`).
@@ -20,7 +20,7 @@ from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
-from skyrl_mega.rollout.homes import Homes
+from skyrl_mega.rollout.prefix_affinity import Homes
 
 IN_FLIGHT = 4
 """Requests given to an engine, as a multiple of the sequences running at once. So the engine is never idle, and the

@@ -11,7 +11,7 @@ from skyrl_mega.envs.prompt import Prompt
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.sequences import Column
-    from skyrl_mega.rollout.away import Away
+    from skyrl_mega.rollout.remote_arrays import Away
 
 __all__ = ["ARRAYS", "GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory", "begun", "words"]
 

@@ -21,8 +21,8 @@ from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.away import lost
 from skyrl_mega.rollout.by_reference import brought
+from skyrl_mega.rollout.remote_arrays import lost
 from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
 
 if TYPE_CHECKING:

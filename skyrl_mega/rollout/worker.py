@@ -27,11 +27,14 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout import journal
+from skyrl_mega.rollout.agent_factory import Equipment
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.equipment import Equipment
 from skyrl_mega.rollout.journal import Journal
-from skyrl_mega.rollout.orders import (
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.router import Load, Router, Waiting
+from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.rollout.worker_messages import (
     Counts,
     EndedForMemory,
     EngineDead,
@@ -43,9 +46,6 @@ from skyrl_mega.rollout.orders import (
     Played,
     Stopped,
 )
-from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Load, Router, Waiting
-from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 from skyrl_mega.telemetry.trace import Span
 

@@ -11,7 +11,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted, digest
+from skyrl_mega.rollout.crash_isolation import SUSPECTED, TRIALS, Loss, admitted, digest
 
 
 class Workers:
@@ -77,7 +77,7 @@ class Workers:
         return prompt.uid in self.guilty and digest(prompt) in self.guilty[prompt.uid]
 
     def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
-        """Assigns a trajectory to the least loaded of the running workers allowed by the isolation rules (`suspects`).
+        """Assigns a trajectory to the least loaded running worker allowed by the rules of `crash_isolation`.
         Returns the worker's rank, or None if no worker may run the trajectory now. The assignment lasts until
         `closed`."""
         with self._lock:

@@ -14,11 +14,11 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import again
-from skyrl_mega.rollout.again import PersistentAgent
+from skyrl_mega.rollout import retry
 from skyrl_mega.rollout.agent_loop import Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.retry import PersistentAgent
 from skyrl_mega.rollout.slots import SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -189,7 +189,7 @@ def test_a_fault_of_the_infrastructure_is_played_again(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """It never becomes a reward of 0: the same trajectory is played again, under the same names."""
-    monkeypatch.setattr(again, "PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "PAUSE_S", 0.001)
     whole, _, _ = play_flaky(characters_chat, 2, at="nowhere", fails=0)
     played, policy, asked = play_flaky(characters_chat, 2, at=at, fails=2)
     assert (played.status, played.reward, played.turns, played.again, asked) == (Status.COMPLETED, 2.0, 2, 2, 3)
@@ -202,7 +202,7 @@ def test_a_fault_of_the_infrastructure_is_played_again(
 def test_one_that_fails_too_often_is_failed(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    monkeypatch.setattr(again, "PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "PAUSE_S", 0.001)
     played, _, asked = play_flaky(characters_chat, 2, at=at, fails=99)
     assert (played.status, played.again, asked) == (Status.ERROR_INFRASTRUCTURE, 2, 3)
     assert played.status.failed and played.reward == 0.0 and "no connection" in played.metadata["error"]

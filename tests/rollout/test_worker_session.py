@@ -15,11 +15,11 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import worker
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.orders import EnginesNow, Order, Stopped
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.rollout.worker import KnownEngines, Session
+from skyrl_mega.rollout.worker_messages import EnginesNow, Order, Stopped
 from tests.support.chats import characters
 
 

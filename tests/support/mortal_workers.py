@@ -19,9 +19,9 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.by_reference import put_away
-from skyrl_mega.rollout.orders import EnginesNow, News, Order, Played, Stopped
-from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
 from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.worker_client import PlayerElsewhere
+from skyrl_mega.rollout.worker_messages import EnginesNow, News, Order, Played, Stopped
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 

@@ -29,8 +29,8 @@ from skyrl_mega.config.schema import (
 from skyrl_mega.megatron.parts import Stored, read
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.away import Away
 from skyrl_mega.rollout.by_reference import brought, joined, put_away
+from skyrl_mega.rollout.remote_arrays import Away
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
 from skyrl_mega.trainer import batch as whole

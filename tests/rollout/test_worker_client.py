@@ -13,8 +13,8 @@ import ray.exceptions
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.engines.base import Facts
-from skyrl_mega.rollout.orders import EngineDead, EngineRests, Failed
 from skyrl_mega.rollout.slots import SlotAgent, Slots
+from skyrl_mega.rollout.worker_messages import EngineDead, EngineRests, Failed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 from tests.support.mortal_workers import PROMPT, player_of

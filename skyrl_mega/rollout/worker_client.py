@@ -18,10 +18,12 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.rollout import journal, suspects
+from skyrl_mega.rollout import crash_isolation, journal
 from skyrl_mega.rollout.by_reference import joined
+from skyrl_mega.rollout.crash_isolation import Death, Loss, Record
 from skyrl_mega.rollout.journal import Said
-from skyrl_mega.rollout.orders import (
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.worker_messages import (
     Counts,
     EndedForMemory,
     EngineDead,
@@ -33,8 +35,6 @@ from skyrl_mega.rollout.orders import (
     Played,
     Stopped,
 )
-from skyrl_mega.rollout.suspects import Death, Loss, Record
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
@@ -108,7 +108,7 @@ class PlayerElsewhere:
 
     A trajectory goes to the worker with the fewest trajectories. After a worker crash the trajectories are retried on
     other workers, from the prompts and under the same names. A trajectory that keeps crashing workers fails
-    (`suspects`).
+    (`crash_isolation`).
 
     Args:
         workers: The rollout workers.
@@ -175,7 +175,7 @@ class PlayerElsewhere:
 
     def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
         """Records that a trajectory crashes workers and returns the error text for the trajectory."""
-        self.workers.guilty.setdefault(prompt.uid, set()).add(suspects.digest(prompt))
+        self.workers.guilty.setdefault(prompt.uid, set()).add(crash_isolation.digest(prompt))
         self.workers.explained(record.losses)
         fault = (
             f"environment {prompt.env_class}: {record.deaths} processes died with it, {record.alone} of them with "
@@ -379,7 +379,12 @@ class PlayerElsewhere:
 
     def _lose(self, line: Line, cause: str) -> None:
         loss = self.workers.lost(line.rank, line.actor, cause, heard=bool(line.heard()))
-        alone = loss is not None and len(line.heard()) == 1 and len(loss.had) == 1 and loss.had[0] >= suspects.SUSPECTED
+        alone = (
+            loss is not None
+            and len(line.heard()) == 1
+            and len(loss.had) == 1
+            and loss.had[0] >= crash_isolation.SUSPECTED
+        )
         line.lose(cause, alone=alone, loss=loss)  # before `_end`, which may take long
 
     def _hear(self, line: Line, news: News) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Sampling
-from skyrl_mega.rollout.again import PersistentAgent
 from skyrl_mega.rollout.agent_loop import Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.retry import PersistentAgent
 from skyrl_mega.rollout.router import Engines, Router
 
 

@@ -21,9 +21,9 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.lockstep import Waves
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.waves import Waves
 from tests.support.engines import build_model, serving, spec_of, start_engine
 from tests.support.simulated_time import run
 from tests.trainer.chance import STOP

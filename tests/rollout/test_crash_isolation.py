@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.rollout import suspects
-from skyrl_mega.rollout.orders import Order
-from skyrl_mega.rollout.player_elsewhere import Line, Waiting
-from skyrl_mega.rollout.suspects import TRIALS, admitted
+from skyrl_mega.rollout import crash_isolation
+from skyrl_mega.rollout.crash_isolation import TRIALS, admitted
 from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.worker_client import Line, Waiting
+from skyrl_mega.rollout.worker_messages import Order
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.mortal_workers import PROMPT, player_of
 
@@ -177,7 +177,7 @@ def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
         assert workers.place({0: worker}, "suspect", 2) == 0
         await asyncio.sleep(1)
         assert not worker.tasks, "there is no place beside a suspect"
-        workers.guilty[PROMPT.uid] = {suspects.digest(PROMPT)}
+        workers.guilty[PROMPT.uid] = {crash_isolation.digest(PROMPT)}
         workers.closed(worker, 2)
         await asyncio.sleep(0.8)
         assert len(worker.tasks) == 1

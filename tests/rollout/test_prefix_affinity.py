@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.engines.base import Request, Sampling
-from skyrl_mega.rollout import homes
-from skyrl_mega.rollout.homes import FEW, LONG, SHARE, Homes
+from skyrl_mega.rollout import prefix_affinity
+from skyrl_mega.rollout.prefix_affinity import FEW, LONG, SHARE, Homes
 from skyrl_mega.rollout.router import Waiting
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -50,7 +50,7 @@ def test_samples_of_a_long_prompt_go_together() -> None:
 
 
 def test_what_is_longest_unused_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "KNOWN", 2)
+    monkeypatch.setattr(prefix_affinity, "KNOWN", 2)
     known = Homes()
     for name in ("a/0", "b/0", "a/1", "c/0"):
         known.choose(turn(name), {0: 0, 1: 1})
