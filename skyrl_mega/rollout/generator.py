@@ -18,7 +18,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Group, Trajectory
-from skyrl_mega.rollout.worker_client import PlayerElsewhere
+from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
@@ -129,10 +129,10 @@ class Generator:
         """
         if self.workers is not None:
             service = router is not None
-            player = PlayerElsewhere(self.workers, self.fleet, sampling, service=service, spans=self._spans)
+            client = WorkerClient(self.workers, self.fleet, sampling, service=service, spans=self._spans)
             if self.counted:
-                player.counted = self.timeline.merge
-            return SlotAgent(player, self.slots)
+                client.on_counts = self.timeline.merge
+            return SlotAgent(client, self.slots)
         equipment = Equipment(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
         agent = equipment.agent(self.fleet, sampling, router or self.router)
         agent.spans, agent.router.count = self._spans, self.timeline.requests

@@ -1,6 +1,6 @@
 """The rollout worker: a process that runs environments, the agent loop and the requests to engines for the driver.
 
-The driver sends orders and polls for events, many of either in a message. A session is a phase, or a service across
+The driver sends jobs and polls for events, many of either in a message. A session is a phase, or a service across
 weight syncs; each session uses a separate router, as in the driver.
 """
 
@@ -35,27 +35,27 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Load, Router, Waiting
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.worker_messages import (
-    Counts,
-    EndedForMemory,
+    Cancelled,
+    EngineAwaitsSync,
     EngineDead,
-    EngineRests,
-    EnginesNow,
-    Failed,
-    News,
-    Order,
-    Played,
-    Stopped,
+    EngineView,
+    Finished,
+    Job,
+    KilledForMemory,
+    RolloutFailed,
+    TimelineCounts,
+    WorkerEvent,
 )
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 from skyrl_mega.telemetry.trace import Span
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Seconds after which a worker without events reports counts as a sign of life."""
 COUNTS_S = 0.5
-"""Least seconds between two `Counts`."""
+"""Least seconds between two `TimelineCounts`."""
 COALESCE_S = 0.02
 """Seconds to wait for further events, sent in the same message."""
-ELSEWHERE = Prompt(-1, [], "", {})
+DRIVER_PROMPT = Prompt(-1, [], "", {})
 """Placeholder for a prompt known to the driver."""
 
 
@@ -85,48 +85,48 @@ class RolloutWorker:
         budget.divide(beside)
         for name in environments.classes:  # import now, so that no trajectory's time includes it
             registry.resolve(name, environments)
-        self.timeline, self.counted = Timeline(), time.monotonic()
+        self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.equipment = Equipment(chat, rollout, environments, reward_weights, threads)
         self.sessions: dict[str, Session] = {}
-        self.told = 0
+        self.reported_kills = 0
         """Programs killed for memory, as last reported to the driver."""
-        self.told_of_sandboxes = False
+        self.sandboxes_reported = False
         """True once the driver knows that this worker runs sandboxes."""
 
-    async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EnginesNow) -> None:
+    async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
         """Begins a session. With `service`, requests without an engine wait instead of failing."""
-        begun = self.sessions[session] = Session(self.equipment, sampling, service, engines)
-        begun.router.count = self.timeline.requests
+        new_session = self.sessions[session] = Session(self.equipment, sampling, service, engines)
+        new_session.router.count = self.timeline.requests
 
-    async def play(self, session: str, orders: Sequence[Order]) -> None:
-        """Starts the trajectories of these orders; the outcomes arrive as events."""
-        for order in orders:
-            self.sessions[session].play(order)
+    async def play(self, session: str, jobs: Sequence[Job]) -> None:
+        """Starts the trajectories of these jobs; the outcomes arrive as events."""
+        for job in jobs:
+            self.sessions[session].play(job)
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
-        """Cancels orders. An event confirms the end of each."""
+        """Cancels jobs. An event confirms the end of each."""
         if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
 
-    async def rejoin(self, session: str, engines: EnginesNow) -> None:
+    async def rejoin(self, session: str, engines: EngineView) -> None:
         """Updates the engines after a weight sync: these accept requests again."""
         self.sessions[session].rejoin(engines)
 
-    async def news(self, session: str) -> list[News]:
-        """Returns the events since the last call; waits up to `BEAT_S` for the first."""
-        news = await self.sessions[session].news()
-        if (ended := budget.ended()) is not None and (ended > self.told or not self.told_of_sandboxes):
-            news.append(EndedForMemory(ended - self.told))
-            self.told, self.told_of_sandboxes = ended, True
-        if time.monotonic() - self.counted > COUNTS_S:
-            news.append(Counts(self.timeline.take()))
-            self.counted = time.monotonic()
-        return news
+    async def events(self, session: str) -> list[WorkerEvent]:
+        """Returns the events since the last call; waits up to `HEARTBEAT_S` for the first."""
+        events = await self.sessions[session].events()
+        if (ended := budget.ended()) is not None and (ended > self.reported_kills or not self.sandboxes_reported):
+            events.append(KilledForMemory(ended - self.reported_kills))
+            self.reported_kills, self.sandboxes_reported = ended, True
+        if time.monotonic() - self.counts_sent_at > COUNTS_S:
+            events.append(TimelineCounts(self.timeline.take()))
+            self.counts_sent_at = time.monotonic()
+        return events
 
     async def hand_over(self, session: str, keys: Sequence[int]) -> list[Stored | None]:
-        """Returns the arrays of finished orders, followed by None after the last is stored.
+        """Returns the arrays of finished jobs, followed by None after the last is stored.
 
         Each item becomes a Ray object in this node's memory, owned by the caller, so the object outlives this process.
         """
@@ -138,7 +138,7 @@ class RolloutWorker:
 
     async def end(self, session: str) -> Taken:
         """Ends a session: cancels all trajectories and closes the environments. Returns the timeline counts since the
-        last `Counts`."""
+        last `TimelineCounts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()
         return self.timeline.take()
@@ -147,47 +147,47 @@ class RolloutWorker:
 class Session:
     """A phase or a service on this worker."""
 
-    def __init__(self, equipment: Equipment, sampling: SamplingConfig, service: bool, engines: EnginesNow) -> None:
+    def __init__(self, equipment: Equipment, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
         self.equipment, self.sampling = equipment, sampling
-        self.engines = KnownEngines(engines, self.tell)
-        self.agent = equipment.agent(self.engines, sampling, _ServiceRouter if service else _OwnNames)
+        self.engines = KnownEngines(engines, self.report)
+        self.agent = equipment.agent(self.engines, sampling, _ServiceRouter if service else _UniqueNames)
         self.router = self.agent.router
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
         """Turns of unfinished trajectories, kept until the trajectory is handed over."""
         self.arrays: dict[int, tuple[str, Stored]] = {}
-        """Key → name and arrays of a finished order, kept until the hand-over."""
+        """Key → name and arrays of a finished job, kept until the hand-over."""
         self._abandoned: set[int] = set()
-        """Keys of abandoned orders, including orders not received yet (calls overtake one another) or already ended."""
-        self._news: list[News] = []
-        self._fresh = asyncio.Event()
+        """Keys of abandoned jobs, including jobs not received yet (calls overtake one another) or already ended."""
+        self._events: list[WorkerEvent] = []
+        self._new_event = asyncio.Event()
 
-    def tell(self, news: News) -> None:
+    def report(self, event: WorkerEvent) -> None:
         """Queues an event for the driver."""
-        self._news.append(news)
-        self._fresh.set()
+        self._events.append(event)
+        self._new_event.set()
 
-    async def news(self) -> list[News]:
-        """Returns the queued events; waits up to `BEAT_S` for the first."""
+    async def events(self) -> list[WorkerEvent]:
+        """Returns the queued events; waits up to `HEARTBEAT_S` for the first."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._fresh.wait(), BEAT_S)
+            await asyncio.wait_for(self._new_event.wait(), HEARTBEAT_S)
             await asyncio.sleep(COALESCE_S)
-        self._fresh.clear()
-        found, self._news = self._news, []
-        return found
+        self._new_event.clear()
+        events, self._events = self._events, []
+        return events
 
-    def play(self, order: Order) -> None:
+    def play(self, job: Job) -> None:
         """Starts a trajectory, unless already abandoned."""
-        if order.key in self._abandoned:
-            self._abandoned.discard(order.key)
-            self.tell(Stopped(order.key))
+        if job.key in self._abandoned:
+            self._abandoned.discard(job.key)
+            self.report(Cancelled(job.key))
             return
-        task = asyncio.create_task(self._play(order))
-        self.tasks[order.key] = task
-        task.add_done_callback(lambda _: self._ended(order, task))
+        task = asyncio.create_task(self._play(job))
+        self.tasks[job.key] = task
+        task.add_done_callback(lambda _: self._ended(job, task))
 
     def abandon(self, key: int) -> None:
-        """Cancels an order that has not ended."""
+        """Cancels a job that has not ended."""
         if key in self._abandoned:  # a second cancel would interrupt the closing of its environment
             return
         self._abandoned.add(key)
@@ -195,16 +195,16 @@ class Session:
             task.cancel()
 
     def hand_over(self, key: int) -> Stored:
-        """Returns the arrays of a finished order, and forgets the order."""
+        """Returns the arrays of a finished job, and forgets the job."""
         name, arrays = self.arrays.pop(key)
         self.journal.forget(name)
         return arrays
 
-    def rejoin(self, engines: EnginesNow) -> None:
+    def rejoin(self, engines: EngineView) -> None:
         """Lets these engines accept requests again, unless a later weight sync is already known."""
         if engines.syncs < self.engines.syncs:
             return
-        self.engines.know(engines)
+        self.engines.update(engines)
         assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
 
@@ -215,36 +215,36 @@ class Session:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.router.close()
 
-    async def _play(self, order: Order) -> None:
-        spans: list[Span] | None = [] if order.traced else None
+    async def _play(self, job: Job) -> None:
+        spans: list[Span] | None = [] if job.traced else None
         agent = copy(self.agent)
         agent.spans = lambda: spans
-        self.journal.add(order.said)
-        if order.fault:
-            trajectory = agent.not_played(order.prompt, order.sample, order.fault)
+        self.journal.add(job.said)
+        if job.fault:
+            trajectory = agent.not_played(job.prompt, job.sample, job.fault)
         else:
-            trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
+            trajectory = await agent.play(await agent.open(job.prompt, job.sample), job.name)
         small, arrays = put_away(trajectory)
-        small.prompt = ELSEWHERE
-        self.arrays[order.key] = order.name, arrays
-        self.tell(Played(order.key, small, spans or ()))
+        small.prompt = DRIVER_PROMPT
+        self.arrays[job.key] = job.name, arrays
+        self.report(Finished(job.key, small, spans or ()))
 
-    def _ended(self, order: Order, task: asyncio.Task[None]) -> None:
-        del self.tasks[order.key]
-        self._abandoned.discard(order.key)
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        del self.tasks[job.key]
+        self._abandoned.discard(job.key)
         if task.cancelled() or task.exception() is not None:
-            self.journal.forget(order.name)
+            self.journal.forget(job.name)
         if task.cancelled():
-            self.tell(Stopped(order.key))
+            self.report(Cancelled(job.key))
         elif (error := task.exception()) is not None:
-            self.tell(_failed(order, error))
+            self.report(_failed(job, error))
 
 
-def _failed(order: Order, error: BaseException) -> Failed:
+def _failed(job: Job, error: BaseException) -> RolloutFailed:
     if isinstance(error, ActorFailed):
-        nobody = isinstance(error, NobodyServes)
-        return Failed(order.key, nobody, error.actor, error.rank, error.method, error.cause)
-    return Failed(order.key, False, "rollout", 0, "play", describe(error))
+        no_engine_left = isinstance(error, NobodyServes)
+        return RolloutFailed(job.key, no_engine_left, error.actor, error.rank, error.method, error.cause)
+    return RolloutFailed(job.key, False, "rollout", 0, "play", describe(error))
 
 
 @dataclass
@@ -258,12 +258,12 @@ class KnownGroup:
 class KnownEngines:
     """The part of the engine fleet used by a router. Reports dead engines to the driver for a restart."""
 
-    def __init__(self, engines: EnginesNow, tell: Callable[[News], None]) -> None:
-        self.tell = tell
+    def __init__(self, engines: EngineView, report: Callable[[WorkerEvent], None]) -> None:
+        self.report = report
         self.group = KnownGroup(engines.name, engines.actors)
-        self.know(engines)
+        self.update(engines)
 
-    def know(self, engines: EnginesNow) -> None:
+    def update(self, engines: EngineView) -> None:
         """Takes over the driver's current view. An unchanged engine keeps the old handle, because the router compares
         handles by identity."""
         known = self.group.actors
@@ -274,7 +274,7 @@ class KnownEngines:
         """Takes a failed engine out of service and informs the driver."""
         if rank in self.serving:
             self.serving.remove(rank)
-            self.tell(EngineDead(rank, self.group.actors[rank], cause))
+            self.report(EngineDead(rank, self.group.actors[rank], cause))
 
     def check(self) -> None:
         """Raises NobodyServes if no engine is in service."""
@@ -282,7 +282,7 @@ class KnownEngines:
             raise NobodyServes(self.group.name, 0, "service", "none is left that this worker knows")
 
 
-class _OwnNames(Router):
+class _UniqueNames(Router):
     """A router whose request names no other process uses. After a worker crash a request may still run in an engine
     while another worker retries the same trajectory."""
 
@@ -295,7 +295,7 @@ class _OwnNames(Router):
         return await super().generate(replace(request, id=f"{request.id}@{self.mark}"))
 
 
-class _ServiceRouter(ServiceRouter, _OwnNames):
+class _ServiceRouter(ServiceRouter, _UniqueNames):
     """The router of a service. Reports to the driver the engines waiting for a weight sync. Names in the journal have
     no mark."""
 
@@ -304,5 +304,5 @@ class _ServiceRouter(ServiceRouter, _OwnNames):
     def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
         postponed = super()._postpone(engine, load, part, began)
         if engine in self.resting:
-            self.fleet.tell(EngineRests(engine, self.fleet.syncs))
+            self.fleet.report(EngineAwaitsSync(engine, self.fleet.syncs))
         return postponed

@@ -20,20 +20,20 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import crash_isolation, journal
 from skyrl_mega.rollout.by_reference import joined
-from skyrl_mega.rollout.crash_isolation import Death, Loss, Record
+from skyrl_mega.rollout.crash_isolation import Crash, CrashHistory, WorkerCrash
 from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.worker_messages import (
-    Counts,
-    EndedForMemory,
+    Cancelled,
+    EngineAwaitsSync,
     EngineDead,
-    EngineRests,
-    EnginesNow,
-    Failed,
-    News,
-    Order,
-    Played,
-    Stopped,
+    EngineView,
+    Finished,
+    Job,
+    KilledForMemory,
+    RolloutFailed,
+    TimelineCounts,
+    WorkerEvent,
 )
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken
@@ -49,60 +49,60 @@ END_S = 60.0
 """Seconds for closing the environment of an abandoned trajectory."""
 
 
-class _Lost(Exception):
+class _WorkerLost(Exception):
     """A worker died; the trajectories must be sent to another worker."""
 
-    def __init__(self, death: Death) -> None:
-        super().__init__(death.cause)
-        self.death = death
+    def __init__(self, crash: Crash) -> None:
+        super().__init__(crash.cause)
+        self.crash = crash
 
 
 @dataclass
-class Waiting:
+class PendingRollout:
     """A trajectory in progress at a worker."""
 
     answer: asyncio.Future[Trajectory | None]
     """The finished trajectory; None for an abandoned trajectory."""
-    deaths: int
+    crashes: int
     """Earlier crashes of the trajectory."""
 
 
 @dataclass(eq=False)
-class Line:
+class WorkerLink:
     """The driver's connection to an incarnation of a worker; a restarted worker gets a new connection."""
 
     rank: int
     actor: Any
-    waiting: dict[int, Waiting] = field(default_factory=dict)
-    """Trajectories in progress, by order key."""
-    orders: list[Order] = field(default_factory=list)
-    """Orders not sent yet."""
+    waiting: dict[int, PendingRollout] = field(default_factory=dict)
+    """Trajectories in progress, by job key."""
+    jobs: list[Job] = field(default_factory=list)
+    """Jobs not sent yet."""
     abandoned: list[int] = field(default_factory=list)
-    """Keys of abandoned orders, not sent yet."""
-    begun: bool = False
+    """Keys of abandoned jobs, not sent yet."""
+    ready: bool = False
     """True once the worker knows the session. Nothing else is sent before, because calls may overtake each other."""
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in all tasks waiting for this worker."""
-        for one in self.waiting.values():
-            _raise(one.answer, error)
+        for pending in self.waiting.values():
+            _raise(pending.answer, error)
         self.waiting.clear()
 
-    def heard(self) -> set[int]:
-        """Returns the keys of the orders received by the worker."""
-        return self.waiting.keys() - {order.key for order in self.orders} if self.begun else set()
+    def received(self) -> set[int]:
+        """Returns the keys of the jobs received by the worker."""
+        return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
 
-    def lose(self, cause: str, *, alone: bool, loss: Loss | None = None) -> None:
-        """Reports the worker's crash to all waiting tasks. With `alone`, the only order received by the worker counts a
+    def report_crash(self, cause: str, *, solo: bool, worker_crash: WorkerCrash | None = None) -> None:
+        """Reports the worker's crash to all waiting tasks. With `solo`, the only job received by the worker counts a
         solo crash."""
-        heard = self.heard()
-        for key, one in self.waiting.items():
-            _raise(one.answer, _Lost(Death(cause, key in heard, alone and key in heard, loss)))
+        received = self.received()
+        for key, pending in self.waiting.items():
+            _raise(pending.answer, _WorkerLost(Crash(cause, key in received, solo and key in received, worker_crash)))
         self.waiting.clear()
 
 
-class PlayerElsewhere:
+class WorkerClient:
     """A client that runs trajectories on the rollout workers. Lives in a single event loop, and also serves as the
     router of the trajectories' requests.
 
@@ -133,9 +133,9 @@ class PlayerElsewhere:
         self.resting: set[int] = set()
         """Ranks of engines that refused a request; cleared by the next weight sync."""
         self.router = self
-        self.lines: dict[int, Line] = {}
+        self.links: dict[int, WorkerLink] = {}
         """Rank → connection to the worker."""
-        self.counted: Callable[[Taken, object], None] = lambda taken, process: None
+        self.on_counts: Callable[[Taken, object], None] = lambda taken, process: None
         """Receives the timeline counts of a worker and a key of its process."""
         self.syncs = 0
         """Weight syncs after which engines accept requests again."""
@@ -154,32 +154,32 @@ class PlayerElsewhere:
             NobodyServes: No engine is left.
             ActorFailed: An engine refused a request, or no worker is left and none restarts.
         """
-        record, fault = Record(), ""
+        history, fault = CrashHistory(), ""
         try:
             while True:
-                line = await self._line(name, record, None if fault else prompt)
+                link = await self._link(name, history, None if fault else prompt)
                 said = self._said.get(name, ())
-                order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
+                job = Job(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
                 try:
-                    trajectory = await self._carried_out(line, order, record.suspicion)
-                except _Lost as lost:
-                    record.add(lost.death)
-                    if record.failed:
-                        fault = self._fault(prompt, name, record, lost.death.cause)
-                        record = Record()
+                    trajectory = await self._run_job(link, job, history.suspicion)
+                except _WorkerLost as lost:
+                    history.record(lost.crash)
+                    if history.failed:
+                        fault = self._fault(prompt, name, history, lost.crash.cause)
+                        history = CrashHistory()
                     continue
                 trajectory.prompt = prompt
                 return trajectory
         finally:
-            self.workers.placed(f"{self.name}/{name}")
+            self.workers.cancel_wait(f"{self.name}/{name}")
 
-    def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
+    def _fault(self, prompt: Prompt, name: str, history: CrashHistory, cause: str) -> str:
         """Records that a trajectory crashes workers and returns the error text for the trajectory."""
-        self.workers.guilty.setdefault(prompt.uid, set()).add(crash_isolation.digest(prompt))
-        self.workers.explained(record.losses)
+        self.workers.crashing_prompts.setdefault(prompt.uid, set()).add(crash_isolation.prompt_hash(prompt))
+        self.workers.attribute_crashes(history.worker_crashes)
         fault = (
-            f"environment {prompt.env_class}: {record.deaths} processes died with it, {record.alone} of them with "
-            f"nothing else, the last one: {cause}"
+            f"environment {prompt.env_class}: {history.crashes} processes died with it, {history.solo_crashes} of them "
+            f"with nothing else, the last one: {cause}"
         )
         self.workers.say(f"trajectory {name} has failed: {fault}")
         return fault
@@ -192,17 +192,17 @@ class PlayerElsewhere:
 
     def close(self) -> None:
         """Ends the session at every worker and abandons all trajectories in progress."""
-        for line in self.lines.values():
-            assert line.listening is not None
-            line.listening.cancel()  # `_listen` then ends the session at the worker
+        for link in self.links.values():
+            assert link.listening is not None
+            link.listening.cancel()  # `_listen` then ends the session at the worker
 
     def rejoin(self) -> None:
         """Tells the workers which engines serve after a weight sync."""
         self.syncs += 1
         self.resting.clear()
-        for line in self.lines.values():
-            if line.begun:
-                line.actor.rejoin.remote(self.name, self._engines())
+        for link in self.links.values():
+            if link.ready:
+                link.actor.rejoin.remote(self.name, self._engines())
 
     def remember(self, said: Sequence[Said]) -> None:
         """Stores recorded turns of trajectories about to run."""
@@ -217,18 +217,18 @@ class PlayerElsewhere:
             ActorFailed: A worker could not write the file.
         """
         before = [one for said in self._said.values() for one in said]
-        await asyncio.gather(*(self._write_said(line, folder) for line in self.lines.values() if line.begun))
+        await asyncio.gather(*(self._write_said(link, folder) for link in self.links.values() if link.ready))
         return before
 
-    async def _write_said(self, line: Line, folder: Path) -> None:
+    async def _write_said(self, link: WorkerLink, folder: Path) -> None:
         import ray
 
-        name = f"{self.workers.group.name}-{line.rank}"
+        name = f"{self.workers.group.name}-{link.rank}"
         file = journal.file_of(folder.absolute(), name)
         try:
-            await asyncio.wait_for(line.actor.write_said.remote(self.name, file), WRITE_S)
+            await asyncio.wait_for(link.actor.write_said.remote(self.name, file), WRITE_S)
         except ray.exceptions.RayTaskError as error:
-            raise ActorFailed(name, line.rank, "write_said", describe(error)) from None
+            raise ActorFailed(name, link.rank, "write_said", describe(error)) from None
         except ray.exceptions.RayError:
             return  # `_listen` handles the same error
         except TimeoutError:
@@ -241,7 +241,7 @@ class PlayerElsewhere:
         """Drops the recorded turns of a finished trajectory."""
         self._said.pop(trajectory, None)
 
-    async def _line(self, name: str, record: Record, prompt: Prompt | None) -> Line:
+    async def _link(self, name: str, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:
         """Waits for a worker that may run this trajectory and returns the connection to the worker. `prompt` is None
         for a trajectory already marked as failed.
 
@@ -249,40 +249,40 @@ class PlayerElsewhere:
             NobodyServes: In a phase, no engine is left while waiting.
         """
         while self._error is None:
-            record.kin = prompt is not None and self.workers.is_guilty(prompt)
+            history.sibling_failed = prompt is not None and self.workers.is_crashing(prompt)
             up = self.workers.up()
             for rank, actor in up.items():
-                if rank not in self.lines or self.lines[rank].actor != actor:
-                    line = self.lines[rank] = Line(rank, actor)
-                    line.listening = asyncio.create_task(self._listen(line))
-            if (given := self.workers.place(up, f"{self.name}/{name}", record.suspicion)) is not None:
-                return self.lines[given]
+                if rank not in self.links or self.links[rank].actor != actor:
+                    link = self.links[rank] = WorkerLink(rank, actor)
+                    link.listening = asyncio.create_task(self._listen(link))
+            if (chosen := self.workers.place(up, f"{self.name}/{name}", history.suspicion)) is not None:
+                return self.links[chosen]
             if not self.service:
                 self.engines.check()
             await asyncio.sleep(LOOK_EVERY_S)
         raise self._error
 
-    def _engines(self) -> EnginesNow:
+    def _engines(self) -> EngineView:
         fleet = self.engines
-        facts = [_share(facts, len(self.workers.group)) for facts in fleet.facts]
-        return EnginesNow(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
+        facts = [_worker_share(facts, len(self.workers.group)) for facts in fleet.facts]
+        return EngineView(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
-    async def _carried_out(self, line: Line, order: Order, deaths: int) -> Trajectory:
+    async def _run_job(self, link: WorkerLink, job: Job, crashes: int) -> Trajectory:
         answer: asyncio.Future[Trajectory | None] = asyncio.get_running_loop().create_future()
-        line.waiting[order.key] = Waiting(answer, deaths)
-        line.orders.append(order)
+        link.waiting[job.key] = PendingRollout(answer, crashes)
+        link.jobs.append(job)
         self._send()
         try:
             trajectory = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            line.abandoned.append(order.key)
+            link.abandoned.append(job.key)
             self._send()
             await asyncio.wait([answer], timeout=END_S)
             if answer.done() and not answer.cancelled():
                 answer.exception()
             raise
         finally:
-            self.workers.closed(line.actor, deaths)
+            self.workers.finished(link.actor, crashes)
         assert trajectory is not None
         return trajectory
 
@@ -294,127 +294,127 @@ class PlayerElsewhere:
 
     def _flush(self) -> None:
         self._sending = False
-        for line in self.lines.values():
-            unsent, abandoned = {order.key for order in line.orders}, {*line.abandoned}
+        for link in self.links.values():
+            unsent, abandoned = {job.key for job in link.jobs}, {*link.abandoned}
             for key in unsent & abandoned:
-                self._answer(line, key, None)
-            line.orders = [order for order in line.orders if order.key not in abandoned]
-            line.abandoned = sorted(abandoned - unsent)
-            if not line.begun:
+                self._answer(link, key, None)
+            link.jobs = [job for job in link.jobs if job.key not in abandoned]
+            link.abandoned = sorted(abandoned - unsent)
+            if not link.ready:
                 continue
-            orders, line.orders = line.orders, []
-            if orders:
-                sent = asyncio.create_task(self._played(line, line.actor.play.remote(self.name, orders)))
+            jobs, link.jobs = link.jobs, []
+            if jobs:
+                sent = asyncio.create_task(self._check_accepted(link, link.actor.play.remote(self.name, jobs)))
                 self._sent.add(sent)
                 sent.add_done_callback(self._sent.discard)
-            if line.abandoned:
-                line.actor.abandon.remote(self.name, line.abandoned)
-                line.abandoned = []
+            if link.abandoned:
+                link.actor.abandon.remote(self.name, link.abandoned)
+                link.abandoned = []
 
-    async def _played(self, line: Line, sent: Any) -> None:
-        """Waits for a worker to accept new orders. A worker unable to read orders would still look healthy, so such an
+    async def _check_accepted(self, link: WorkerLink, sent: Any) -> None:
+        """Waits for a worker to accept new jobs. A worker unable to read jobs would still look healthy, so such an
         error ends the session."""
         import ray
 
         try:
             await sent
         except ray.exceptions.RayTaskError as error:
-            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "play", describe(error)))
+            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "play", describe(error)))
         except ray.exceptions.RayError:
             return  # `_listen` handles the same error
 
-    async def _listen(self, line: Line) -> None:
+    async def _listen(self, link: WorkerLink) -> None:
         """Receives a worker's events for as long as the worker lives and the session lasts."""
         import ray
 
         try:
-            begin = line.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
+            begin = link.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
             await asyncio.wait_for(begin, SILENCE_S)
-            line.begun = True
+            link.ready = True
             if self.service:
-                line.actor.rejoin.remote(self.name, self._engines())  # the engines may have changed meanwhile
+                link.actor.rejoin.remote(self.name, self._engines())  # the engines may have changed meanwhile
             self._send()
             while True:
-                heard: list[News] = await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S)
-                for news in heard:  # first: a crash before the hand-over must not lose the counts
-                    if isinstance(news, Counts):
-                        self.counted(news.taken, (line.rank, id(line.actor)))
-                await self._receive(line, [news for news in heard if isinstance(news, Played)])
-                for news in heard:
-                    self._hear(line, news)
+                events: list[WorkerEvent] = await asyncio.wait_for(link.actor.events.remote(self.name), SILENCE_S)
+                for event in events:  # first: a crash before the hand-over must not lose the counts
+                    if isinstance(event, TimelineCounts):
+                        self.on_counts(event.taken, (link.rank, id(link.actor)))
+                await self._receive(link, [event for event in events if isinstance(event, Finished)])
+                for event in events:
+                    self._handle(link, event)
         except ray.exceptions.RayTaskError as error:  # the worker is healthy: a bug in our code
-            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
+            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "news", describe(error)))
         except ray.exceptions.RayError as error:
-            self._lose(line, describe(error))
+            self._handle_crash(link, describe(error))
         except TimeoutError:
-            self._lose(line, f"no sign of life within {SILENCE_S:g} s")
+            self._handle_crash(link, f"no sign of life within {SILENCE_S:g} s")
         except Exception as error:  # a bug in our code: without a listener all tasks would wait forever
-            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
+            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "news", describe(error)))
         finally:
             try:
-                await self._end(line)
+                await self._end(link)
             finally:
-                line.begun = False  # the worker does not know the session any more
-                line.fail(_Lost(Death("", counts=False, alone=False)))
+                link.ready = False  # the worker does not know the session any more
+                link.fail(_WorkerLost(Crash("", received=False, solo=False)))
 
-    async def _receive(self, line: Line, played: Sequence[Played]) -> None:
+    async def _receive(self, link: WorkerLink, finished: Sequence[Finished]) -> None:
         """Takes ownership of the arrays of finished trajectories without fetching: the arrays stay in the memory of the
         worker's node.
 
         A trajectory is reported as finished only afterwards, so the arrays exist even if the worker dies.
         """
-        if played:
-            hand_over = line.actor.hand_over.options(num_returns=len(played) + 1)
-            *refs, whole = hand_over.remote(self.name, [news.key for news in played])
-            await asyncio.wait_for(whole, SILENCE_S)
-            for news, ref in zip(played, refs, strict=True):
-                joined(news.trajectory, ref)
+        if finished:
+            hand_over = link.actor.hand_over.options(num_returns=len(finished) + 1)
+            *refs, stored = hand_over.remote(self.name, [event.key for event in finished])
+            await asyncio.wait_for(stored, SILENCE_S)
+            for event, ref in zip(finished, refs, strict=True):
+                joined(event.trajectory, ref)
 
-    async def _end(self, line: Line) -> None:
+    async def _end(self, link: WorkerLink) -> None:
         """Ends the session at a worker, which closes its open environments; waits at most `END_S` seconds."""
         import ray
 
         with suppress(ray.exceptions.RayError, TimeoutError):
-            self.counted(await asyncio.wait_for(line.actor.end.remote(self.name), END_S), (line.rank, id(line.actor)))
+            self.on_counts(await asyncio.wait_for(link.actor.end.remote(self.name), END_S), (link.rank, id(link.actor)))
 
-    def _lose(self, line: Line, cause: str) -> None:
-        loss = self.workers.lost(line.rank, line.actor, cause, heard=bool(line.heard()))
-        alone = (
-            loss is not None
-            and len(line.heard()) == 1
-            and len(loss.had) == 1
-            and loss.had[0] >= crash_isolation.SUSPECTED
+    def _handle_crash(self, link: WorkerLink, cause: str) -> None:
+        worker_crash = self.workers.crashed(link.rank, link.actor, cause, received=bool(link.received()))
+        solo = (
+            worker_crash is not None
+            and len(link.received()) == 1
+            and len(worker_crash.crash_counts) == 1
+            and worker_crash.crash_counts[0] >= crash_isolation.SUSPECTED
         )
-        line.lose(cause, alone=alone, loss=loss)  # before `_end`, which may take long
+        link.report_crash(cause, solo=solo, worker_crash=worker_crash)  # before `_end`, which may take long
 
-    def _hear(self, line: Line, news: News) -> None:
-        match news:
-            case Played(key, trajectory, spans):
+    def _handle(self, link: WorkerLink, event: WorkerEvent) -> None:
+        match event:
+            case Finished(key, trajectory, spans):
                 if spans and (recorded := self.spans()) is not None:
                     recorded += spans
-                self._answer(line, key, trajectory)
-            case Stopped(key):
-                self._answer(line, key, None)
-            case Failed(key):
-                if (one := line.waiting.pop(key, None)) is not None and not one.answer.done():
-                    one.answer.set_exception(self._cause(news))
+                self._answer(link, key, trajectory)
+            case Cancelled(key):
+                self._answer(link, key, None)
+            case RolloutFailed(key):
+                if (pending := link.waiting.pop(key, None)) is not None and not pending.answer.done():
+                    pending.answer.set_exception(self._error_of(event))
             case EngineDead(rank, actor, cause):
                 self._retire(rank, actor, cause)
-            case EngineRests(rank, syncs):
+            case EngineAwaitsSync(rank, syncs):
                 if syncs == self.syncs:  # else a later sync made the report outdated
                     self.resting.add(rank)
-            case EndedForMemory(programs):
+            case KilledForMemory(programs):
                 budget.hear(programs)
-            case Counts():
+            case TimelineCounts():
                 pass  # `_listen` counted it
 
-    def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
-        one = line.waiting.pop(key, None)
-        if one is not None and not one.answer.done():
-            one.answer.set_result(trajectory)
+    def _answer(self, link: WorkerLink, key: int, trajectory: Trajectory | None) -> None:
+        pending = link.waiting.pop(key, None)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(trajectory)
 
-    def _cause(self, failed: Failed) -> ActorFailed:
-        if not failed.nobody:
+    def _error_of(self, failed: RolloutFailed) -> ActorFailed:
+        if not failed.no_engine_left:
             return ActorFailed(failed.actor, failed.rank, failed.method, failed.cause)
         try:
             self.engines.check()
@@ -433,8 +433,8 @@ class PlayerElsewhere:
 
     def _fail(self, error: ActorFailed) -> None:
         self._error = error
-        for line in self.lines.values():
-            line.fail(error)
+        for link in self.links.values():
+            link.fail(error)
 
 
 def _raise(answer: asyncio.Future[Trajectory | None], error: BaseException) -> None:
@@ -444,6 +444,6 @@ def _raise(answer: asyncio.Future[Trajectory | None], error: BaseException) -> N
         answer.exception()  # marks the error as retrieved, as the task may have been cancelled
 
 
-def _share(facts: Facts | None, workers: int) -> Facts | None:
+def _worker_share(facts: Facts | None, workers: int) -> Facts | None:
     """Returns the facts of an engine with a worker's share of the KV cache."""
     return None if facts is None else replace(facts, cache_tokens=facts.cache_tokens // workers)

@@ -17,7 +17,7 @@ from skyrl_mega.telemetry.trace import Span
 
 
 @dataclass(frozen=True)
-class EnginesNow:
+class EngineView:
     """The driver's view of the engines."""
 
     name: str
@@ -32,7 +32,7 @@ class EnginesNow:
 
 
 @dataclass(frozen=True)
-class Order:
+class Job:
     """A trajectory to run."""
 
     key: int
@@ -53,7 +53,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Played:
+class Finished:
     """A finished trajectory."""
 
     key: int
@@ -64,18 +64,18 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Cancelled:
     """An abandoned trajectory whose environment is closed."""
 
     key: int
 
 
 @dataclass(frozen=True)
-class Failed:
+class RolloutFailed:
     """A trajectory that could not be run: an engine refused a request, or no engine is left."""
 
     key: int
-    nobody: bool
+    no_engine_left: bool
     """True if no engine is left."""
     actor: str
     rank: int
@@ -94,26 +94,26 @@ class EngineDead:
 
 
 @dataclass(frozen=True)
-class EngineRests:
+class EngineAwaitsSync:
     """An engine that refuses requests until the next weight sync."""
 
     rank: int
     syncs: int
-    """`EnginesNow.syncs` at the time of the refusal."""
+    """`EngineView.syncs` at the time of the refusal."""
 
 
 @dataclass(frozen=True)
-class EndedForMemory:
+class KilledForMemory:
     """Sandboxed programs killed since the last report, because of too much memory used by all together."""
 
     programs: int
 
 
 @dataclass(frozen=True)
-class Counts:
+class TimelineCounts:
     """Requests and environment calls in progress on this worker since the last report."""
 
     taken: Taken
 
 
-News = Played | Stopped | Failed | EngineDead | EngineRests | EndedForMemory | Counts
+WorkerEvent = Finished | Cancelled | RolloutFailed | EngineDead | EngineAwaitsSync | KilledForMemory | TimelineCounts

@@ -11,7 +11,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.crash_isolation import SUSPECTED, TRIALS, Loss, admitted, digest
+from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, SUSPECTED, WorkerCrash, may_run, prompt_hash
 
 
 class Workers:
@@ -29,24 +29,24 @@ class Workers:
         self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
-        self.guilty: dict[int, set[int]] = {}
+        self.crashing_prompts: dict[int, set[int]] = {}
         """uid → content hashes of the prompts whose trajectories crashed workers. The `uid` is a row number of one data
         set."""
-        self._open: dict[int, list[int]] = {}
+        self._running: dict[int, list[int]] = {}
         """Actor id → earlier crashes of each trajectory on the actor, over all sessions."""
-        self._losses: dict[int, tuple[Any, Loss]] = {}
+        self._last_crash: dict[int, tuple[Any, WorkerCrash]] = {}
         """Rank → the actor of the last crash there, and the crash."""
-        self._apart: set[str] = set()
+        self._waiting_suspects: set[str] = set()
         """Names of suspects waiting for a worker."""
-        self._trials = 0
+        self._probes = 0
         self._no_restarts = restarts == 0
         """True if no worker is ever restarted (`rollout.restarts` is 0)."""
-        self._owed = 0
+        self._borrowed_restarts = 0
         """Restarts made beyond the budget while a crash is being isolated, at most one per worker."""
         self._starting: dict[int, Future[None]] = {}
-        self._gone: set[int] = set()
+        self._given_up: set[int] = set()
         """Ranks of workers that are not restarted."""
-        self._last: ActorFailed | None = None
+        self._last_error: ActorFailed | None = None
         self._closed = False
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart-rollout")
         self._lock = threading.RLock()
@@ -66,92 +66,98 @@ class Workers:
                         self.say(f"{self.group.name}-{rank} is up again")
                     else:
                         self._replace(rank, f"{type(error).__name__}: {error}")
-            if self._last is not None and len(self._gone) == len(self.group):
-                raise self._last
-            missing = self._gone | self._starting.keys()
+            if self._last_error is not None and len(self._given_up) == len(self.group):
+                raise self._last_error
+            missing = self._given_up | self._starting.keys()
             return {rank: actor for rank, actor in enumerate(self.group.actors) if rank not in missing}
 
-    def is_guilty(self, prompt: Prompt) -> bool:
+    def is_crashing(self, prompt: Prompt) -> bool:
         """Returns True if a trajectory of this prompt was found to crash workers."""
         # cheap test first: every waiting trajectory polls this
-        return prompt.uid in self.guilty and digest(prompt) in self.guilty[prompt.uid]
+        return prompt.uid in self.crashing_prompts and prompt_hash(prompt) in self.crashing_prompts[prompt.uid]
 
-    def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
+    def place(self, up: Mapping[int, Any], name: str, crashes: int) -> int | None:
         """Assigns a trajectory to the least loaded running worker allowed by the rules of `crash_isolation`.
         Returns the worker's rank, or None if no worker may run the trajectory now. The assignment lasts until
-        `closed`."""
+        `finished`."""
         with self._lock:
-            (self._apart.add if deaths >= SUSPECTED else self._apart.discard)(name)
-            for i, rank in enumerate(sorted(up, key=lambda rank: len(self._open.get(id(up[rank]), ())))):
-                there = self._open.get(id(up[rank]), [])
-                if admitted(deaths, there, reserved=i == 0 and bool(self._apart)):
-                    self._open.setdefault(id(up[rank]), there).append(deaths)
-                    self._apart.discard(name)
+            (self._waiting_suspects.add if crashes >= SUSPECTED else self._waiting_suspects.discard)(name)
+            for i, rank in enumerate(sorted(up, key=lambda rank: len(self._running.get(id(up[rank]), ())))):
+                open_crashes = self._running.get(id(up[rank]), [])
+                if may_run(crashes, open_crashes, reserved=i == 0 and bool(self._waiting_suspects)):
+                    self._running.setdefault(id(up[rank]), open_crashes).append(crashes)
+                    self._waiting_suspects.discard(name)
                     return rank
             return None
 
-    def placed(self, name: str) -> None:
+    def cancel_wait(self, name: str) -> None:
         """Removes a trajectory from the waiting suspects."""
         with self._lock:
-            self._apart.discard(name)
+            self._waiting_suspects.discard(name)
 
-    def closed(self, actor: Any, deaths: int) -> None:
-        """Ends the assignment of a trajectory with `deaths` earlier crashes to a worker."""
+    def finished(self, actor: Any, crashes: int) -> None:
+        """Ends the assignment of a trajectory with `crashes` earlier crashes to a worker."""
         with self._lock:
-            there = self._open[id(actor)]
-            there.remove(deaths)
-            if not there:
-                del self._open[id(actor)]
+            open_crashes = self._running[id(actor)]
+            open_crashes.remove(crashes)
+            if not open_crashes:
+                del self._running[id(actor)]
 
-    def lost(self, rank: int, actor: Any, cause: str, *, heard: bool = False) -> Loss | None:
+    def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> WorkerCrash | None:
         """Handles a crashed or silent worker: ends and restarts the actor, unless another actor already took the rank.
-        The crash is a probe if the worker had received trajectories (`heard`), all of these suspects.
+        The crash is a probe if the worker had received trajectories (`received`), all of these suspects.
 
         Returns the crash as the first session recorded it, since every session removes all trajectories of the worker
         at once. Returns None for an actor lost long ago.
         """
         with self._lock:
-            if not self._closed and rank not in self._gone | self._starting.keys() and self.group.actors[rank] == actor:
-                there = [*self._open.get(id(actor), ())]
-                loss = Loss(there, heard and min(there, default=0) >= SUSPECTED)
-                self._losses[rank] = actor, loss
-                if loss.trial:
-                    self._trial()
-                self._replace(rank, cause, suspects=heard and max(there, default=0) + 1 >= SUSPECTED)
-            of, loss = self._losses.get(rank, (None, Loss([], False)))
-            return loss if of is actor else None
+            if (
+                not self._closed
+                and rank not in self._given_up | self._starting.keys()
+                and self.group.actors[rank] == actor
+            ):
+                open_crashes = [*self._running.get(id(actor), ())]
+                worker_crash = WorkerCrash(open_crashes, received and min(open_crashes, default=0) >= SUSPECTED)
+                self._last_crash[rank] = actor, worker_crash
+                if worker_crash.probe:
+                    self._count_probe()
+                self._replace(rank, cause, suspects=received and max(open_crashes, default=0) + 1 >= SUSPECTED)
+            last_actor, worker_crash = self._last_crash.get(rank, (None, WorkerCrash([], False)))
+            return worker_crash if last_actor is actor else None
 
-    def explained(self, losses: Sequence[Loss]) -> None:
+    def attribute_crashes(self, worker_crashes: Sequence[WorkerCrash]) -> None:
         """Turns the crashes of a failed trajectory into probes. Restarts gained this way bring back workers given up
         before."""
         with self._lock:
-            for loss in losses:
-                if not loss.trial:
-                    loss.trial = True
-                    self._trial()
-            if self._closed or len(self._gone) == len(self.group):
+            for worker_crash in worker_crashes:
+                if not worker_crash.probe:
+                    worker_crash.probe = True
+                    self._count_probe()
+            if self._closed or len(self._given_up) == len(self.group):
                 return
-            while self.restarts > 0 and self._gone:
-                rank = self._gone.pop()
+            while self.restarts > 0 and self._given_up:
+                rank = self._given_up.pop()
                 self.restarts -= 1
                 name = f"{self.group.name}-{rank}"
                 self._start(rank, f"{name} is started again after all ({self.restarts} restarts are left)")
 
-    def _trial(self) -> None:
-        """Counts a probe. The restart already taken is refunded, except for every `TRIALS`-th probe."""
-        self._trials += 1
-        if self._trials % TRIALS and not self._no_restarts:
-            if self._owed:
-                self._owed -= 1
+    def _count_probe(self) -> None:
+        """Counts a probe. The restart already taken is refunded, except for every `PROBES_PER_RESTART`-th probe."""
+        self._probes += 1
+        if self._probes % PROBES_PER_RESTART and not self._no_restarts:
+            if self._borrowed_restarts:
+                self._borrowed_restarts -= 1
             else:
                 self.restarts += 1
 
-    def _suspects(self) -> bool:
+    def _any_suspect(self) -> bool:
         """Returns True if any suspect is running or waiting."""
-        return bool(self._apart) or any(deaths >= SUSPECTED for there in self._open.values() for deaths in there)
+        return bool(self._waiting_suspects) or any(
+            crashes >= SUSPECTED for open_crashes in self._running.values() for crashes in open_crashes
+        )
 
-    def _start(self, rank: int, told: str) -> None:
-        self.say(told)
+    def _start(self, rank: int, message: str) -> None:
+        self.say(message)
         self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
 
     def close(self) -> None:
@@ -163,15 +169,17 @@ class Workers:
     def _replace(self, rank: int, cause: str, *, suspects: bool = False) -> None:
         log = self.group.logs[rank]
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, log)
-        self._last = ActorFailed(name, rank, "play", f"{cause}; its log: {log}")
-        told = f"{name} is lost: {cause}; what it had is played again"
+        self._last_error = ActorFailed(name, rank, "play", f"{cause}; its log: {log}")
+        message = f"{name} is lost: {cause}; what it had is played again"
         if self.restarts > 0:
             self.restarts -= 1
-            self._start(rank, f"{told}, and it is started again ({self.restarts} restarts are left)")
-        elif not self._no_restarts and self._owed < len(self.group) and (suspects or self._suspects()):
-            self._owed += 1
-            self._start(rank, f"{told}, and it is started again though no restart is left: a cause is being looked for")
+            self._start(rank, f"{message}, and it is started again ({self.restarts} restarts are left)")
+        elif not self._no_restarts and self._borrowed_restarts < len(self.group) and (suspects or self._any_suspect()):
+            self._borrowed_restarts += 1
+            self._start(
+                rank, f"{message}, and it is started again though no restart is left: a cause is being looked for"
+            )
         else:
-            self._gone.add(rank)
+            self._given_up.add(rank)
             self._threads.submit(self.group.end, rank)
-            self.say(f"{told}; no restart is left (rollout.restarts)")
+            self.say(f"{message}; no restart is left (rollout.restarts)")

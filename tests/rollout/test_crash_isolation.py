@@ -12,10 +12,10 @@ import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.rollout import crash_isolation
-from skyrl_mega.rollout.crash_isolation import TRIALS, admitted
+from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, may_run
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.rollout.worker_client import Line, Waiting
-from skyrl_mega.rollout.worker_messages import Order
+from skyrl_mega.rollout.worker_client import PendingRollout, WorkerLink
+from skyrl_mega.rollout.worker_messages import Job
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.mortal_workers import PROMPT, player_of
 
@@ -37,7 +37,9 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         assert all("with nothing else, the last one: its process died" in error for error in told)
         assert sum(" 3 of them with nothing" in error for error in told) >= 1, "the first one; then two are enough"
         assert played[13].away.ref.good, "the others go on"
-        assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // TRIALS, "all is explained"
+        assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // PROBES_PER_RESTART, (
+            "all is explained"
+        )
         assert sum(" has failed: environment : " in line for line in said) == len(guilty)
         player.close()
         workers.close()
@@ -107,16 +109,16 @@ def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
         (first, second), up = group.actors, workers.up()
         assert [workers.place(up, name, 2) for name in ("mine", "another's")] == [0, 1]
         assert workers.place(up, "no suspect", 0) is None
-        workers.closed(second, 2)
+        workers.finished(second, 2)
         assert workers.place(up, "no suspect", 0) == 1
         assert workers.place({0: first}, "another's", 2) == 0
-        loss = workers.lost(0, first, "it died", heard=True)
-        workers.closed(first, 2)  # whoever hears of it first takes its own away
-        assert loss is not None and loss.had == [2, 2], "none was alone"
-        assert workers.lost(0, first, "it died", heard=True) is loss
+        loss = workers.crashed(0, first, "it died", received=True)
+        workers.finished(first, 2)  # whoever hears of it first takes its own away
+        assert loss is not None and loss.crash_counts == [2, 2], "none was alone"
+        assert workers.crashed(0, first, "it died", received=True) is loss
         assert workers.place({1: second}, "apart", 2) is None
         assert workers.place({1: second}, "no other", 0) is None, "it is kept for the one that waits"
-        workers.placed("apart")
+        workers.cancel_wait("apart")
         assert workers.place({1: second}, "no other", 0) == 1
         workers.close()
 
@@ -177,11 +179,11 @@ def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
         assert workers.place({0: worker}, "suspect", 2) == 0
         await asyncio.sleep(1)
         assert not worker.tasks, "there is no place beside a suspect"
-        workers.guilty[PROMPT.uid] = {crash_isolation.digest(PROMPT)}
-        workers.closed(worker, 2)
+        workers.crashing_prompts[PROMPT.uid] = {crash_isolation.prompt_hash(PROMPT)}
+        workers.finished(worker, 2)
         await asyncio.sleep(0.8)
         assert len(worker.tasks) == 1
-        assert not workers.is_guilty(replace(PROMPT, messages=[{"role": "user", "content": "another"}]))
+        assert not workers.is_crashing(replace(PROMPT, messages=[{"role": "user", "content": "another"}]))
         assert [t.status for t in await asyncio.gather(*asked)] == [Status.COMPLETED] * 2
         player.close()
         workers.close()
@@ -209,23 +211,23 @@ def test_alone_by_chance_is_no_suspect() -> None:
 
 
 def test_what_a_worker_has_not_heard_of_is_not_what_it_died_of() -> None:
-    line = Line(0, None)
-    line.begun = True
+    line = WorkerLink(0, None)
+    line.ready = True
 
     async def deaths() -> list[tuple[bool, bool]]:
         answers: list[asyncio.Future[Trajectory | None]] = [asyncio.Future() for _ in range(2)]
-        line.waiting = {key: Waiting(answer, 0) for key, answer in enumerate(answers)}
-        line.orders = [Order(0, PROMPT, 0, "", False)]
-        line.lose("it died", alone=True)
+        line.waiting = {key: PendingRollout(answer, 0) for key, answer in enumerate(answers)}
+        line.jobs = [Job(0, PROMPT, 0, "", False)]
+        line.report_crash("it died", solo=True)
         lost: list[Any] = [answer.exception() for answer in answers]
-        return [(one.death.counts, one.death.alone) for one in lost]
+        return [(one.crash.received, one.crash.solo) for one in lost]
 
     assert asyncio.run(deaths()) == [(False, False), (True, True)]
 
 
 def test_who_may_share_a_worker() -> None:
-    open_to = partial(admitted, reserved=False)
+    open_to = partial(may_run, reserved=False)
     assert open_to(0, [1, 1, 0]) and open_to(1, []) and not open_to(0, [2]) and not open_to(1, [0, 3])
-    assert not admitted(0, [], reserved=True) and admitted(2, [], reserved=True)
+    assert not may_run(0, [], reserved=True) and may_run(2, [], reserved=True)
     assert open_to(2, [2] * 31) and not open_to(2, [2] * 32) and not open_to(2, [2, 0])
     assert open_to(3, [2] * 5) and not open_to(2, [3] * 6) and not open_to(2, [4]) and not open_to(9, [2])

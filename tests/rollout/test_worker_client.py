@@ -14,7 +14,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotAgent, Slots
-from skyrl_mega.rollout.worker_messages import EngineDead, EngineRests, Failed
+from skyrl_mega.rollout.worker_messages import EngineAwaitsSync, EngineDead, RolloutFailed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 from tests.support.mortal_workers import PROMPT, player_of
@@ -93,8 +93,8 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         worker = group.actors[0]
         assert worker.engines[0].facts == [Facts(cache_tokens=500, cache_bytes=1), None]
         worker.said.put_nowait(EngineDead(0, "one that was there before", "died"))
-        worker.said.put_nowait(EngineRests(0, -1))  # from before a sync
-        worker.said.put_nowait(EngineRests(1, 0))
+        worker.said.put_nowait(EngineAwaitsSync(0, -1))  # from before a sync
+        worker.said.put_nowait(EngineAwaitsSync(1, 0))
         await asyncio.sleep(0.1)
         assert (engines.serving, player.resting) == ([0, 1], {1})
         worker.said.put_nowait(EngineDead(0, "e0", "died"))
@@ -109,7 +109,7 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         engines.serving = []
         key = max(worker.tasks, default=-1) if worker.names[-1] == "1" else max(group.actors[1].tasks)
         of = worker if worker.names[-1] == "1" else group.actors[1]
-        of.said.put_nowait(Failed(key, True, "engine", 0, "service", "none is left"))
+        of.said.put_nowait(RolloutFailed(key, True, "engine", 0, "service", "none is left"))
         with pytest.raises(NobodyServes, match="all are dead"):
             await failing
         engines.serving = [1]
@@ -130,7 +130,7 @@ def test_a_defect_of_ours_is_told_to_all_who_wait(monkeypatch: pytest.MonkeyPatc
 
     async def phase() -> None:
         player, _, workers, _, _ = player_of(2, 0)
-        monkeypatch.setattr(player, "_hear", hear)
+        monkeypatch.setattr(player, "_handle", hear)
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(6)]
         for outcome in await asyncio.gather(*playing, return_exceptions=True):
             assert isinstance(outcome, ActorFailed) and "a defect" in str(outcome)
@@ -155,7 +155,7 @@ def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
         group.actors[0].end = SimpleNamespace(remote=group.actors[0]._called(end))
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(3)]
         await asyncio.sleep(0.5)
-        left = [task for task in asyncio.all_tasks() if task in {*playing, player.lines[0].listening}]
+        left = [task for task in asyncio.all_tasks() if task in {*playing, player.links[0].listening}]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)

@@ -19,7 +19,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.rollout.worker import KnownEngines, Session
-from skyrl_mega.rollout.worker_messages import EnginesNow, Order, Stopped
+from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Job
 from tests.support.chats import characters
 
 
@@ -38,8 +38,8 @@ class Waits:
         await asyncio.sleep(60)
 
 
-def order(key: int) -> Order:
-    return Order(key, Prompt(0, [], "", {}), key, str(key), False)
+def order(key: int) -> Job:
+    return Job(key, Prompt(0, [], "", {}), key, str(key), False)
 
 
 def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
@@ -48,7 +48,7 @@ def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
     sampling: Any = None
 
     async def everything() -> list[Any]:
-        session = Session(equipment, sampling, False, EnginesNow("engine", [], [], [], 0))
+        session = Session(equipment, sampling, False, EngineView("engine", [], [], [], 0))
         session.abandon(7)
         session.play(order(7))
         session.play(order(3))
@@ -57,15 +57,15 @@ def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
         session.abandon(3)
         session.abandon(3)
         await session.close()
-        return await session.news()
+        return await session.events()
 
-    assert asyncio.run(everything()) == [Stopped(7), Stopped(3)]
+    assert asyncio.run(everything()) == [Cancelled(7), Cancelled(3)]
     assert agent.opened == [3]
 
 
 def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
-    def now(serving: list[int], syncs: int) -> EnginesNow:
-        return EnginesNow("engine", ["a", "b"], [None, None], serving, syncs)
+    def now(serving: list[int], syncs: int) -> EngineView:
+        return EngineView("engine", ["a", "b"], [None, None], serving, syncs)
 
     def agent(engines: KnownEngines, _: Any, router: type[ServiceRouter]) -> Any:
         return SimpleNamespace(router=router(engines, Sampling(), 4, 10.0))
@@ -95,9 +95,9 @@ def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_ch
     sampling: Any = None
 
     async def everything() -> tuple[list[Any], Any]:
-        session = Session(equipment, sampling, False, EnginesNow("engine", [], [], [], 0))
-        session.play(Order(3, prompt, 1, "0/1", False, fault="4 processes died with it"))
-        news = await session.news()
+        session = Session(equipment, sampling, False, EngineView("engine", [], [], [], 0))
+        session.play(Job(3, prompt, 1, "0/1", False, fault="4 processes died with it"))
+        news = await session.events()
         return news, session.hand_over(3)
 
     [played], arrays = asyncio.run(everything())

@@ -20,8 +20,8 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.rollout.worker_client import PlayerElsewhere
-from skyrl_mega.rollout.worker_messages import EnginesNow, News, Order, Played, Stopped
+from skyrl_mega.rollout.worker_client import WorkerClient
+from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Finished, Job, WorkerEvent
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken, Timeline
 
@@ -46,14 +46,14 @@ class Worker:
         self.lasts_s = 1.0, 3.0
         """A trajectory, at least and at most."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.said: asyncio.Queue[News] = asyncio.Queue()
-        self.engines: list[EnginesNow] = []
+        self.said: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        self.engines: list[EngineView] = []
         self.names: list[str] = []
         self.begun: set[str] = set()
         self.early: set[int] = set()
         """Abandoned before they came."""
         self.ended = 0
-        for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
+        for name in ("begin", "play", "abandon", "events", "rejoin", "end"):
             setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
         self.hand_over = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._handed_over))
 
@@ -75,35 +75,35 @@ class Worker:
         self.alive = False
         for task in self.tasks.values():
             task.cancel()
-        self.said.put_nowait(Stopped(-1))  # wakes whoever waits for news
+        self.said.put_nowait(Cancelled(-1))  # wakes whoever waits for news
 
-    async def _begin(self, session: str, sampling: object, service: bool, engines: EnginesNow) -> None:
+    async def _begin(self, session: str, sampling: object, service: bool, engines: EngineView) -> None:
         self.engines.append(engines)
         self.begun.add(session)
 
-    async def _play(self, session: str, orders: list[Order]) -> None:
+    async def _play(self, session: str, jobs: list[Job]) -> None:
         assert session in self.begun
-        for order in orders:
-            self.names.append(order.name)
-            if order.key in self.early:
-                self.said.put_nowait(Stopped(order.key))
+        for job in jobs:
+            self.names.append(job.name)
+            if job.key in self.early:
+                self.said.put_nowait(Cancelled(job.key))
                 continue
-            self.tasks[order.key] = asyncio.create_task(self._one(order))
+            self.tasks[job.key] = asyncio.create_task(self._one(job))
 
-    async def _one(self, order: Order) -> None:
+    async def _one(self, job: Job) -> None:
         try:
             await asyncio.sleep(self.random.uniform(*self.lasts_s))
-            if order.sample in self.dies_of and not order.fault:
+            if job.sample in self.dies_of and not job.fault:
                 self.die()
                 return
         except asyncio.CancelledError:
-            self.said.put_nowait(Stopped(order.key))
+            self.said.put_nowait(Cancelled(job.key))
             return
         nothing: Any = array("i")
-        status = Status.ERROR_INFRASTRUCTURE if order.fault else Status.COMPLETED
-        t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
-        t.metadata["error"] = order.fault
-        self.said.put_nowait(Played(order.key, put_away(t)[0], ()))
+        status = Status.ERROR_INFRASTRUCTURE if job.fault else Status.COMPLETED
+        t = Trajectory(PROMPT, job.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
+        t.metadata["error"] = job.fault
+        self.said.put_nowait(Finished(job.key, put_away(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
         """References to arrays, which are good once the last one of the answer is there and no error."""
@@ -125,7 +125,7 @@ class Worker:
             else:
                 self.early.add(key)
 
-    async def _news(self, session: str) -> list[News]:
+    async def _events(self, session: str) -> list[WorkerEvent]:
         assert session in self.begun
         found = [await self.said.get()]
         if not self.alive:
@@ -134,7 +134,7 @@ class Worker:
             found.append(self.said.get_nowait())
         return found
 
-    async def _rejoin(self, session: str, engines: EnginesNow) -> None:
+    async def _rejoin(self, session: str, engines: EngineView) -> None:
         self.engines.append(engines)
 
     async def _end(self, session: str) -> Taken:
@@ -210,7 +210,7 @@ class Engines:
             raise NobodyServes("engine", 0, "service", "all are dead")
 
 
-def player_of(count: int, restarts: int, seed: int = 0) -> tuple[PlayerElsewhere, Group, Workers, Engines, list[str]]:
+def player_of(count: int, restarts: int, seed: int = 0) -> tuple[WorkerClient, Group, Workers, Engines, list[str]]:
     group, engines, said = Group(count, Random(seed)), Engines(), []
     any_group: Any = group
     any_engines: Any = engines
@@ -218,5 +218,5 @@ def player_of(count: int, restarts: int, seed: int = 0) -> tuple[PlayerElsewhere
     workers._threads.shutdown()
     there: Any = workers
     there._threads = InVirtualTime(group.random)
-    player = PlayerElsewhere(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
+    player = WorkerClient(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
     return player, group, workers, engines, said
