@@ -15,7 +15,7 @@ from skyrl_mega.rollout.router import Engines, Router
 
 
 @dataclass(frozen=True)
-class Equipment:
+class AgentFactory:
     """The shared parts of a run's driver, or of a rollout worker."""
 
     chat: Renderer
@@ -37,12 +37,12 @@ class Equipment:
             sampling: Sampling parameters.
             router: Class of the router between agent and engines.
         """
-        drawn = Sampling(
+        sampling_parameters = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
-        made = router(engines, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        new_router = router(engines, sampling_parameters, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = PersistentAgent(made, self.chat, self.environments, limits, self.threads)
+        agent = PersistentAgent(new_router, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights
         agent.retries = self.environments.retries
         return agent

@@ -35,7 +35,7 @@ LONGEST_ERROR = 2000
 """Most characters kept of an environment's error."""
 Tools = Sequence[Mapping[str, Any]]
 """Tools offered to the policy, in the format of chat templates."""
-CUT = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
+CUT_STATUS = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
 """Finish reason of a cut response → status of the trajectory, even if the environment graded the response."""
 
 
@@ -146,11 +146,11 @@ class Agent:
         """Creates the environment and tokenises the first messages. A fault ends the trajectory and is stored there."""
         opened = Opened(begun(prompt, sample), None, time.perf_counter())
         t = opened.trajectory
-        made: list[Any] = []
-        call = Call(self._make, prompt, made, late=lambda: [env.close() for env in made])
+        created: list[Any] = []
+        call = Call(self._make, prompt, created, late=lambda: [env.close() for env in created])
         try:
             messages = await self._env(t, "init", call)
-            opened.tools = definitions(made[0])
+            opened.tools = definitions(created[0])
             tokens = self._tokens(t, "init: messages", self.first, messages, opened.tools)
             if len(tokens) >= self.limits.length:
                 text = f"init: messages and tools of {len(tokens)} tokens leave no room for a turn"
@@ -158,40 +158,40 @@ class Agent:
                 raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
             environment_errors.fail(t, fault)
-            messages, tokens = prompt.messages, self._unplayed(prompt)
-            opened.env = made[0] if made else None
+            messages, tokens = prompt.messages, self._prompt_tokens(prompt)
+            opened.env = created[0] if created else None
             await self.close(opened)
         except asyncio.CancelledError:
-            if made and not call.given_up:  # else the thread closes it on its return
-                opened.env = made[0]
+            if created and not call.given_up:  # else the thread closes it on its return
+                opened.env = created[0]
                 await self.close(opened)
             raise
         else:
-            opened.env = made[0]
-        _ask(t, messages, tokens)
+            opened.env = created[0]
+        _set_prompt(t, messages, tokens)
         return opened
 
-    def not_played(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
+    def failed_trajectory(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
         """Returns a trajectory ended by an infrastructure fault before the environment was opened."""
         t = begun(prompt, sample)
         environment_errors.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
-        _ask(t, prompt.messages, self._unplayed(prompt))
+        _set_prompt(t, prompt.messages, self._prompt_tokens(prompt))
         return t
 
-    def _unplayed(self, prompt: Prompt) -> Sequence[int]:
+    def _prompt_tokens(self, prompt: Prompt) -> Sequence[int]:
         """Returns a prompt's tokens for a trajectory that never runs; an end token if the template rejects it."""
         try:
             return self.first(prompt.messages)
         except Refused:
             return [self.chat.end]
 
-    def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
-        """Returns the first messages. `made` receives the environment before `init`, which may fail, for `close`."""
-        made.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
-        if calls_tools(made[0]):
-            made[0].parse = self.chat.parse
-            definitions(made[0])  # fail here if the environment defines wrong tools
-        return validate.init(made[0], list(prompt.messages))
+    def _make(self, prompt: Prompt, created: list[Any]) -> list[Message]:
+        """Returns the first messages. `created` receives the environment before `init`, which may fail, for `close`."""
+        created.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
+        if calls_tools(created[0]):
+            created[0].parse = self.chat.parse
+            definitions(created[0])  # fail here if the environment defines wrong tools
+        return validate.init(created[0], list(prompt.messages))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
         """Runs a trajectory to the end. Tokens of the policy enter `tokens` unchanged and are never tokenised again.
@@ -225,26 +225,26 @@ class Agent:
         if room < 1:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        said = await self.speak(opened, f"{name}/{t.turns}", room)
+        turn = await self.speak(opened, f"{name}/{t.turns}", room)
         t.seconds["generate"] += t.steps[-1].generate_s
-        cut = CUT.get(said.finish)
-        if cut and not said.tokens:  # the time was over before the first token
+        cut = CUT_STATUS.get(turn.finish)
+        if cut and not turn.tokens:  # the time was over before the first token
             t.status = cut
             await self._out_of_time(opened)
             return True
         t.turns += 1
-        _say(t, [{"role": "assistant", "content": said.text}])
+        _append_messages(t, [{"role": "assistant", "content": turn.text}])
 
         step = t.steps[-1]
-        answer = await self._asked(opened, "step", validate.step, said.text, self.reward_weights)
+        answer = await self._call_env(opened, "step", validate.step, turn.text, self.reward_weights)
         step.tool_calls = answer.tool_calls
         if answer.rewards_at:  # in a thread: decoding a long answer token by token is slow
             await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
-        environment_errors.reward(t, step, answer)
+        environment_errors.add_reward(t, step, answer)
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
-        _say(t, answer.messages or answer.observations)
+        _append_messages(t, answer.messages or answer.observations)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
             if not answer.done:
@@ -255,10 +255,10 @@ class Agent:
             t.status = Status.TRUNCATED_TIME
             await self._out_of_time(opened)
         else:
-            return self._goes_on(opened, answer)
+            return self._append_answer(opened, answer)
         return True
 
-    async def _asked(self, opened: Opened, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call_env(self, opened: Opened, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the environment in a thread and returns the result."""
         call = Call(function, opened.env, *args, late=opened.env.close)
         try:
@@ -271,12 +271,12 @@ class Agent:
     async def _out_of_time(self, opened: Opened) -> None:
         """Asks the environment to grade a trajectory that ran out of time between turns and may not be graded yet."""
         t = opened.trajectory
-        step = environment_errors.last_said(t)
+        step = environment_errors.last_response(t)
         if t.status is not Status.TRUNCATED_TIME or step is None:
             return
-        answer = await self._asked(opened, "out_of_time", validate.out_of_time, self.reward_weights)
+        answer = await self._call_env(opened, "out_of_time", validate.out_of_time, self.reward_weights)
         if answer is not None:
-            environment_errors.reward(t, step, answer)
+            environment_errors.add_reward(t, step, answer)
             t.metadata |= answer.metadata
 
     async def speak(self, opened: Opened, name: str, room: int) -> Said:
@@ -308,7 +308,7 @@ class Agent:
         """Returns the tokens between the policy's last token and the next turn."""
         return self.chat.following(t.tokens[-1], observations, tools)
 
-    def _goes_on(self, opened: Opened, answer: validate.StepOutput) -> bool:
+    def _append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
         """Appends the tokens of the environment's answer, or returns True if they leave no room for another turn."""
         t, tools = opened.trajectory, opened.tools
         if answer.messages is None:
@@ -329,7 +329,7 @@ class Agent:
         if answer.messages is not None:
             t.steps[-1].kind = Kind.PROMPT
         elif self.one_message and self._ended(t):
-            _take_back_end(t)
+            _remove_end(t)
         append(t, new, 0)
         return False
 
@@ -378,7 +378,7 @@ class Agent:
             raise self._fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
         except Raised as raised:
             error = raised.error
-            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_shown(error)}"
+            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_safe_repr(error)}"
             infrastructure = isinstance(error, InfrastructureFault)
             status = Status.ERROR_INFRASTRUCTURE if infrastructure else Status.ERROR_ENV
             raise self._fault(t, status, text, error) from error
@@ -416,7 +416,7 @@ def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[f
     t.steps[-1].end = len(t.tokens)
 
 
-def _take_back_end(t: Trajectory) -> None:
+def _remove_end(t: Trajectory) -> None:
     """Removes the end token of the last response, because the same message continues."""
     for values in (t.tokens, t.mask, t.logprobs):
         del values[-1]
@@ -424,20 +424,20 @@ def _take_back_end(t: Trajectory) -> None:
     t.steps[-2].end = t.steps[-1].start = t.steps[-1].end = len(t.tokens)
 
 
-def _say(t: Trajectory, messages: list[Message]) -> None:
+def _append_messages(t: Trajectory, messages: list[Message]) -> None:
     """Appends messages to the last step of a trajectory."""
     t.messages += messages
     t.steps[-1].messages += len(messages)
 
 
-def _ask(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
+def _set_prompt(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
     """Sets the first prompt of a trajectory."""
     append(t, tokens, 0)
-    _say(t, messages)
+    _append_messages(t, messages)
     t.prompt_length = len(t.tokens)
 
 
-def _shown(error: BaseException) -> str:
+def _safe_repr(error: BaseException) -> str:
     try:
         return repr(error)
     except Exception:  # the exception's own repr failed

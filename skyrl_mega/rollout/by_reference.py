@@ -55,13 +55,13 @@ def brought_groups(groups: list[Group]) -> list[Group]:
     away = {id(t): t for group in groups for t in _all(group) if t.away is not None}
     if not away:
         return groups
-    here = {one: brought(t) for one, t in away.items()}
-    found: dict[int, Group] = {}
+    fetched = {one: brought(t) for one, t in away.items()}
+    rebuilt: dict[int, Group] = {}
     for group in groups:
-        own = [here.get(id(t), t) for t in group.trajectories]
-        greedy = None if group.greedy is None else here.get(id(group.greedy), group.greedy)
-        found.setdefault(id(group), Group(group.prompt, own, greedy))
-    return [found[id(group)] for group in groups]
+        trajectories = [fetched.get(id(t), t) for t in group.trajectories]
+        greedy = None if group.greedy is None else fetched.get(id(group.greedy), group.greedy)
+        rebuilt.setdefault(id(group), Group(group.prompt, trajectories, greedy))
+    return [rebuilt[id(group)] for group in groups]
 
 
 def _all(group: Group) -> list[Trajectory]:

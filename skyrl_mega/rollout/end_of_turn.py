@@ -36,14 +36,14 @@ def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
     by_limits = listed == []
     if listed is None:
         listed = _listed(Path(path) / "config.json") or []
-    found = [token for token in (template, tokenizer.eos_token_id, *listed) if token is not None]
-    if not found:
+    tokens = [token for token in (template, tokenizer.eos_token_id, *listed) if token is not None]
+    if not tokens:
         raise UserError(
             f"model.path={path}: nothing says which token ends a turn: the chat template writes none behind the "
             "assistant's words, and neither tokenizer_config.json (eos_token) nor generation_config.json or "
             "config.json (eos_token_id) names one; give eos_token_id in generation_config.json"
         )
-    return Ends(() if by_limits else tuple(sorted(set(found))), found[0])
+    return Ends(() if by_limits else tuple(sorted(set(tokens))), tokens[0])
 
 
 def control_tokens(tokenizer: Any, ends: tuple[int, ...]) -> dict[int, str]:

@@ -80,7 +80,7 @@ class EnvPool:
     """
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
-        self._places, self._count = asyncio.Semaphore(most), count
+        self._slots, self._count = asyncio.Semaphore(most), count
 
     async def run(self, call: Call, limit_s: float) -> Any:
         """Runs a call in a thread and returns the value.
@@ -94,14 +94,14 @@ class EnvPool:
             Abandoned: The call exceeded the limit.
             Raised: The call raised an exception.
         """
-        async with self._places:
+        async with self._slots:
             loop = asyncio.get_running_loop()
             answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
             def work() -> None:
                 outcome = call.run()
                 try:
-                    loop.call_soon_threadsafe(_tell, answer, outcome)
+                    loop.call_soon_threadsafe(_set_result, answer, outcome)
                 except RuntimeError:  # the loop ended meanwhile: no task waits
                     return
 
@@ -135,6 +135,6 @@ class Raised(Exception):
         super().__init__(type(error).__name__)
 
 
-def _tell(answer: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+def _set_result(answer: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
     if not answer.done():
         answer.set_result(outcome)

@@ -15,7 +15,7 @@ class EnvironmentFault(Exception):
         super().__init__(text)
 
 
-def reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
+def add_reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
     """Adds the environment's reward for the policy's answer in a step."""
     step.reward = (step.reward or 0.0) + answer.reward
     t.reward += answer.reward
@@ -23,7 +23,7 @@ def reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
         t.rewards[name] = t.rewards.get(name, 0.0) + value
 
 
-def last_said(t: Trajectory) -> Step | None:
+def last_response(t: Trajectory) -> Step | None:
     """Returns the latest step in which the policy produced tokens, or None."""
     return next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE and step.end > step.start), None)
 

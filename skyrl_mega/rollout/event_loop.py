@@ -119,7 +119,7 @@ class BackgroundLoop:
 
 
 async def _cancel_others() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*others, return_exceptions=True)

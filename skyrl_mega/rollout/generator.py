@@ -10,10 +10,10 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_factory import Equipment
+from skyrl_mega.rollout.agent_factory import AgentFactory
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.event_loop import EventLoop, Loop
-from skyrl_mega.rollout.lockstep import Waves
+from skyrl_mega.rollout.lockstep import LockstepRouter
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
@@ -42,7 +42,7 @@ class Generator:
         refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
         look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        waves: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
+        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
         loop: The event loop of the phases.
         workers: Rollout workers running the trajectories; None means this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected
@@ -59,7 +59,7 @@ class Generator:
         look: Callable[[], None] = lambda: None,
         *,
         reward_weights: Mapping[str, float] | None = None,
-        waves: bool = False,
+        lockstep: bool = False,
         loop: Loop | None = None,
         workers: Workers | None = None,
         timeline: Timeline | None = None,
@@ -67,8 +67,8 @@ class Generator:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
-        self.router = Waves if waves else Router
-        self.timeline, self.counted = timeline or Timeline(), timeline is not None
+        self.router = LockstepRouter if lockstep else Router
+        self.timeline, self.counts_are_read = timeline or Timeline(), timeline is not None
         self.threads = EnvPool(environments.workers, self.timeline.calls)
         self.slots = Slots(environments.slots)
         self.workers = workers
@@ -96,7 +96,7 @@ class Generator:
         """Returns a group of `samples` trajectories for every prompt, in the prompts' order.
 
         Equal weights, prompts and seed give equal trajectories. The results are bit-identical for single-turn
-        trajectories on a single engine, and always with `waves`.
+        trajectories on a single engine, and always with `lockstep`.
 
         Args:
             prompts: The prompts.
@@ -130,11 +130,11 @@ class Generator:
         if self.workers is not None:
             service = router is not None
             client = WorkerClient(self.workers, self.fleet, sampling, service=service, spans=self._spans)
-            if self.counted:
+            if self.counts_are_read:
                 client.on_counts = self.timeline.merge
             return SlotAgent(client, self.slots)
-        equipment = Equipment(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
-        agent = equipment.agent(self.fleet, sampling, router or self.router)
+        factory = AgentFactory(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
+        agent = factory.agent(self.fleet, sampling, router or self.router)
         agent.spans, agent.router.count = self._spans, self.timeline.requests
         return agent if self.slots.most is None else SlotAgent(PlayerHere(agent), self.slots)
 
@@ -171,18 +171,18 @@ class Generator:
         opening = [asyncio.create_task(agent.open(p, s)) for p in prompts for s in range(samples)]
         playing: list[asyncio.Task[Trajectory]] = []
         try:
-            opened = await self._looking(asyncio.gather(*opening))
+            opened = await self._watched(asyncio.gather(*opening))
             agent.router.expect(total)
             playing += [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
-            return await self._looking(asyncio.gather(*playing))
+            return await self._watched(asyncio.gather(*playing))
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            await closed(agent, opening, playing)
+            await close_all(agent, opening, playing)
             agent.router.close()
 
-    async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
+    async def _watched(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
         """Returns the result of a phase, while calling `look` twice a second. If `look` raises, the phase's result is
         ignored."""
         phase.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -192,7 +192,7 @@ class Generator:
         return phase.result()
 
 
-async def closed(agent: AnyAgent, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
+async def close_all(agent: AnyAgent, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
     """Cancels all tasks and closes the environments opened but never run."""
     for task in (*opening, *playing):
         task.cancel()

@@ -70,8 +70,8 @@ class Journal:
 
     def add(self, said: Iterable[Said]) -> None:
         """Adds turns, also of trajectories about to run."""
-        for one in said:
-            self._said.setdefault(one.trajectory, {})[one.request] = one
+        for turn in said:
+            self._said.setdefault(turn.trajectory, {})[turn.request] = turn
 
     def keep(self, request: Request, completion: Completion) -> None:
         """Records the answer to a request, unless a timeout ended the answer."""
@@ -89,7 +89,7 @@ class Journal:
 
     def all(self) -> list[Said]:
         """Returns all turns, trajectory by trajectory."""
-        return [one for turns in self._said.values() for one in turns.values()]
+        return [turn for turns in self._said.values() for turn in turns.values()]
 
 
 def file_of(folder: Path, who: str) -> Path:
@@ -99,11 +99,11 @@ def file_of(folder: Path, who: str) -> Path:
 
 def read_all(folder: Path) -> dict[str, list[Said]]:
     """Reads the turns of all processes in a folder, by trajectory."""
-    found: dict[str, list[Said]] = {}
+    turns: dict[str, list[Said]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
-        for one in read(file):
-            found.setdefault(one.trajectory, []).append(one)
-    return found
+        for turn in read(file):
+            turns.setdefault(turn.trajectory, []).append(turn)
+    return turns
 
 
 def digest(request: Request) -> bytes:
@@ -117,17 +117,17 @@ def write(file: Path, said: Sequence[Said]) -> None:
 
     Routes make up most of the bytes and hardly repeat, so compression is off for routes.
     """
-    made = [(one, one.completion) for one in said]
+    completions = [(turn, turn.completion) for turn in said]
     columns = [
-        [one.request for one in said],
-        [one.asked for one in said],
-        [np.asarray(c.tokens, np.int32) for _, c in made],
-        [np.asarray(c.logprobs, np.float32) for _, c in made],
-        [c.finish for _, c in made],
-        [[{"version": version, "start": start} for version, start in c.versions] for _, c in made],
-        [None if c.routes is None else c.routes.tobytes() for _, c in made],
-        [None if c.routes is None else str(c.routes.dtype) for _, c in made],
-        [None if c.routes is None else c.routes.shape for _, c in made],
+        [turn.request for turn in said],
+        [turn.asked for turn in said],
+        [np.asarray(c.tokens, np.int32) for _, c in completions],
+        [np.asarray(c.logprobs, np.float32) for _, c in completions],
+        [c.finish for _, c in completions],
+        [[{"version": version, "start": start} for version, start in c.versions] for _, c in completions],
+        [None if c.routes is None else c.routes.tobytes() for _, c in completions],
+        [None if c.routes is None else str(c.routes.dtype) for _, c in completions],
+        [None if c.routes is None else c.routes.shape for _, c in completions],
     ]
     arrays = [pa.array(column, type=field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=_SCHEMA)

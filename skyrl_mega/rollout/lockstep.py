@@ -13,10 +13,10 @@ from typing import Any
 from skyrl_mega.rollout.router import Router, Waiting
 
 
-class Waves(Router):
+class LockstepRouter(Router):
     """A router with reproducible batches, as long as no engine fails.
 
-    A wave is as slow as the longest turn, and an engine receives the whole part at once.
+    A wave is as slow as the longest turn, and an engine receives the whole batch at once.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -45,14 +45,14 @@ class Waves(Router):
         wave = sorted(wanted, key=lambda waiting: waiting.request.id)
         self.queue.clear()
         engines = sorted(self.load)
-        parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in engines}
+        batches: dict[int, dict[str, Waiting]] = {engine: {} for engine in engines}
         for waiting in wave:
             place = self.places.setdefault(waiting.request.trajectory, len(self.places))
             engine = engines[place % len(engines)]
-            parts[engine][waiting.request.id] = waiting
+            batches[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
-        self._send(parts)
+        self._send(batches)
 
-    def _ended(self, part: dict[str, Waiting], task: asyncio.Task[None]) -> None:
-        super()._ended(part, task)
+    def _ended(self, batch: dict[str, Waiting], task: asyncio.Task[None]) -> None:
+        super()._ended(batch, task)
         self._schedule()

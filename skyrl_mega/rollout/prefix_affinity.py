@@ -11,9 +11,9 @@ from collections.abc import Hashable, Mapping
 
 from skyrl_mega.engines.base import Request
 
-KNOWN = 2**16
+MOST_REMEMBERED = 2**16
 """Most trajectories and prompts remembered, a few megabytes; the least recently used is forgotten first."""
-LONG = 1024
+LONG_PROMPT = 1024
 """Prompt tokens from which all samples go to the same engine. The samples of a prompt tend to be long together, so
 computing a short prompt several times is better than generating all answers in a single engine."""
 FEW, SHARE = 8, 0.25
@@ -22,7 +22,7 @@ and above this share. Computing a prefix costs a turn a fraction of a second; sh
 the whole turn."""
 
 
-class Homes:
+class PrefixAffinity:
     """Engine of the latest turn of each trajectory and prompt. Lives in the event loop of the router."""
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class Homes:
         """
         keys = _keys(request)
         least = min(requests, key=requests.__getitem__)
-        known = (self.engines[key] for key in keys if key in self.engines)
-        home = next((engine for engine in known if engine in requests), least)
-        if requests[home] > requests[least] + max(FEW, SHARE * requests[least]):
-            home = least
+        cached = (self.engines[key] for key in keys if key in self.engines)
+        engine = next((engine for engine in cached if engine in requests), least)
+        if requests[engine] > requests[least] + max(FEW, SHARE * requests[least]):
+            engine = least
         for key in keys:
-            self.engines[key] = home
+            self.engines[key] = engine
             self.engines.move_to_end(key)
-        while len(self.engines) > KNOWN:
+        while len(self.engines) > MOST_REMEMBERED:
             self.engines.popitem(last=False)
-        return home
+        return engine
 
 
 def _keys(request: Request) -> list[Hashable]:
     """Returns the keys of prefixes that an engine may have cached for the request, the longest first."""
-    shared = request.prompt is not None and len(request.tokens) >= LONG
+    shared = request.prompt is not None and len(request.tokens) >= LONG_PROMPT
     return [request.trajectory, *([request.prompt] if shared else [])]

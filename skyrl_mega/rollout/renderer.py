@@ -103,7 +103,7 @@ class Renderer:
         """Token for characters unknown to the tokenizer; None if the token ends a turn."""
         self._prompts: dict[bytes, array[int]] = {}
         """`_key` → tokens of a rendered prompt of the data, int32."""
-        self._room = KEPT_TOKENS
+        self._free = KEPT_TOKENS
         """Tokens still free in `_prompts`."""
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
@@ -174,9 +174,9 @@ class Renderer:
         Raises:
             UserError: A token is outside the model's vocabulary.
         """
-        given = json.dumps([messages, list(tools)])
+        conversation = json.dumps([messages, list(tools)])
         try:
-            tokens = self._opening(given)
+            tokens = self._opening(conversation)
         except TooLong:
             return None
         if most is not None and len(tokens) > most:
@@ -186,10 +186,10 @@ class Renderer:
                 f"{place}: its token {largest} is not below config.json's vocab_size = {self.vocabulary}; the "
                 f"tokenizer of model.path={self.path} is another model's, fetch it again"
             )
-        key = _key(given)
-        if key not in self._prompts and len(tokens) <= self._room:
+        key = _key(conversation)
+        if key not in self._prompts and len(tokens) <= self._free:
             self._prompts[key] = array("i", tokens)
-            self._room -= len(tokens)
+            self._free -= len(tokens)
         return tokens
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
@@ -204,9 +204,9 @@ class Renderer:
             Refused: The template rejects the messages.
             TooLong: No sequence is long enough.
         """
-        given = json.dumps([messages, list(tools)])
-        kept = self._prompts.get(_key(given))
-        return self._first(given) if kept is None else kept
+        conversation = json.dumps([messages, list(tools)])
+        kept = self._prompts.get(_key(conversation))
+        return self._first(conversation) if kept is None else kept
 
     def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
         """Returns `render` of the messages without tools."""
@@ -231,9 +231,9 @@ class Renderer:
             written = text.partition(MARK)[2].partition(self._decode([self.end]))[0]
             # Templates put a line break between words and calls, but none before a call without words.
             words += written if words else written.lstrip()
-            found = self.parse(words.replace(BREAK, "")).tool_calls[-len(calls) :]
+            parsed = self.parse(words.replace(BREAK, "")).tool_calls[-len(calls) :]
             asked_for = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            if [(call.name, call.arguments) for call in found] != asked_for:
+            if [(call.name, call.arguments) for call in parsed] != asked_for:
                 raise UserError(
                     f"model.path={self.path}: the chat template does not write the tool_calls of a demonstration so "
                     f"that they can be read again ({shown(asked_for)} became {shown(written)}); allowed is a template "
@@ -250,8 +250,8 @@ class Renderer:
             return ""
         return text.partition(MARK)[2]
 
-    def _opening(self, given: str) -> list[int]:
-        return self._tokens(*json.loads(given))
+    def _opening(self, conversation: str) -> list[int]:
+        return self._tokens(*json.loads(conversation))
 
     def following(
         self, last: int, observations: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -274,8 +274,8 @@ class Renderer:
             return [token for message in observations for token in self._words(message["content"])]
         return self._continue(json.dumps([observations, list(tools)]), last if last in self.stop_tokens else None)
 
-    def _continuation(self, given: str, ended: int | None) -> list[int]:
-        observations, tools = json.loads(given)
+    def _continuation(self, conversation: str, ended: int | None) -> list[int]:
+        observations, tools = json.loads(conversation)
         end = "" if ended is None else self._decode([ended])
 
         def cut(text: str) -> str:
@@ -342,7 +342,7 @@ class Renderer:
         character are dropped. With `by_letters`, a text that still contains control tokens gets a BREAK after every
         character."""
         singles = self.control.values()
-        text = self._spelled.sub(lambda found: BREAK if found[0] in singles else found[0] + BREAK, content)
+        text = self._spelled.sub(lambda match: BREAK if match[0] in singles else match[0] + BREAK, content)
         if by_letters and self._is_forged("", self._encode(text)):
             text = BREAK.join(letter for letter in content if not self._is_forged("", self.encode(letter)))
         return text
@@ -369,8 +369,8 @@ class Renderer:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of the policy's tokens without the end-of-turn token."""
-        own = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
-        return self._decode(own)
+        tokens_said = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
+        return self._decode(tokens_said)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -382,9 +382,9 @@ class Renderer:
         return tokens
 
 
-def _key(given: str) -> bytes:
+def _key(conversation: str) -> bytes:
     """Returns a 16-byte hash of messages and tools given as JSON."""
-    return hashlib.blake2b(given.encode(), digest_size=16).digest()
+    return hashlib.blake2b(conversation.encode(), digest_size=16).digest()
 
 
 def one_message_refused(environment: str) -> str:

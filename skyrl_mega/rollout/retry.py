@@ -27,25 +27,25 @@ class PersistentAgent(Agent):
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Opens a trajectory as `Agent.open` does; retries if an infrastructure fault prevented opening the
         environment."""
-        return await self._opened(await super().open(prompt, sample))
+        return await self._reopened(await super().open(prompt, sample))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
         """Runs a trajectory as `Agent.play` does; retries from the prompt after an infrastructure fault."""
-        played = await super().play(opened, name)
-        while self._again(opened):
-            opened = await self._opened(opened)
-            played = await super().play(opened, name)
-        return played
+        trajectory = await super().play(opened, name)
+        while self._may_retry(opened):
+            opened = await self._reopened(opened)
+            trajectory = await super().play(opened, name)
+        return trajectory
 
-    async def _opened(self, opened: Opened) -> Opened:
+    async def _reopened(self, opened: Opened) -> Opened:
         """Returns the opened trajectory, or a newly opened retry if opening failed and retries are left."""
-        while self._again(opened):
+        while self._may_retry(opened):
             failed = opened.trajectory
             await asyncio.sleep(min(LONGEST_S, PAUSE_S * 2**failed.again))
             opened = await super().open(failed.prompt, failed.sample)
             opened.trajectory.again = failed.again + 1
         return opened
 
-    def _again(self, opened: Opened) -> bool:
+    def _may_retry(self, opened: Opened) -> bool:
         t = opened.trajectory
         return t.status is Status.ERROR_INFRASTRUCTURE and t.again < self.retries

@@ -20,7 +20,7 @@ from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
-from skyrl_mega.rollout.prefix_affinity import Homes
+from skyrl_mega.rollout.prefix_affinity import PrefixAffinity
 
 IN_FLIGHT = 4
 """Requests given to an engine, as a multiple of the sequences running at once. So the engine is never idle, and the
@@ -122,7 +122,7 @@ class Router:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
         self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
-        self.homes = Homes()
+        self.affinity = PrefixAffinity()
         self.queue: deque[Waiting] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -179,25 +179,25 @@ class Router:
         """Assigns waiting requests to engines, as many as fit, and sends the messages."""
         self.scheduled = False
         self.serving = frozenset(self.fleet.serving)  # another router may have found a dead engine
-        parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
+        batches: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
         while self.queue:
             fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
-            free = [engine for engine in fits if self._takes(engine)]
+            free = [engine for engine in fits if self._accepts(engine)]
             if not free:
                 break
             requests = {engine: self.load[engine].requests for engine in free}
-            engine = self.homes.choose(self.queue[0].request, requests)
+            engine = self.affinity.choose(self.queue[0].request, requests)
             waiting = self.queue.popleft()
-            parts[engine][waiting.request.id] = waiting
+            batches[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
-        self._send(parts)
+        self._send(batches)
         if self.queue and self.serving.isdisjoint(self.load):  # another router found the last engine dead
             try:
                 self.fleet.check()
             except ActorFailed as error:
-                self._nobody({}, error)
+                self._fail_all({}, error)
 
-    def _takes(self, engine: int) -> bool:
+    def _accepts(self, engine: int) -> bool:
         """Returns True if the engine is in service with current weights."""
         return engine in self.serving
 
@@ -206,38 +206,38 @@ class Router:
         for task in self.tasks:
             task.cancel()
 
-    def _send(self, parts: dict[int, dict[str, Waiting]]) -> None:
+    def _send(self, batches: dict[int, dict[str, Waiting]]) -> None:
         """Sends a message to every engine with new requests."""
-        for engine, part in parts.items():
-            if part:
-                task = asyncio.create_task(self._run(engine, part))
+        for engine, batch in batches.items():
+            if batch:
+                task = asyncio.create_task(self._run(engine, batch))
                 self.tasks.add(task)
-                task.add_done_callback(partial(self._ended, part))
+                task.add_done_callback(partial(self._ended, batch))
 
-    def _ended(self, part: dict[str, Waiting], task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: dict[str, Waiting], task: asyncio.Task[None]) -> None:
         """Raises the error of a failed send task in all its requests. Without this, a bug in our code would leave
         callers waiting forever."""
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(part, error)
+            self._fail(batch, error)
 
-    async def _run(self, engine: int, part: dict[str, Waiting]) -> None:
+    async def _run(self, engine: int, batch: dict[str, Waiting]) -> None:
         import ray
 
         silence = self.timeout_s + MARGIN_S
         now = asyncio.get_running_loop().time()
         actor, load, began = self.fleet.group.actors[engine], self.load.get(engine), self.rejoins
-        self.count(engine, len(part))
+        self.count(engine, len(batch))
         try:
             method = actor.generate_many.options(num_returns="streaming")
-            stream = method.remote([w.at(now) for w in part.values()], self.sampling)
+            stream = method.remote([w.at(now) for w in batch.values()], self.sampling)
             # Read to its end: an engine has finished a wave only when the wave's generator is exhausted.
             async for reference in _bounded(stream, silence):
                 ended = await asyncio.wait_for(reference, silence)
                 self.count(engine, -len(ended))
                 for completion in ended:
-                    waiting = part.pop(completion.id)
+                    waiting = batch.pop(completion.id)
                     if load is not None:
                         load.add(waiting, -1)
                     if not waiting.answer.done():
@@ -246,56 +246,56 @@ class Router:
                     self._schedule()
         except ray.exceptions.RayTaskError as error:
             if isinstance(cause_of(error), EngineDied):
-                self._leave(engine, actor, load, part, describe(error))
+                self._retire(engine, actor, load, batch, describe(error))
                 return
-            if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, part, began):
+            if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, batch, began):
                 return
             # The engine is healthy: it refused a request.
             name = f"{self.fleet.group.name}-{engine}"
-            self._fail(part, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(part) - 1)))
+            self._fail(batch, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(batch) - 1)))
         except ray.exceptions.RayError as error:
-            self._leave(engine, actor, load, part, describe(error))
+            self._retire(engine, actor, load, batch, describe(error))
         except TimeoutError:
-            self._leave(engine, actor, load, part, f"generate_many: no sign of life within {silence:g} s")
+            self._retire(engine, actor, load, batch, f"generate_many: no sign of life within {silence:g} s")
         finally:
-            self.count(engine, -len(part))
+            self.count(engine, -len(batch))
 
-    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
         """Returns True if the requests of an engine without current weights were queued. In a phase the weights are
         always current."""
         return False
 
-    def _leave(self, engine: int, actor: Any, load: Load | None, part: dict[str, Waiting], cause: str) -> None:
+    def _retire(self, engine: int, actor: Any, load: Load | None, batch: dict[str, Waiting], cause: str) -> None:
         """Takes an engine out of service, unless another actor already took the rank. The requests move to other
         engines."""
         if self.fleet.group.actors[engine] is not actor:
-            self._again(load, part)
+            self._requeue(load, batch)
             return
         self.load.pop(engine, None)
         try:
             self.fleet.retire(engine, cause)
             self.fleet.check()
         except ActorFailed as error:
-            self._nobody(part, error)
+            self._fail_all(batch, error)
             return
-        self._again(load, part)
+        self._requeue(load, batch)
 
-    def _again(self, load: Load | None, part: dict[str, Waiting]) -> None:
+    def _requeue(self, load: Load | None, batch: dict[str, Waiting]) -> None:
         """Puts an engine's requests back at the front of the queue."""
-        for waiting in part.values():
+        for waiting in batch.values():
             if load is not None:
                 load.add(waiting, -1)
-        self.queue.extendleft(reversed(part.values()))
+        self.queue.extendleft(reversed(batch.values()))
         self._schedule()
 
-    def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
+    def _fail_all(self, batch: dict[str, Waiting], error: ActorFailed) -> None:
         """Raises the error in these and all waiting requests, as no engine is left."""
-        self._fail(part, error)
+        self._fail(batch, error)
         self._fail({w.request.id: w for w in self.queue}, error)
         self.queue.clear()
 
-    def _fail(self, part: dict[str, Waiting], error: BaseException) -> None:
-        for waiting in part.values():
+    def _fail(self, batch: dict[str, Waiting], error: BaseException) -> None:
+        for waiting in batch.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
 

@@ -22,7 +22,7 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import ServiceLoop
-from skyrl_mega.rollout.generator import closed
+from skyrl_mega.rollout.generator import close_all
 from skyrl_mega.rollout.journal import Journal, Said
 from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
 from skyrl_mega.rollout.slots import AnyAgent, Desk
@@ -152,14 +152,14 @@ class RolloutService:
             ActorFailed: An engine refused a request, or no engine is left and none restarts; with the root cause.
         """
         self.loop.wait(lambda: bool(self._done), wait_s)
-        found = []
+        new_groups = []
         while self._done:
             outcome = self._done.popleft()
             if isinstance(outcome, BaseException):
                 raise outcome
             del self.under_way[outcome.ticket.number], self._played[outcome.ticket.number]
-            found.append(outcome)
-        return found
+            new_groups.append(outcome)
+        return new_groups
 
     def write_said(self, folder: Path) -> None:
         """Writes the recorded turns of unfinished trajectories, in this process and in rollout workers."""
@@ -169,7 +169,7 @@ class RolloutService:
     def so_far(self) -> list[Ticket]:
         """Returns the tickets of unfinished groups, with the samples finished so far."""
         return [
-            replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _lasts(t)})
+            replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _is_kept(t)})
             for number, ticket in self.under_way.items()
         ]
 
@@ -199,8 +199,8 @@ class RolloutService:
                 await asyncio.wait(opening, timeout=TOGETHER_S)
             opened = iter(opening)
             for ticket, prompt in wanted:
-                own = {sample: next(opened) for sample in ticket.left}
-                playing.append(tasks(self._group(agent, ticket, prompt, own)))
+                sample_tasks = {sample: next(opened) for sample in ticket.left}
+                playing.append(tasks(self._group(agent, ticket, prompt, sample_tasks)))
             await asyncio.gather(*playing)
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
@@ -209,7 +209,7 @@ class RolloutService:
             self._tell(error)
             raise
         finally:
-            await closed(agent, opening, playing)
+            await close_all(agent, opening, playing)
 
     async def _group(
         self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, asyncio.Task[Any]]
@@ -219,7 +219,7 @@ class RolloutService:
 
         async def play(sample: int) -> None:
             name = ticket.names[sample]
-            # `closed` cancels the opening tasks
+            # `close_all` cancels the opening tasks
             played[sample] = await agent.play(await asyncio.shield(opened[sample]), name)
             router.forget(name)
 
@@ -233,7 +233,7 @@ class RolloutService:
         self._tell(Done(ticket, Group(prompt, [played[sample] for sample in range(len(ticket.names))])))
 
 
-def _lasts(t: Trajectory) -> bool:
+def _is_kept(t: Trajectory) -> bool:
     """Returns True if a resumed run keeps the trajectory; a trajectory with an infrastructure fault is generated
     again."""
     return t.status is not Status.ERROR_INFRASTRUCTURE
@@ -276,20 +276,20 @@ class ServiceRouter(Router):
             self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
         self._schedule()
 
-    def _takes(self, engine: int) -> bool:
-        return super()._takes(engine) and engine not in self.resting
+    def _accepts(self, engine: int) -> bool:
+        return super()._accepts(engine) and engine not in self.resting
 
-    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
         """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
         `rejoin`, or did so since the request was sent."""
         if began == self.rejoins:
             self.resting.add(engine)
-        self._again(load, part)
+        self._requeue(load, batch)
         return True
 
-    def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
+    def _fail_all(self, batch: dict[str, Waiting], error: ActorFailed) -> None:
         """Queues all requests if an engine can restart; otherwise raises the error in all of these."""
         if isinstance(error, NobodyServes):
-            self.queue.extendleft(reversed(part.values()))
+            self.queue.extendleft(reversed(batch.values()))
         else:
-            super()._nobody(part, error)
+            super()._fail_all(batch, error)

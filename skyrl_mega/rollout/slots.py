@@ -102,7 +102,7 @@ class Slots:
         self.use = SlotUse()
 
     @asynccontextmanager
-    async def one(self, who: object) -> AsyncIterator[None]:
+    async def hold(self, who: object) -> AsyncIterator[None]:
         """Holds a slot for a user; waits until a slot is free."""
         if self.most is not None and self.taken.total() >= self.most:
             await self._wait(who)  # `_give_back` took the slot for us
@@ -134,12 +134,12 @@ class Slots:
         if not self.taken[who]:
             del self.taken[who]
         while self.queues:
-            following = min(self.queues, key=lambda one: self.taken[one])
-            turn = self.queues[following].popleft()
-            if not self.queues[following]:
-                del self.queues[following]
+            user = min(self.queues, key=lambda waiting: self.taken[waiting])
+            turn = self.queues[user].popleft()
+            if not self.queues[user]:
+                del self.queues[user]
             if not turn.done():  # a waiter may have been cancelled
-                self._take(following)
+                self._take(user)
                 turn.set_result(None)
                 return
 
@@ -176,7 +176,7 @@ class SlotAgent:
         """
         now = asyncio.get_running_loop().time
         start = now()
-        async with self.slots.one(self):
+        async with self.slots.hold(self):
             waited = now() - start
             t = await self.player.play(opened.prompt, opened.sample, name)
         t.seconds["slot"] = waited

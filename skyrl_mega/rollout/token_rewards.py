@@ -20,23 +20,23 @@ class TokenRewards:
     """The token rewards of a trajectory so far."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, float]] = []
+        self.rewards: list[tuple[int, float]] = []
         """(position in `Trajectory.tokens`, reward)."""
 
     def add(self, t: Trajectory, text: Text, rewards_at: Sequence[tuple[int, float]]) -> None:
         """Adds the rewards of the trajectory's last answer."""
         start = t.steps[-1].start
         ends = characters(t.tokens[start:], text)
-        self.found += [(start + min(bisect_left(ends, end), len(ends) - 1), reward) for end, reward in rewards_at]
+        self.rewards += [(start + min(bisect_left(ends, end), len(ends) - 1), reward) for end, reward in rewards_at]
 
     def keep(self, t: Trajectory) -> None:
         """Stores the rewards of a finished trajectory in the trajectory's columns."""
-        if self.found and not t.status.failed:
+        if self.rewards and not t.status.failed:
             import torch  # which readers of trajectories do without
 
             from skyrl_mega.megatron.sequences import Column
 
-            at, rewards = zip(*self.found, strict=True)
+            at, rewards = zip(*self.rewards, strict=True)
             values = torch.zeros(len(t.tokens), dtype=torch.float64)
             values.index_add_(0, torch.tensor(at), torch.tensor(rewards, dtype=torch.float64))
             t.columns[TOKEN_REWARDS] = Column(values, "target")
@@ -52,13 +52,13 @@ def characters(tokens: Sequence[int], text: Text) -> list[int]:
         tokens: Tokens of an answer.
         text: Decodes tokens.
     """
-    found: list[int] = []
+    counts: list[int] = []
     before = first = done = 0
     for count in range(1, len(tokens) + 1):
         known, more = text(tokens[before:first]), text(tokens[before:count])
         if not more.endswith(UNKNOWN) or count - first >= BYTES:
             done += len(more) - len(known)
             before, first = first, count
-        found.append(done)
+        counts.append(done)
     whole = len(text(tokens))
-    return [*(min(whole, count) for count in found[:-1]), whole]
+    return [*(min(whole, count) for count in counts[:-1]), whole]

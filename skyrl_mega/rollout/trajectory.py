@@ -222,10 +222,10 @@ def words(t: Trajectory) -> list[str]:
     """Returns the policy's text in each turn of a trajectory; for remote arrays, in the short form of `Away.words`."""
     if t.away is not None:
         return t.away.words
-    found: list[str] = []
+    texts: list[str] = []
     at = 0
     for step in t.steps:
         if step.kind is Kind.RESPONSE:
-            found += [m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant"]
+            texts += [m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant"]
         at += step.messages
-    return found
+    return texts

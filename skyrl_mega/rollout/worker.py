@@ -27,7 +27,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout import journal
-from skyrl_mega.rollout.agent_factory import Equipment
+from skyrl_mega.rollout.agent_factory import AgentFactory
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.journal import Journal
@@ -87,7 +87,7 @@ class RolloutWorker:
             registry.resolve(name, environments)
         self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
-        self.equipment = Equipment(chat, rollout, environments, reward_weights, threads)
+        self.factory = AgentFactory(chat, rollout, environments, reward_weights, threads)
         self.sessions: dict[str, Session] = {}
         self.reported_kills = 0
         """Programs killed for memory, as last reported to the driver."""
@@ -96,7 +96,7 @@ class RolloutWorker:
 
     async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
         """Begins a session. With `service`, requests without an engine wait instead of failing."""
-        new_session = self.sessions[session] = Session(self.equipment, sampling, service, engines)
+        new_session = self.sessions[session] = Session(self.factory, sampling, service, engines)
         new_session.router.count = self.timeline.requests
 
     async def play(self, session: str, jobs: Sequence[Job]) -> None:
@@ -147,10 +147,10 @@ class RolloutWorker:
 class Session:
     """A phase or a service on this worker."""
 
-    def __init__(self, equipment: Equipment, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
-        self.equipment, self.sampling = equipment, sampling
+    def __init__(self, factory: AgentFactory, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
+        self.factory, self.sampling = factory, sampling
         self.engines = KnownEngines(engines, self.report)
-        self.agent = equipment.agent(self.engines, sampling, _ServiceRouter if service else _UniqueNames)
+        self.agent = factory.agent(self.engines, sampling, _ServiceRouter if service else _UniqueNames)
         self.router = self.agent.router
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
@@ -221,7 +221,7 @@ class Session:
         agent.spans = lambda: spans
         self.journal.add(job.said)
         if job.fault:
-            trajectory = agent.not_played(job.prompt, job.sample, job.fault)
+            trajectory = agent.failed_trajectory(job.prompt, job.sample, job.fault)
         else:
             trajectory = await agent.play(await agent.open(job.prompt, job.sample), job.name)
         small, arrays = put_away(trajectory)
@@ -301,8 +301,8 @@ class _ServiceRouter(ServiceRouter, _UniqueNames):
 
     fleet: KnownEngines
 
-    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
-        postponed = super()._postpone(engine, load, part, began)
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
+        postponed = super()._postpone(engine, load, batch, began)
         if engine in self.resting:
             self.fleet.report(EngineAwaitsSync(engine, self.fleet.syncs))
         return postponed

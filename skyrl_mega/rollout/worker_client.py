@@ -206,8 +206,8 @@ class WorkerClient:
 
     def remember(self, said: Sequence[Said]) -> None:
         """Stores recorded turns of trajectories about to run."""
-        for one in said:
-            self._said.setdefault(one.trajectory, []).append(one)
+        for turn in said:
+            self._said.setdefault(turn.trajectory, []).append(turn)
 
     async def write_said(self, folder: Path) -> list[Said]:
         """Has each worker write recorded turns to a file. Returns the turns passed to `remember`, as a worker may not
@@ -216,7 +216,7 @@ class WorkerClient:
         Raises:
             ActorFailed: A worker could not write the file.
         """
-        before = [one for said in self._said.values() for one in said]
+        before = [turn for said in self._said.values() for turn in said]
         await asyncio.gather(*(self._write_said(link, folder) for link in self.links.values() if link.ready))
         return before
 

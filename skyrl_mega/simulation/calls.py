@@ -134,7 +134,7 @@ class HeldSlots(SlotAgent):
         """As the base class. Time in which a trajectory waits for a call is not made longer: its slot's others wait."""
         now = asyncio.get_running_loop().time
         slot = AsyncExitStack()
-        await slot.enter_async_context(self.slots.one(self))
+        await slot.enter_async_context(self.slots.hold(self))
         begun = now()
         t = await self.player.play(opened.prompt, opened.sample, name)
         task = asyncio.create_task(_close(slot, begun + self.held * t.seconds[OWN] - now()))

@@ -147,7 +147,7 @@ def generator_of(
         config.rollout,
         config.environment,
         reward_weights=config.algorithm.reward_weights,
-        waves=config.run.deterministic,
+        lockstep=config.run.deterministic,
         loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
         workers=workers,
         timeline=timeline,
@@ -168,7 +168,7 @@ def rollouts_of(
     if config.asynchrony.mode == "off":
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
-        shared = generator.workers, generator.timeline if generator.counted else None
+        shared = generator.workers, generator.timeline if generator.counts_are_read else None
         own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
         own.recorder, own.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
@@ -186,7 +186,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     slots = generator.slots.use if generator.slots.most is not None else None
     calls = config.environment.workers
     timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=calls)
-    told = timelines if generator.counted else None
+    told = timelines if generator.counts_are_read else None
     return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, told)
 
 

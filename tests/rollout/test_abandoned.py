@@ -44,7 +44,7 @@ def test_it_ends_soon_and_nobody_complains_of_it(monkeypatch: pytest.MonkeyPatch
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         tasks = [asyncio.create_task(asyncio.sleep(600)) for _ in range(3)]
         try:
-            await playing._looking(asyncio.gather(*tasks))
+            await playing._watched(asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()

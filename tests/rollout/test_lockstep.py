@@ -21,7 +21,7 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.lockstep import Waves
+from skyrl_mega.rollout.lockstep import LockstepRouter
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Router
 from tests.support.engines import build_model, serving, spec_of, start_engine
@@ -93,8 +93,8 @@ def batches(kind: type[Router], clock: int, dies_at: int | None = None) -> list[
 
 
 def test_waves_are_the_same_whatever_the_clock() -> None:
-    first = batches(Waves, clock=0)
-    assert all(batches(Waves, clock) == first for clock in range(1, 6))
+    first = batches(LockstepRouter, clock=0)
+    assert all(batches(LockstepRouter, clock) == first for clock in range(1, 6))
     assert [len(calls) for calls in first] == [TURNS, TURNS], "a message to each engine for every turn"
     homes = [{name.split("/")[1] for call in calls for name in call} for calls in first]
     assert not homes[0] & homes[1], "a trajectory stays with the engine that has its cached prefix"
@@ -106,7 +106,7 @@ def test_without_waves_the_clock_decides() -> None:
 
 
 def test_an_engine_that_dies_leaves_its_part_to_the_other() -> None:
-    first, second = batches(Waves, clock=3, dies_at=2)
+    first, second = batches(LockstepRouter, clock=3, dies_at=2)
     assert len(first) == 2
     last_turns = {f"s/{place}/{place * 7 % TURNS}" for place in range(PLAYERS)}
     assert last_turns <= {name for call in first + second for name in call}
@@ -137,7 +137,7 @@ def test_several_turns_repeat_to_the_last_bit(tmp_path: Path, engines: int, tens
         group = start_engine("engine", spec_of(model, rollout, weights="auto"), tmp_path, engines=engines)
         chat, played = Renderer(str(model)), []
         for _ in range(3):
-            with Generator(serving(group), chat, rollout, CHANCE, waves=True) as generator:
+            with Generator(serving(group), chat, rollout, CHANCE, lockstep=True) as generator:
                 groups = generator.generate(prompts, 4, rollout.sampling, seed="0/1")
             played.append([(t.tokens, t.logprobs, t.reward, t.turns) for of in groups for t in of.trajectories])
         group.shutdown()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout import prefix_affinity
-from skyrl_mega.rollout.prefix_affinity import FEW, LONG, SHARE, Homes
+from skyrl_mega.rollout.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
 from skyrl_mega.rollout.router import Waiting
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -25,14 +25,14 @@ def turn(name: str, length: int = 10, prompt: int | None = None) -> Request:
 
 
 def test_a_turn_goes_back_to_the_engine_of_the_one_before() -> None:
-    known = Homes()
+    known = PrefixAffinity()
     assert known.choose(turn("a/0"), {0: 3, 1: 2}) == 1
     assert known.choose(turn("a/1"), {0: 1, 1: 2}) == 1
     assert known.choose(turn("b/0"), {0: 1, 1: 2}) == 0
 
 
 def test_not_where_that_one_is_too_busy_or_gone() -> None:
-    known = Homes()
+    known = PrefixAffinity()
     known.choose(turn("a/0"), {0: 0, 1: 1})
     assert known.choose(turn("a/1"), {0: 100 + 25, 1: 100}) == 0
     assert known.choose(turn("a/2"), {0: 100 + 26, 1: 100}) == 1
@@ -41,17 +41,17 @@ def test_not_where_that_one_is_too_busy_or_gone() -> None:
 
 
 def test_samples_of_a_long_prompt_go_together() -> None:
-    known = Homes()
-    assert known.choose(turn("a/0", LONG, prompt=7), {0: 3, 1: 2}) == 1
-    assert known.choose(turn("b/0", LONG, prompt=7), {0: 3, 1: 4}) == 1
-    assert known.choose(turn("c/0", LONG, prompt=8), {0: 3, 1: 4}) == 0
-    assert known.choose(turn("d/0", LONG - 1, prompt=9), {0: 3, 1: 4}) == 0
-    assert known.choose(turn("e/0", LONG - 1, prompt=9), {0: 5, 1: 4}) == 1
+    known = PrefixAffinity()
+    assert known.choose(turn("a/0", LONG_PROMPT, prompt=7), {0: 3, 1: 2}) == 1
+    assert known.choose(turn("b/0", LONG_PROMPT, prompt=7), {0: 3, 1: 4}) == 1
+    assert known.choose(turn("c/0", LONG_PROMPT, prompt=8), {0: 3, 1: 4}) == 0
+    assert known.choose(turn("d/0", LONG_PROMPT - 1, prompt=9), {0: 3, 1: 4}) == 0
+    assert known.choose(turn("e/0", LONG_PROMPT - 1, prompt=9), {0: 5, 1: 4}) == 1
 
 
 def test_what_is_longest_unused_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_affinity, "KNOWN", 2)
-    known = Homes()
+    monkeypatch.setattr(prefix_affinity, "MOST_REMEMBERED", 2)
+    known = PrefixAffinity()
     for name in ("a/0", "b/0", "a/1", "c/0"):
         known.choose(turn(name), {0: 0, 1: 1})
     assert list(known.engines) == ["a", "c"]
@@ -60,10 +60,10 @@ def test_what_is_longest_unused_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(0, 3)), max_size=300))
 def test_no_engine_is_given_much_more_than_another(turns: list[tuple[int, int, int]]) -> None:
     """However often the same few ask, and whatever ends meanwhile."""
-    known, requests = Homes(), dict.fromkeys(range(4), 0)
+    known, requests = PrefixAffinity(), dict.fromkeys(range(4), 0)
     for number, (trajectory, prompt, ended) in enumerate(turns):
         least = min(requests.values())
-        chosen = known.choose(turn(f"{trajectory}/{number}", LONG, prompt), requests)
+        chosen = known.choose(turn(f"{trajectory}/{number}", LONG_PROMPT, prompt), requests)
         assert requests[chosen] <= least + max(FEW, SHARE * least)
         requests[chosen] += 1
         requests[ended] = max(0, requests[ended] - 1)
@@ -90,7 +90,7 @@ def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pyt
         async def play(name: str, prompt: int) -> None:
             for turn_of in range(4):
                 begins = None if turn_of else prompt
-                await router.generate(Request(f"{name}/{turn_of}@mark", [1] * LONG, 6, turn_of, prompt=begins))
+                await router.generate(Request(f"{name}/{turn_of}@mark", [1] * LONG_PROMPT, 6, turn_of, prompt=begins))
                 await asyncio.sleep(random.random())
 
         async def everything() -> None:

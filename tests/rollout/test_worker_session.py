@@ -115,7 +115,7 @@ def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path:
     router: Any = SimpleNamespace()
     agent = Agent(router, chat, EnvironmentConfig(), limits, EnvPool(1))
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {})
-    for t in (agent.not_played(prompt, 1, "died"), asyncio.run(agent.open(prompt, 1)).trajectory):
+    for t in (agent.failed_trajectory(prompt, 1, "died"), asyncio.run(agent.open(prompt, 1)).trajectory):
         assert t.status.failed and t.messages == prompt.messages
         assert t.prompt_length == len(t.tokens) == 1
 

@@ -219,7 +219,7 @@ def test_an_engine_that_never_comes_back_into_service_is_found(tmp_path: Path, m
 
 
 def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServiceRouter, "_again", lambda self, engine, part: None)
+    monkeypatch.setattr(ServiceRouter, "_requeue", lambda self, engine, part: None)
     assert "somebody waits for ever" in str(fault(tmp_path))
 
 
