@@ -64,11 +64,11 @@ def trajectories(argv: Sequence[str]) -> None:
         reward=_range("--reward", args.reward),
         text=args.search,
     )
-    wanted = show.Wanted(args.paths, query, key, args.sort.startswith("-"), args.limit)
+    selection = show.Selection(args.paths, query, key, args.sort.startswith("-"), args.limit)
     if args.html:
-        show.as_page(wanted, args.html)
+        show.as_page(selection, args.html)
     else:
-        show.as_text(wanted, brief=args.brief)
+        show.as_text(selection, brief=args.brief)
 
 
 def run(argv: Sequence[str]) -> None:

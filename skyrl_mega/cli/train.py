@@ -174,7 +174,7 @@ def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Conso
 def _train(config: Config, folder: Path, console: Console) -> int:
     """Trains and returns the exit code; on a fault prints its cause and the log folder."""
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
-    from skyrl_mega.report.overview import at_the_end
+    from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer.checkpoints import resumes_from
     from skyrl_mega.trainer.health.mismatch import EngineDiffers
     from skyrl_mega.trainer.health.watch import CannotLearn
@@ -189,15 +189,15 @@ def _train(config: Config, folder: Path, console: Console) -> int:
         console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
         if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
             _keep_traceback(folder)
-        at_the_end(folder, console.say)  # writes or updates the report, with the fault
+        write_at_end(folder, console.say)  # writes or updates the report, with the fault
         return FAULT
     except UserError as error:
         console.note(f"fault: {error}")  # the terminal shows it as the last line
-        at_the_end(folder, console.say)
+        write_at_end(folder, console.say)
         raise
     except Exception:
         _keep_traceback(folder)
-        at_the_end(folder, console.say)
+        write_at_end(folder, console.say)
         raise
     return DONE
 

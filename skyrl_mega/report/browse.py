@@ -73,8 +73,8 @@ class Pieces:
 
 def _decoders(records: Sequence[Record]) -> dict[str, Decoder]:
     folders: Mapping[str, Path] = {r.run: r.file.absolute().parent.parent for r in records}
-    found = {run: decoder_of(folder) for run, folder in folders.items()}
-    return {run: decoder for run, decoder in found.items() if decoder}
+    decoders = {run: decoder_of(folder) for run, folder in folders.items()}
+    return {run: decoder for run, decoder in decoders.items() if decoder}
 
 
 def _index(records: Sequence[Record], sums: Sequence[dict[str, Any]]) -> dict[str, Any]:

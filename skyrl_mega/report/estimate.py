@@ -30,8 +30,8 @@ def read(folder: Path) -> dict[str, float]:
     file = folder / FILE
     if not file.is_file():
         return {}
-    found = safe_read.read_json(file, f"remove {FILE}")
-    return {name: float(value) for name, value in found.items() if _is_number(value)}
+    values = safe_read.read_json(file, f"remove {FILE}")
+    return {name: float(value) for name, value in values.items() if _is_number(value)}
 
 
 def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:

@@ -35,7 +35,7 @@ step."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStep:
     """A step with a position in the picture."""
 
     step: StepTimeline
@@ -70,7 +70,7 @@ def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
         colours: Phase → number of the colour.
     """
     before = accumulate((step.end - step.shown for step in steps[:-1]), initial=0.0)
-    canvas = Canvas([Placed(step, at) for step, at in zip(steps, before, strict=True)], colours)
+    canvas = Canvas([PlacedStep(step, at) for step, at in zip(steps, before, strict=True)], colours)
     rows, parts, top = canvas.rows(), list[str](), float(TOP)
     for row in rows:
         middle = top + row.height / 2 + 3.5
@@ -85,7 +85,7 @@ def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
 class Canvas:
     """Positions and drawing of all elements of the picture."""
 
-    def __init__(self, placed: Sequence[Placed], colours: Mapping[str, int]) -> None:
+    def __init__(self, placed: Sequence[PlacedStep], colours: Mapping[str, int]) -> None:
         self.placed, self.colours = placed, colours
         self.seconds = placed[-1].before + placed[-1].seconds
         self.right = WIDTH - RIGHT
@@ -145,7 +145,7 @@ class Canvas:
         most = max((float(counts.max()) for parts in drawn for counts, _ in parts), default=0.0)
 
         rows = zip(groups, drawn, strict=True)
-        return [Row(_called(group), 16, partial(self._engine, parts, most)) for group, parts in rows]
+        return [Row(_group_name(group), 16, partial(self._engine, parts, most)) for group, parts in rows]
 
     def _engine(self, parts: Sequence[tuple[Floats, Floats]], most: float, top: float) -> Iterator[str]:
         for p in self.placed:
@@ -160,7 +160,7 @@ class Canvas:
         most = max(float(counts.max()) for counts in parts)
         return Row("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
 
-    def _sampled(self, p: Placed, counted: Counted) -> tuple[Floats, Floats]:
+    def _sampled(self, p: PlacedStep, counted: Counted) -> tuple[Floats, Floats]:
         """Returns mean counts and busy shares in equal columns."""
         columns = max(2, round(COLUMNS * p.seconds / self.seconds))
         even = counted.at(np.linspace(p.step.shown, p.step.end, columns + 1))
@@ -178,7 +178,7 @@ class Canvas:
                     path, y = f"{path}H{self.x(p.before + i * width):.1f}V{new}", new
         return f'<path class="{style}" d="{path}H{self.right}V{base:g}Z"/>'
 
-    def _span(self, style: str, p: Placed, span: Span, top: float, height: float, title: str) -> str:
+    def _span(self, style: str, p: PlacedStep, span: Span, top: float, height: float, title: str) -> str:
         return _box(style, self.x(p.at(span.start)), self.x(p.at(span.end)), top, height, title)
 
 
@@ -189,17 +189,17 @@ def _box(style: str, left: float, right: float, top: float, height: float, insid
 
 def _mean(step: StepTimeline, group: range) -> Counted:
     """Returns the average counts of a group of engines."""
-    own = [step.engines[engine] for engine in group if engine < len(step.engines)]
-    if not own:
+    members = [step.engines[engine] for engine in group if engine < len(step.engines)]
+    if not members:
         return Counted.none(step.shown, step.end)
-    if len(own) == 1:
-        return own[0]
-    edges = reduce(np.union1d, [engine.times for engine in own])
-    even = [engine.at(edges) for engine in own]
+    if len(members) == 1:
+        return members[0]
+    edges = reduce(np.union1d, [engine.times for engine in members])
+    even = [engine.at(edges) for engine in members]
     return Counted(
-        edges, reduce(add, [e.sums for e in even]) / len(own), reduce(add, [e.busy for e in even]) / len(own)
+        edges, reduce(add, [e.sums for e in even]) / len(members), reduce(add, [e.busy for e in even]) / len(members)
     )
 
 
-def _called(group: range) -> str:
+def _group_name(group: range) -> str:
     return f"engine {group[0]}" if len(group) == 1 else f"engines {group[0]}–{group[-1]}"

@@ -123,12 +123,12 @@ def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> P
     """
     run = read(folder)
     [name] = _names([run])
-    body = f'<main class="report"><header><h1>{escape(name)}</h1></header>{drawn(steps, _phases(run))}</main>'
+    body = f'<main class="report"><header><h1>{escape(name)}</h1></header>{timeline_figure(steps, _phases(run))}</main>'
     save(file, document(name, body, styles=["run.css"], programs=["run.js"], blocks={"points": {}}))
     return file
 
 
-def at_the_end(folder: Path, say: Callable[[str], None]) -> None:
+def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
     """Writes the page of a run at the end of the run. An error is only reported: a page must not make a run fail."""
     try:
         write([folder])
@@ -146,7 +146,7 @@ def page(runs: Sequence[RunData]) -> str:
     body.append(_tiles(runs[0]) if len(runs) == 1 else _comparison(runs, names))
     for title, section in SECTIONS:
         if title == "Speed":
-            body += [_who(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
+            body += [_timelines(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
         figures = [_figure(plot, runs, names, points) for plot in section]
         if title == "Speed":
             figures = [
@@ -217,13 +217,13 @@ def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
 
 def _phases(run: RunData) -> list[str]:
     """Returns the phases of a run's steps; the position selects the colour."""
-    found = [
+    phases = [
         m.removeprefix("time/") for m in run.names if m.startswith("time/") and m.count("/") == 1 and m != "time/step"
     ]
-    return [*(p for p in PHASES if p in found), *(p for p in found if p not in PHASES)]
+    return [*(p for p in PHASES if p in phases), *(p for p in phases if p not in PHASES)]
 
 
-def _who(run: RunData, name: str) -> str:
+def _timelines(run: RunData, name: str) -> str:
     """Returns the timeline picture of the newest steps, or an empty text without timelines."""
     steps = timeline.read(run.folder, last=run.steps)
     if not steps:
@@ -231,16 +231,16 @@ def _who(run: RunData, name: str) -> str:
     command = f"python -m skyrl_mega.report timeline {hidden(str(run.folder))} --trace trace.json.gz"
     title = f"Who did what when{f': {escape(name)}' if name else ''}"
     return (
-        f"<section><h2>{title} <small class='soft'>the newest steps</small></h2>{drawn(steps, _phases(run))}"
+        f"<section><h2>{title} <small class='soft'>the newest steps</small></h2>{timeline_figure(steps, _phases(run))}"
         f"<p class='soft'>For Perfetto: <code>{escape(command)}</code></p></section>"
     )
 
 
-def drawn(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str:
+def timeline_figure(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str:
     """Returns the picture of some steps with title and legend. A phase's position in `phases` selects the colour."""
-    own = list(dict.fromkeys(span.name for step in steps for span in step.phases))
-    ordered = [*(p for p in phases if p in own), *(p for p in own if p not in phases)]
-    places = [*phases, *(p for p in own if p not in phases)]
+    shown_phases = list(dict.fromkeys(span.name for step in steps for span in step.phases))
+    ordered = [*(p for p in phases if p in shown_phases), *(p for p in shown_phases if p not in phases)]
+    places = [*phases, *(p for p in shown_phases if p not in phases)]
     colours = {name: places.index(name) for name in ordered}
     keys = "".join(
         f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(name)}</span>' for name, k in colours.items()
@@ -331,14 +331,14 @@ def _fault(run: RunData, name: str, several: bool) -> str:
         what = "The run ended by a fault" if fault.last else "The run was resumed after a fault"
         kind = "bad" if fault.last else "warn"
         parts.append(f"<div class='fault {kind}'><b>{what}{when}</b><pre>{escape(fault.text)}</pre></div>")
-    if run.survived:
-        lines = "\n".join(f"{when}  {text}" for when, text in run.survived[-20:])
+    if run.recovered:
+        lines = "\n".join(f"{when}  {text}" for when, text in run.recovered[-20:])
         parts.append(
-            f"<details class='fault warn'><summary>made good on the way: {len(run.survived)}</summary>"
+            f"<details class='fault warn'><summary>made good on the way: {len(run.recovered)}</summary>"
             f"<pre>{escape(lines)}</pre></details>"
         )
-    if run.noticed:
-        cells = [(escape(found.kind), _when(found.steps), escape(found.text)) for found in run.noticed]
+    if run.findings:
+        cells = [(escape(finding.kind), _steps_text(finding.steps), escape(finding.text)) for finding in run.findings]
         rows = "".join(
             f"<tr><th>{kind}</th><td class='num'>{when}</td><td>{text}</td></tr>" for kind, when, text in cells
         )
@@ -350,7 +350,7 @@ def _fault(run: RunData, name: str, several: bool) -> str:
     return title + "".join(parts)
 
 
-def _when(steps: Sequence[int]) -> str:
+def _steps_text(steps: Sequence[int]) -> str:
     """Returns a text for the steps of a finding."""
     if len(steps) == 1:
         return f"step {steps[0]}"

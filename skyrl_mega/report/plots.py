@@ -67,16 +67,16 @@ class Axis:
 
 def lines(series: Sequence[Series], log: bool = False) -> Drawing:
     """Draws lines over steps. With `log`, the axis is logarithmic, and values not above 0 leave gaps."""
-    drawn = [_thin(s) for s in series]
-    usable = [y for s in drawn for y in s.ys if _usable(y, log)]
-    xs = [x for s in drawn for x in s.xs]
+    thinned = [_thin(s) for s in series]
+    usable = [y for s in thinned for y in s.ys if _usable(y, log)]
+    xs = [x for s in thinned for x in s.xs]
     if not usable or not xs:
         return Drawing(_svg([]))
     across = _across(min(xs), max(xs))
     low, high = _bounds(min(y for y in usable if y is not None), max(y for y in usable if y is not None), log)
     up = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
     parts = _grid(across, up)
-    for s in drawn:
+    for s in thinned:
         style = f"s{s.colour % COLOURS} d{min(2, s.dash)}"
         for run in _unbroken(s, log):
             if len(run) >= NOISY:

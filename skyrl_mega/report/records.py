@@ -118,13 +118,13 @@ class Query:
             return False
         if self.reward and not self.reward[0] <= record.reward <= self.reward[1]:
             return False
-        return not self.text or self._found(record)
+        return not self.text or self._contains_text(record)
 
     def takes_step(self, step: int | None) -> bool:
         """Returns True if the file of this step may contain matches."""
         return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
-    def _found(self, record: Record) -> bool:
+    def _contains_text(self, record: Record) -> bool:
         wanted = self.text.casefold()
         texts = (*(m["content"] for m in record.messages), json.dumps(record.metadata, ensure_ascii=False))
         return any(wanted in text.casefold() for text in texts)
@@ -148,11 +148,11 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
     Raises:
         UserError: A path is absent or contains no trajectories.
     """
-    found: list[tuple[str, Path]] = []
+    collected: list[tuple[str, Path]] = []
     for path in paths:
         if path.is_file():
             inside = path.parent.name == "trajectories"
-            found.append((path.absolute().parent.parent.name if inside else path.stem, path))
+            collected.append((path.absolute().parent.parent.name if inside else path.stem, path))
             continue
         if not path.is_dir():
             allowed = "a run's folder, such as runs/<name>, or a file of its trajectories/"
@@ -164,8 +164,8 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
             raise UserError(f"{path}: no trajectories/*.parquet there; {hint}")
         run = folder.absolute().parent.name if folder.name == "trajectories" else folder.absolute().name
         sets = (folder / "evaluation.json").is_file()  # an evaluation: a file per data set
-        found += [(file.stem if sets else run, file) for file in files]
-    return list(dict.fromkeys(found))
+        collected += [(file.stem if sets else run, file) for file in files]
+    return list(dict.fromkeys(collected))
 
 
 def step_of(file: Path) -> int | None:
@@ -187,11 +187,11 @@ def load(
         steps = [step for _, file in files if (step := step_of(file)) is not None]
         kept = f"there are steps {min(steps)} to {max(steps)}" if steps else "no file's name ends in a step"
         raise UserError(f"--step: no file of that step; {kept}")
-    found: list[Record] = []
+    collected: list[Record] = []
     for done, (run, file, step) in enumerate(wanted, start=1):
-        found += filter(query.takes, _records(run, step, file))
+        collected += filter(query.takes, _records(run, step, file))
         progress(done)
-    return found
+    return collected
 
 
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
@@ -257,8 +257,8 @@ def _stored_parts(row: dict[str, Any]) -> list[Part]:
 def _guessed_parts(row: dict[str, Any]) -> list[Part]:
     """Returns the parts for a file without steps: the last assistant messages belong to the policy, as many as there
     are turns."""
-    said = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-    turns = said[len(said) - min(row["turns"], len(said)) :]
+    assistant_places = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+    turns = assistant_places[len(assistant_places) - min(row["turns"], len(assistant_places)) :]
     edges = [0, *(edge for turn in turns for edge in (turn, turn + 1)), len(row["messages"])]
     parts = []
     for i, (a, b) in enumerate(pairwise(edges)):

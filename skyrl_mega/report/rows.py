@@ -94,7 +94,7 @@ def _table(file: Path) -> pa.Table:
         table = opened.read(columns=read)
     columns = {name: table[name] for name in read if name in trajectory_io.SCHEMA.names}
     if evaluated:
-        columns |= {name: table[there] for name, there in EVALUATED.items()}
+        columns |= {name: table[source] for name, source in EVALUATED.items()}
         columns["versions"] = pa.array([[]] * len(table), trajectory_io.SCHEMA.field("versions").type)
     typed = {name: column.cast(trajectory_io.SCHEMA.field(name).type) for name, column in columns.items()}
     empty = [name for name in (*needed, *EVALUATED) if name in typed and typed[name].null_count]

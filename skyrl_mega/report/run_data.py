@@ -26,8 +26,8 @@ STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ")
 TRACEBACK = "Traceback (most recent call last)"
 STEP = re.compile(r" *\d+  ")
 """A row of the table of steps."""
-SURVIVED = re.compile(r" is out of service: |^retriever: ended ")
-NOTICED = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
+RECOVERED = re.compile(r" is out of service: |^retriever: ended ")
+FINDING_LINE = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
 """A health finding in the log: step, kind, evidence."""
 STUCK = ("health/stuck_steps", "health/stuck_groups")
 """Health metrics other than kinds of findings."""
@@ -45,7 +45,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Noticed:
+class Finding:
     """A kind of health finding of a run (docs/health.md)."""
 
     kind: str
@@ -121,35 +121,38 @@ class RunData:
     @property
     def fault(self) -> Fault | None:
         """The last error that ended the run, or None."""
-        found = [i for i, (_, text) in enumerate(self.log) if text.startswith(("fault:", TRACEBACK))]
-        if not found:
+        faults = [i for i, (_, text) in enumerate(self.log) if text.startswith(("fault:", TRACEBACK))]
+        if not faults:
             return None
-        when, text = self.log[found[-1]]
-        went_on = any(STEP.match(later) for _, later in self.log[found[-1] + 1 :])
-        return Fault(when, text.removeprefix("fault: "), not went_on)
+        when, text = self.log[faults[-1]]
+        resumed = any(STEP.match(later) for _, later in self.log[faults[-1] + 1 :])
+        return Fault(when, text.removeprefix("fault: "), not resumed)
 
     @cached_property
-    def noticed(self) -> list[Noticed]:
+    def findings(self) -> list[Finding]:
         """Health findings, ordered by first step."""
-        told: dict[str, tuple[int, str]] = {}
+        first_seen: dict[str, tuple[int, str]] = {}
         for _, text in self.log:
-            if found := NOTICED.match(text):
-                told.setdefault(found[2], (int(found[1]), found[3]))
-        steps: dict[str, list[int]] = {kind: [] for kind in told}
+            if match := FINDING_LINE.match(text):
+                first_seen.setdefault(match[2], (int(match[1]), match[3]))
+        steps: dict[str, list[int]] = {kind: [] for kind in first_seen}
         for row in self.rows:
             for name in row:
                 if name.startswith("health/") and name not in STUCK:
                     steps.setdefault(name.removeprefix("health/"), []).append(int(row["step"] or 0))
-        found_steps = {kind: at or [told[kind][0]] for kind, at in steps.items()}
+        steps_by_kind = {kind: at or [first_seen[kind][0]] for kind, at in steps.items()}
         return sorted(
-            (Noticed(kind, at, told[kind][1] if kind in told else "") for kind, at in found_steps.items()),
-            key=lambda noticed: noticed.steps[0],
+            (
+                Finding(kind, at, first_seen[kind][1] if kind in first_seen else "")
+                for kind, at in steps_by_kind.items()
+            ),
+            key=lambda finding: finding.steps[0],
         )
 
     @property
-    def survived(self) -> list[tuple[str, str]]:
+    def recovered(self) -> list[tuple[str, str]]:
         """Failures from which the run recovered: engines, the retrieval service."""
-        return [entry for entry in self.log if SURVIVED.search(entry[1])]
+        return [entry for entry in self.log if RECOVERED.search(entry[1])]
 
 
 def read(folder: Path) -> RunData:

@@ -24,7 +24,7 @@ PLAIN_WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Selection:
     """Files to search, filter, order and limit of the wanted trajectories."""
 
     paths: Sequence[Path]
@@ -34,54 +34,56 @@ class Wanted:
     limit: int | None
 
 
-def as_text(wanted: Wanted, brief: bool) -> None:
+def as_text(selection: Selection, brief: bool) -> None:
     """Prints trajectories and a summary to standard output."""
-    found = _found(wanted)
+    records = _select(selection)
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=PLAIN_WIDTH)
-    chosen = found[: wanted.limit or (None if brief else TEXT_LIMIT)]
+    chosen = records[: selection.limit or (None if brief else TEXT_LIMIT)]
     view = View(console, chosen)
     if brief:
         view.titles()
     for record in chosen:
         (view.figures if brief else view.whole)(record)
     more = (
-        f"; the first {len(chosen)} are shown, --limit shows more, --html FILE all" if len(chosen) < len(found) else ""
+        f"; the first {len(chosen)} are shown, --limit shows more, --html FILE all"
+        if len(chosen) < len(records)
+        else ""
     )
-    console.print(f"{summary(found)}{more}", style="bright_black", soft_wrap=True)
+    console.print(f"{summary(records)}{more}", style="bright_black", soft_wrap=True)
 
 
-def as_page(wanted: Wanted, file: Path) -> None:
+def as_page(selection: Selection, file: Path) -> None:
     """Writes the page and prints a summary with the location."""
     from skyrl_mega.report.browse import page
 
-    found = _found(wanted)[: wanted.limit]
-    with _progress("page", len(found)) as update:
-        save(file, page(found, update))
-    print(f"{summary(found)}\n{file}: {file.stat().st_size / 1e6:.1f} MB, open it in a browser")
+    records = _select(selection)[: selection.limit]
+    with _progress("page", len(records)) as update:
+        save(file, page(records, update))
+    print(f"{summary(records)}\n{file}: {file.stat().st_size / 1e6:.1f} MB, open it in a browser")
 
 
 def summary(records: Sequence[Record]) -> str:
     """Returns the number of trajectories, the statuses and the mean reward. ReMax's greedy answers are counted
     separately."""
-    drawn = [r for r in records if r.sample != GREEDY]
+    samples = [r for r in records if r.sample != GREEDY]
     greedy = [r for r in records if r.sample == GREEDY]
-    told = [_told(of, kind) for of, kind in ((drawn, "trajectories"), (greedy, "greedy answers")) if of]
-    return "; ".join(told) or "no trajectory is as asked for"
+    summaries = [_summary(of, kind) for of, kind in ((samples, "trajectories"), (greedy, "greedy answers")) if of]
+    return "; ".join(summaries) or "no trajectory is as asked for"
 
 
-def _told(records: Sequence[Record], kind: str) -> str:
+def _summary(records: Sequence[Record], kind: str) -> str:
     ended = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).most_common())
     mean = sum(r.reward for r in records) / len(records)
     return f"{len(records)} {kind}: {ended}; mean reward {mean:.3f}"
 
 
-def _found(wanted: Wanted) -> list[Record]:
-    files = files_of(wanted.paths)
+def _select(selection: Selection) -> list[Record]:
+    files = files_of(selection.paths)
     with _progress("read trajectories", len(files)) as update:
-        records = load(files, wanted.query, update)
-    return sorted(records, key=SORTS[wanted.sort], reverse=wanted.descending)
+        records = load(files, selection.query, update)
+    return sorted(records, key=SORTS[selection.sort], reverse=selection.descending)
 
 
 @contextmanager

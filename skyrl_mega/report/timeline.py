@@ -36,10 +36,10 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
     Raises:
         UserError: A file cannot be read or is not a timeline.
     """
-    found = _files(run)
+    files = _files(run)
     low, high = steps or (0, math.inf)
-    wanted = [step for step in sorted(found) if low <= step <= min(high, last)]
-    return [_read(found[step]) for step in (wanted if steps else wanted[-NEWEST:])]
+    wanted = [step for step in sorted(files) if low <= step <= min(high, last)]
+    return [_read(files[step]) for step in (wanted if steps else wanted[-NEWEST:])]
 
 
 def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
@@ -48,14 +48,14 @@ def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
     Raises:
         UserError: None of the steps has a timeline.
     """
-    found = read(run, steps)
-    if not found:
+    timelines = read(run, steps)
+    if not timelines:
         what = "no such step" if _files(run) else "no step"
         raise UserError(
             f"{run}: {what} has a timeline there; give the folder of a run with telemetry.timeline=true, "
             f"and of its steps some in {run / FOLDER}"
         )
-    return found
+    return timelines
 
 
 def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
@@ -67,11 +67,11 @@ def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
         shares = ", ".join(f"{name} {share}" for name, share in idle.items() if name != "bottleneck")
         yield f"step {step.step}  {duration(step.end - step.start)}  idle: {shares}"
         edges = np.linspace(step.start, step.end, COLUMNS + 1)
-        doing = [_doing(step, (a + b) / 2) for a, b in pairwise(edges)]
+        phases_by_column = [_phase_at(step, (a + b) / 2) for a, b in pairwise(edges)]
         engines = np.mean([engine.at(edges).shares for engine in step.engines], axis=0)
         calls = step.environments.at(edges).counts
-        yield f"  driver        {''.join(letters.get(name, '·') for name in doing)}"
-        yield f"  policy        {''.join('█' if name in POLICY else ' ' for name in doing).rstrip()}"
+        yield f"  driver        {''.join(letters.get(name, '·') for name in phases_by_column)}"
+        yield f"  policy        {''.join('█' if name in POLICY else ' ' for name in phases_by_column).rstrip()}"
         yield f"  engines       {_bars(engines)}"
         yield f"  environments  {_bars(calls / max(1.0, calls.max()))}"
     yield "  ".join(f"{letter} {name}" for name, letter in letters.items())
@@ -92,14 +92,14 @@ def _read(file: Path) -> StepTimeline:
 
 def _letters(steps: Sequence[StepTimeline]) -> Mapping[str, str]:
     """Returns a letter for each phase: the first unused letter of the name."""
-    found: dict[str, str] = {}
+    letters: dict[str, str] = {}
     for name in dict.fromkeys(span.name for step in steps for span in step.phases):
-        free = [letter for letter in f"{name}*" if letter not in found.values()]
-        found[name] = free[0] if free else "*"
-    return found
+        free = [letter for letter in f"{name}*" if letter not in letters.values()]
+        letters[name] = free[0] if free else "*"
+    return letters
 
 
-def _doing(step: StepTimeline, at: float) -> str:
+def _phase_at(step: StepTimeline, at: float) -> str:
     return next((span.name for span in step.phases if span.start <= at < span.end), "")
 
 

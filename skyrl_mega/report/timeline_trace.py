@@ -44,8 +44,8 @@ def _fill(trace: TraceWriter, steps: Sequence[StepTimeline]) -> None:
         trace.process(ENGINES + number, f"engine-{number}", syncs, "sync", nested=True)
         counts = [step.engines[number] for step in steps if number < len(step.engines)]
         trace.count(ENGINES + number, "requests", _points(counts))
-    for place, (name, own) in enumerate((("policy", POLICY), ("critic", CRITIC))):
-        if spans := [span for span in phases if span.name in own]:
+    for place, (name, group) in enumerate((("policy", POLICY), ("critic", CRITIC))):
+        if spans := [span for span in phases if span.name in group]:
             trace.process(RANKS + place * PER_RANK, name, spans, "phases", nested=True)
 
 

@@ -58,7 +58,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
 def finish(run: Run) -> None:
     """All steps that are left, and what comes after them."""
     from skyrl_mega.cluster.errors import ActorFailed
-    from skyrl_mega.report.overview import at_the_end
+    from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop
 
     loop.train(run)
@@ -73,5 +73,5 @@ def finish(run: Run) -> None:
             engines.shutdown()
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
-    at_the_end(run.folder, run.console.say)
+    write_at_end(run.folder, run.console.say)
     run.console.summary(run.folder, run.first_evaluation, run.last_evaluation)

@@ -94,7 +94,7 @@ def test_what_was_made_good(run: Path) -> None:
     line = "engine-1 is out of service: it died; it is started again (9 restarts are left)"
     log(run, f"2026-01-01 00:00:02  {line}\n" + ROW.format(3, 1))
     data = run_data.read(run)
-    assert data.fault is None and data.survived == [("2026-01-01 00:00:02", line)]
+    assert data.fault is None and data.recovered == [("2026-01-01 00:00:02", line)]
     assert line in text_of(overview.write([run]).read_text())
 
 
@@ -125,7 +125,7 @@ def test_a_long_run_is_quick_and_small(run: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    overview.at_the_end(tmp_path / "absent", said.append)
+    overview.write_at_end(tmp_path / "absent", said.append)
     assert len(said) == 1 and said[0].startswith("report.html was not written: UserError(")
 
 
@@ -164,7 +164,7 @@ def test_what_a_run_noticed_about_itself(run: Path) -> None:
     metrics(run, [*rows, {"step": 5, "health/stuck_steps": 0.0}])
     log(run, ROW.format(1, 1) + "2026-01-01 00:00:02  health: step 1: nothing_parsed: 'guess': null; e.g. '<b>'\n")
     data = run_data.read(run)
-    assert [(n.kind, n.steps, n.text) for n in data.noticed] == [
+    assert [(n.kind, n.steps, n.text) for n in data.findings] == [
         ("nothing_parsed", [1, 2, 3], "'guess': null; e.g. '<b>'"),
         ("slow", [4], ""),
     ]

@@ -21,8 +21,8 @@ def elements(svg: str, tag: str) -> list[dict[str, str]]:
 
 def points(svg: str) -> list[list[tuple[float, float]]]:
     """Of each line that is not faint."""
-    drawn = [e["points"] for e in elements(svg, "polyline") if "faint" not in e["class"]]
-    return [[(float(x), float(y)) for x, y in (pair.split(",") for pair in line.split())] for line in drawn]
+    timeline_figure = [e["points"] for e in elements(svg, "polyline") if "faint" not in e["class"]]
+    return [[(float(x), float(y)) for x, y in (pair.split(",") for pair in line.split())] for line in timeline_figure]
 
 
 def scale(svg: str) -> tuple[list[float], list[float]]:

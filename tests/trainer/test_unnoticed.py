@@ -64,6 +64,6 @@ def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Pa
     fault, where = (line for line in out.splitlines() if line.startswith(("fault: ", "  logs  ")))
     assert "the last 2 steps up to 2" in fault and "run.patience = 2" in fault and "nothing_parsed: " in fault
     assert where.endswith("r/checkpoints/step_000002 is saved: the same command resumes after step 2")
-    assert [n.kind for n in run_data.read(run).noticed if n.kind == "nothing_parsed"] == ["nothing_parsed"]
+    assert [n.kind for n in run_data.read(run).findings if n.kind == "nothing_parsed"] == ["nothing_parsed"]
     assert "What the run noticed about itself" in (run / "report.html").read_text()
     assert quickstart.left_over(tmp_path) == []
