@@ -35,7 +35,7 @@ class Maker:
     def make(self, place: int, tokens: int) -> tuple[Any, Any]:
         """A trajectory without its arrays, and these."""
         from skyrl_mega.envs.prompt import Prompt
-        from skyrl_mega.rollout.by_reference import put_away
+        from skyrl_mega.rollout.by_reference import detach_arrays
         from skyrl_mega.rollout.trajectory import Status, Trajectory
 
         turns = TURNS if place // GROUP % 4 == 0 else 1
@@ -47,7 +47,7 @@ class Maker:
             {"role": "assistant" if step.kind.value == "response" else "user", "content": "twelve apples, I say. " * 20}
             for step in steps
         ]
-        return put_away(
+        return detach_arrays(
             Trajectory(
                 Prompt(place // GROUP, messages[:1], "addition", {"reward_spec": {"ground_truth": "85"}}),
                 place % GROUP,
@@ -87,7 +87,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     from skyrl_mega.megatron.group import TrainGroup
     from skyrl_mega.parallel.dims import ParallelDims
     from skyrl_mega.rollout import trajectory_io
-    from skyrl_mega.rollout.by_reference import joined
+    from skyrl_mega.rollout.by_reference import attach_arrays
     from skyrl_mega.rollout.trajectory import Group
     from skyrl_mega.trainer import referred
     from skyrl_mega.trainer.run import rollout_metrics
@@ -102,7 +102,9 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         calls = [
             makers.actors[place % WORKERS].make.options(num_returns=2).remote(place, of) for place in range(first, last)
         ]
-        return [joined(small, ref) for small, (_, ref) in zip(ray.get([s for s, _ in calls]), calls, strict=True)]
+        return [
+            attach_arrays(small, ref) for small, (_, ref) in zip(ray.get([s for s, _ in calls]), calls, strict=True)
+        ]
 
     def step(played: list[Any]) -> None:
         """The driver's part of it."""

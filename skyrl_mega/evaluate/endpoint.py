@@ -25,7 +25,7 @@ from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
-from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, Said, Tools, append, stream_seed
+from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, append, stream_seed
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
@@ -230,12 +230,12 @@ class MessageAgent(Agent):
         """None: the next reply says how many they were."""
         return []
 
-    async def speak(self, opened: Opened, name: str, room: int) -> Said:
+    async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
         """The endpoint's reply; none, cut off, where the conversation does not fit into its context."""
         t, start = opened.trajectory, opened.seconds
         reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: what all take
         if reply is None:
-            return Said("", 0, "length")
+            return PolicyTurn("", 0, "length")
         append(t, [UNKNOWN] * max(0, reply.prompt_tokens - len(t.context)), 0)
         if t.turns == 0:
             t.prompt_length = len(t.tokens)
@@ -243,7 +243,7 @@ class MessageAgent(Agent):
         spent = opened.seconds - start
         t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=finish))
         append(t, [UNKNOWN] * reply.tokens, 1)
-        return Said(reply.text, reply.tokens, finish)
+        return PolicyTurn(reply.text, reply.tokens, finish)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from skyrl_mega.config.derived import evaluation_concurrency, evaluation_samplin
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.slots import AnyAgent
+from skyrl_mega.rollout.slots import AgentLike
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.start_actors import Setup, start_engines
 from skyrl_mega.trainer.start_workers import start_workers
@@ -32,7 +32,7 @@ class EngineSource:
         return evaluation_concurrency(self.config, endpoint=False)
 
     @asynccontextmanager
-    async def agent(self) -> AsyncIterator[AnyAgent]:
+    async def agent(self) -> AsyncIterator[AgentLike]:
         """An agent for one event loop."""
         agent = self.generator.agent(evaluation_sampling(self.config))
         try:

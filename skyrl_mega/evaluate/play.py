@@ -11,7 +11,7 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import Draw
 from skyrl_mega.rollout.event_loop import EventLoop
-from skyrl_mega.rollout.slots import AnyAgent
+from skyrl_mega.rollout.slots import AgentLike
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.failures import failures
 
@@ -23,7 +23,7 @@ class Source(Protocol):
     def at_once(self) -> int:
         """Trajectories under way at once."""
 
-    def agent(self) -> AbstractAsyncContextManager[AnyAgent]:
+    def agent(self) -> AbstractAsyncContextManager[AgentLike]:
         """An agent. All agents of a source are used in the same event loop."""
 
     def refill(self) -> None:

@@ -23,7 +23,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import alike
 from skyrl_mega.evaluate.sets import Draw, PromptSet
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import brought
+from skyrl_mega.rollout.by_reference import fetch_arrays
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.run_dir import locked
 
@@ -80,7 +80,7 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
         t: The sample.
         metrics: Those that its environment declares; one that it did not report counts as 0.
     """
-    t = brought(t)
+    t = fetch_arrays(t)
     scores = {name: float(t.metadata.get(name) or 0.0) for name in metrics}
     prompt, response = trajectory_io.texts(t)
     return {

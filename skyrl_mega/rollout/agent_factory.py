@@ -10,7 +10,7 @@ from skyrl_mega.engines.base import Sampling
 from skyrl_mega.rollout.agent_loop import Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import PersistentAgent
+from skyrl_mega.rollout.retry import RetryingAgent
 from skyrl_mega.rollout.router import Engines, Router
 
 
@@ -29,7 +29,7 @@ class AgentFactory:
     threads: EnvPool
     """Threads running environments."""
 
-    def agent(self, engines: Engines, sampling: SamplingConfig, router: type[Router]) -> PersistentAgent:
+    def agent(self, engines: Engines, sampling: SamplingConfig, router: type[Router]) -> RetryingAgent:
         """Returns an agent on these engines, for use in a single event loop.
 
         Args:
@@ -42,7 +42,7 @@ class AgentFactory:
         )
         new_router = router(engines, sampling_parameters, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = PersistentAgent(new_router, self.chat, self.environments, limits, self.threads)
+        agent = RetryingAgent(new_router, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights
         agent.retries = self.environments.retries
         return agent

@@ -28,7 +28,7 @@ from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
 from skyrl_mega.rollout.token_rewards import TokenRewards
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory, begun
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory, new_trajectory
 from skyrl_mega.telemetry.trace import Span, day
 
 LONGEST_ERROR = 2000
@@ -106,7 +106,7 @@ class Opened:
         return None if self.until is None else self.until - time.perf_counter()
 
 
-class Said(NamedTuple):
+class PolicyTurn(NamedTuple):
     """A turn of the policy."""
 
     text: str
@@ -118,7 +118,7 @@ class Said(NamedTuple):
 class Agent:
     """An agent that runs trajectories; keeps no state between trajectories.
 
-    Only `first`, `speak` and `following` handle tokens; a subclass may override the three for another protocol.
+    Only `first`, `generate_turn` and `following` handle tokens; a subclass may override the three for another protocol.
 
     Args:
         router: Sends requests to the engines.
@@ -144,7 +144,7 @@ class Agent:
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Creates the environment and tokenises the first messages. A fault ends the trajectory and is stored there."""
-        opened = Opened(begun(prompt, sample), None, time.perf_counter())
+        opened = Opened(new_trajectory(prompt, sample), None, time.perf_counter())
         t = opened.trajectory
         created: list[Any] = []
         call = Call(self._make, prompt, created, late=lambda: [env.close() for env in created])
@@ -173,7 +173,7 @@ class Agent:
 
     def failed_trajectory(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
         """Returns a trajectory ended by an infrastructure fault before the environment was opened."""
-        t = begun(prompt, sample)
+        t = new_trajectory(prompt, sample)
         environment_errors.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
         _set_prompt(t, prompt.messages, self._prompt_tokens(prompt))
         return t
@@ -225,7 +225,7 @@ class Agent:
         if room < 1:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        turn = await self.speak(opened, f"{name}/{t.turns}", room)
+        turn = await self.generate_turn(opened, f"{name}/{t.turns}", room)
         t.seconds["generate"] += t.steps[-1].generate_s
         cut = CUT_STATUS.get(turn.finish)
         if cut and not turn.tokens:  # the time was over before the first token
@@ -279,7 +279,7 @@ class Agent:
             environment_errors.add_reward(t, step, answer)
             t.metadata |= answer.metadata
 
-    async def speak(self, opened: Opened, name: str, room: int) -> Said:
+    async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
         """Generates the policy's next turn and appends the tokens and a step to the trajectory.
 
         Args:
@@ -298,7 +298,7 @@ class Agent:
         t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
         t.versions += [(version, end + first) for version, first in completion.versions]
         append(t, completion.tokens, 1, completion.logprobs)
-        return Said(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
+        return PolicyTurn(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
     def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:
         """Returns the tokens of the first messages, up to the point at which the policy generates."""

@@ -12,12 +12,13 @@ import torch
 
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.megatron.sequences import Column, Sequences
-from skyrl_mega.rollout.remote_arrays import Away, short
-from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
+from skyrl_mega.rollout.remote_arrays import RemoteArrays, shortened
+from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
 
 
-def put_away(t: Trajectory) -> tuple[Trajectory, Stored]:
-    """Splits a trajectory into a copy without arrays and the arrays themselves. The caller sets `Trajectory.away.ref`.
+def detach_arrays(t: Trajectory) -> tuple[Trajectory, Stored]:
+    """Splits a trajectory into a copy without arrays and the arrays themselves. The caller sets
+    `Trajectory.remote_arrays.ref`.
 
     Reading any missing array fetches all arrays.
     """
@@ -27,35 +28,37 @@ def put_away(t: Trajectory) -> tuple[Trajectory, Stored]:
     for name, column in t.columns.items():
         stored.add(name, column)
     small = copy.copy(t)
-    small.away = Away(t.length, t.drawn_by_version(), t.written, [short(text) for text in words(t)])
+    small.remote_arrays = RemoteArrays(
+        t.length, t.tokens_by_version(), t.written, [shortened(text) for text in policy_texts(t)]
+    )
     for name in ARRAYS:
         del vars(small)[name]
     return small, Stored(stored, json.dumps(t.messages).encode())
 
 
-def joined(small: Trajectory, ref: Any) -> Trajectory:
+def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:
     """Sets the reference to a trajectory's remote arrays and returns the trajectory."""
-    assert small.away is not None
-    small.away.ref = ref
+    assert small.remote_arrays is not None
+    small.remote_arrays.ref = ref
     return small
 
 
-def brought(t: Trajectory) -> Trajectory:
+def fetch_arrays(t: Trajectory) -> Trajectory:
     """Returns the trajectory with all arrays in this process, after fetching remote arrays."""
-    if t.away is None:
+    if t.remote_arrays is None:
         return t
     whole = copy.copy(t)
-    vars(whole).update(t.away.fetch(), away=None)
+    vars(whole).update(t.remote_arrays.fetch(), remote=None)
     return whole
 
 
-def brought_groups(groups: list[Group]) -> list[Group]:
+def fetch_group_arrays(groups: list[Group]) -> list[Group]:
     """Returns the groups of a step with all arrays in this process. A trajectory or group listed twice stays a single
     object."""
-    away = {id(t): t for group in groups for t in _all(group) if t.away is not None}
-    if not away:
+    remote = {id(t): t for group in groups for t in _all(group) if t.remote_arrays is not None}
+    if not remote:
         return groups
-    fetched = {one: brought(t) for one, t in away.items()}
+    fetched = {one: fetch_arrays(t) for one, t in remote.items()}
     rebuilt: dict[int, Group] = {}
     for group in groups:
         trajectories = [fetched.get(id(t), t) for t in group.trajectories]
@@ -68,6 +71,6 @@ def _all(group: Group) -> list[Trajectory]:
     return group.trajectories if group.greedy is None else [*group.trajectories, group.greedy]
 
 
-def all_away(played: Sequence[Trajectory]) -> bool:
+def all_remote(played: Sequence[Trajectory]) -> bool:
     """Returns True if there are trajectories, all with remote arrays."""
-    return bool(played) and all(t.away is not None for t in played)
+    return bool(played) and all(t.remote_arrays is not None for t in played)

@@ -16,7 +16,7 @@ from skyrl_mega.rollout.event_loop import EventLoop, Loop
 from skyrl_mega.rollout.lockstep import LockstepRouter
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
-from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
+from skyrl_mega.rollout.slots import AgentLike, LocalPlayer, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.workers import Workers
@@ -120,7 +120,7 @@ class Generator:
                     raise
                 self.refill()
 
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AgentLike:
         """Returns an agent on these engines for a phase. All trajectories run in the same event loop.
 
         Args:
@@ -136,7 +136,7 @@ class Generator:
         factory = AgentFactory(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
         agent = factory.agent(self.fleet, sampling, router or self.router)
         agent.spans, agent.router.count = self._spans, self.timeline.requests
-        return agent if self.slots.most is None else SlotAgent(PlayerHere(agent), self.slots)
+        return agent if self.slots.most is None else SlotAgent(LocalPlayer(agent), self.slots)
 
     def _spans(self) -> list[Span] | None:
         """Returns the list that records environment calls at present, or None."""
@@ -192,7 +192,7 @@ class Generator:
         return phase.result()
 
 
-async def close_all(agent: AnyAgent, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
+async def close_all(agent: AgentLike, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
     """Cancels all tasks and closes the environments opened but never run."""
     for task in (*opening, *playing):
         task.cancel()

@@ -46,12 +46,12 @@ _SMALL = [
 
 
 @dataclass(frozen=True)
-class Said:
+class RecordedTurn:
     """A recorded turn of the policy."""
 
     request: str
     """Name of the request."""
-    asked: bytes
+    request_hash: bytes
     """Hash of the request (`digest`)."""
     completion: Completion
 
@@ -65,31 +65,31 @@ class Journal:
     """Recorded turns of unfinished trajectories. Lives in the event loop of the router."""
 
     def __init__(self) -> None:
-        self._said: dict[str, dict[str, Said]] = {}
+        self._recorded: dict[str, dict[str, RecordedTurn]] = {}
         """Trajectory → request → turn."""
 
-    def add(self, said: Iterable[Said]) -> None:
+    def add(self, recorded: Iterable[RecordedTurn]) -> None:
         """Adds turns, also of trajectories about to run."""
-        for turn in said:
-            self._said.setdefault(turn.trajectory, {})[turn.request] = turn
+        for turn in recorded:
+            self._recorded.setdefault(turn.trajectory, {})[turn.request] = turn
 
     def keep(self, request: Request, completion: Completion) -> None:
         """Records the answer to a request, unless a timeout ended the answer."""
         if completion.finish != "timeout":
-            self.add([Said(request.id, digest(request), completion)])
+            self.add([RecordedTurn(request.id, digest(request), completion)])
 
     def answer(self, request: Request) -> Completion | None:
         """Returns the recorded answer to a request with the same tokens and limits, or None."""
-        known = self._said.get(request.trajectory, {}).get(request.id)
-        return known.completion if known is not None and known.asked == digest(request) else None
+        known = self._recorded.get(request.trajectory, {}).get(request.id)
+        return known.completion if known is not None and known.request_hash == digest(request) else None
 
     def forget(self, trajectory: str) -> None:
         """Drops the turns of a finished trajectory."""
-        self._said.pop(trajectory, None)
+        self._recorded.pop(trajectory, None)
 
-    def all(self) -> list[Said]:
+    def all(self) -> list[RecordedTurn]:
         """Returns all turns, trajectory by trajectory."""
-        return [turn for turns in self._said.values() for turn in turns.values()]
+        return [turn for turns in self._recorded.values() for turn in turns.values()]
 
 
 def file_of(folder: Path, who: str) -> Path:
@@ -97,9 +97,9 @@ def file_of(folder: Path, who: str) -> Path:
     return folder / f"turns-{who}.parquet"
 
 
-def read_all(folder: Path) -> dict[str, list[Said]]:
+def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
     """Reads the turns of all processes in a folder, by trajectory."""
-    turns: dict[str, list[Said]] = {}
+    turns: dict[str, list[RecordedTurn]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
         for turn in read(file):
             turns.setdefault(turn.trajectory, []).append(turn)
@@ -112,15 +112,15 @@ def digest(request: Request) -> bytes:
     return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
 
 
-def write(file: Path, said: Sequence[Said]) -> None:
+def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:
     """Writes turns as Parquet atomically.
 
     Routes make up most of the bytes and hardly repeat, so compression is off for routes.
     """
-    completions = [(turn, turn.completion) for turn in said]
+    completions = [(turn, turn.completion) for turn in recorded]
     columns = [
-        [turn.request for turn in said],
-        [turn.asked for turn in said],
+        [turn.request for turn in recorded],
+        [turn.request_hash for turn in recorded],
         [np.asarray(c.tokens, np.int32) for _, c in completions],
         [np.asarray(c.logprobs, np.float32) for _, c in completions],
         [c.finish for _, c in completions],
@@ -137,7 +137,7 @@ def write(file: Path, said: Sequence[Said]) -> None:
         partial.replace(file)
 
 
-def read(file: Path) -> list[Said]:
+def read(file: Path) -> list[RecordedTurn]:
     """Reads turns written by `write`.
 
     Raises:
@@ -148,19 +148,19 @@ def read(file: Path) -> list[Said]:
         arrays = zip(_arrays(table["tokens"], "i"), _arrays(table["logprobs"], "f"), strict=True)
         names = ["request", "asked", "finish", "versions", *_OF_ROUTES]
         rows = zip(table.select(names).to_pylist(), arrays, strict=True)
-        return [_said(row, tokens, logprobs) for row, (tokens, logprobs) in rows]
+        return [_turn_of(row, tokens, logprobs) for row, (tokens, logprobs) in rows]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UserError(f"{file}: it has no turns ({one_line(str(error))}); take another checkpoint") from error
 
 
-def _said(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> Said:
+def _turn_of(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> RecordedTurn:
     data, kind, shape = (row.pop(name) for name in _OF_ROUTES)
     if None in row.values() or len(tokens) != len(logprobs):
         raise ValueError(f"{row['request']} has {len(tokens)} tokens and {len(logprobs)} log-probs")
     versions = tuple((int(span["version"]), int(span["start"])) for span in row["versions"])
     routes = None if data is None else np.frombuffer(data, kind).reshape(shape)
-    said = Completion(row["request"], tokens, logprobs, row["finish"], versions, routes)
-    return Said(row["request"], row["asked"], said)
+    completion = Completion(row["request"], tokens, logprobs, row["finish"], versions, routes)
+    return RecordedTurn(row["request"], row["asked"], completion)
 
 
 def _arrays(column: pa.ChunkedArray, kind: str) -> list[array[Any]]:

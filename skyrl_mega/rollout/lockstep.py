@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from skyrl_mega.rollout.router import Router, Waiting
+from skyrl_mega.rollout.router import QueuedRequest, Router
 
 
 class LockstepRouter(Router):
@@ -21,18 +21,18 @@ class LockstepRouter(Router):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.players = 0
+        self.running = 0
         """Running trajectories, each with at most one request."""
         self.places: dict[str, int] = {}
         """Trajectory → its number in the order of the first wave, which selects the engine with its cached prefix."""
 
-    def expect(self, players: int) -> None:
+    def expect(self, trajectories: int) -> None:
         """Announces trajectories about to send requests."""
-        self.players += players
+        self.running += trajectories
 
     def leave(self) -> None:
         """Reports the end of an announced trajectory."""
-        self.players -= 1
+        self.running -= 1
         self._schedule()
 
     def _dispatch(self) -> None:
@@ -40,12 +40,12 @@ class LockstepRouter(Router):
         self.scheduled = False
         # without requests of an abandoned phase
         wanted = [waiting for waiting in self.queue if not waiting.answer.done()]
-        if self.tasks or not wanted or len(wanted) < self.players:
+        if self.tasks or not wanted or len(wanted) < self.running:
             return
         wave = sorted(wanted, key=lambda waiting: waiting.request.id)
         self.queue.clear()
         engines = sorted(self.load)
-        batches: dict[int, dict[str, Waiting]] = {engine: {} for engine in engines}
+        batches: dict[int, dict[str, QueuedRequest]] = {engine: {} for engine in engines}
         for waiting in wave:
             place = self.places.setdefault(waiting.request.trajectory, len(self.places))
             engine = engines[place % len(engines)]
@@ -53,6 +53,6 @@ class LockstepRouter(Router):
             self.load[engine].add(waiting)
         self._send(batches)
 
-    def _ended(self, batch: dict[str, Waiting], task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: dict[str, QueuedRequest], task: asyncio.Task[None]) -> None:
         super()._ended(batch, task)
         self._schedule()

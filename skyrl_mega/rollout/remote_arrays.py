@@ -21,16 +21,16 @@ END = 200
 
 
 @dataclass
-class Away:
+class RemoteArrays:
     """Summary and location of a trajectory's remote arrays."""
 
     length: int
     """Number of tokens."""
-    drawn: list[int]
+    tokens_by_version: list[int]
     """Number of the policy's tokens for each entry of `Trajectory.versions`."""
     written: int
     """Number of the policy's tokens."""
-    words: list[str]
+    texts: list[str]
     """The policy's text in each turn; for a long answer a hash and the last characters, so that two entries are equal
     exactly if the answers are."""
     ref: Any = None
@@ -43,11 +43,11 @@ class Away:
         try:
             stored: Stored = ray.get(self.ref)
         except ray.exceptions.RayError as error:
-            raise lost(error) from error
-        own, columns = stored.tokens, dict(stored.tokens.columns)
+            raise arrays_lost(error) from error
+        sequences, columns = stored.tokens, dict(stored.tokens.columns)
         mask, logprobs = columns.pop("mask").values, columns.pop("rollout_logprobs").values
         return {
-            "tokens": array("i", own.tokens.numpy().tobytes()),
+            "tokens": array("i", sequences.tokens.numpy().tobytes()),
             "mask": array("b", mask.numpy().tobytes()),
             "logprobs": array("f", logprobs.numpy().tobytes()),
             "columns": columns,
@@ -55,13 +55,13 @@ class Away:
         }
 
 
-def lost(error: Exception) -> ClusterError:
+def arrays_lost(error: Exception) -> ClusterError:
     """Returns the error for lost arrays; the run ends and resumes from the newest checkpoint."""
     return ClusterError(f"what was played on a node is gone with it, or with its memory: {describe(error)}")
 
 
-def short(text: str) -> str:
-    """Returns an answer in the form of `Away.words`."""
+def shortened(text: str) -> str:
+    """Returns an answer in the form of `RemoteArrays.texts`."""
     if len(text) <= LONGEST:
         return text
     return f"{hashlib.blake2b(text.encode(errors='surrogatepass'), digest_size=12).hexdigest()} … {text[-END:]}"

@@ -145,14 +145,14 @@ class Renderer:
                 f"is a template that takes `tools` and has them called in one of the forms {', '.join(PARSERS)}"
             )
 
-    def parse(self, said: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
+    def parse(self, answer: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
         """Returns the policy's answer with the tool calls parsed in the template's format.
 
         Args:
-            said: Tokens or text of the answer.
+            answer: Tokens or text of the answer.
             turn: Number of the turn, used to make the ids of the calls unique.
         """
-        text = said if isinstance(said, str) else self.text(said)
+        text = answer if isinstance(answer, str) else self.text(answer)
         return PARSERS[self.form](text, turn) if self.form else AssistantMessage(text)
 
     def prompt(
@@ -226,8 +226,11 @@ class Renderer:
         """
         words, calls = self._broken(message["content"]), calls_of(message)
         if calls:
-            asked, said = {"role": "user", "content": "."}, {**message, "content": MARK, "tool_calls": calls}
-            text = self._render([asked, said], generation=False)
+            question, message_with_mark = (
+                {"role": "user", "content": "."},
+                {**message, "content": MARK, "tool_calls": calls},
+            )
+            text = self._render([question, message_with_mark], generation=False)
             written = text.partition(MARK)[2].partition(self._decode([self.end]))[0]
             # Templates put a line break between words and calls, but none before a call without words.
             words += written if words else written.lstrip()

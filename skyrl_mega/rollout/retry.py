@@ -14,7 +14,7 @@ PAUSE_S = 1.0
 recovering."""
 
 
-class PersistentAgent(Agent):
+class RetryingAgent(Agent):
     """An agent that retries a trajectory after an infrastructure fault, but not after a fault of the environment or the
     policy.
 
@@ -41,11 +41,11 @@ class PersistentAgent(Agent):
         """Returns the opened trajectory, or a newly opened retry if opening failed and retries are left."""
         while self._may_retry(opened):
             failed = opened.trajectory
-            await asyncio.sleep(min(LONGEST_S, PAUSE_S * 2**failed.again))
+            await asyncio.sleep(min(LONGEST_S, PAUSE_S * 2**failed.retries))
             opened = await super().open(failed.prompt, failed.sample)
-            opened.trajectory.again = failed.again + 1
+            opened.trajectory.retries = failed.retries + 1
         return opened
 
     def _may_retry(self, opened: Opened) -> bool:
         t = opened.trajectory
-        return t.status is Status.ERROR_INFRASTRUCTURE and t.again < self.retries
+        return t.status is Status.ERROR_INFRASTRUCTURE and t.retries < self.retries

@@ -31,7 +31,7 @@ MARGIN_S = 30.0
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedRequest:
     """A request and the future of the answer."""
 
     request: Request
@@ -58,11 +58,11 @@ class Load:
     requests: int = 0
     tokens: int = 0
 
-    def fits(self, waiting: Waiting, limit: int) -> bool:
+    def fits(self, waiting: QueuedRequest, limit: int) -> bool:
         """Returns True if the engine may take the request. An idle engine takes any request."""
         return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
 
-    def add(self, waiting: Waiting, times: int = 1) -> None:
+    def add(self, waiting: QueuedRequest, times: int = 1) -> None:
         """Adds a request to the load, or removes a request with `times=-1`."""
         self.requests += times
         self.tokens += times * waiting.tokens
@@ -123,7 +123,7 @@ class Router:
         self.limit = IN_FLIGHT * concurrency
         self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
         self.affinity = PrefixAffinity()
-        self.queue: deque[Waiting] = deque()
+        self.queue: deque[QueuedRequest] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.scheduled = False
@@ -143,7 +143,7 @@ class Router:
             raise ValueError(f"two requests at once are called {request.id}")
         self.names.add(request.id)
         loop = asyncio.get_running_loop()
-        waiting = Waiting(request, loop.create_future())
+        waiting = QueuedRequest(request, loop.create_future())
         self.queue.append(waiting)
         timer: asyncio.TimerHandle | None = None
         if request.seconds is not None:
@@ -157,7 +157,7 @@ class Router:
             if timer is not None:
                 timer.cancel()  # the loop outlives the phase and would keep the request alive
 
-    def expect(self, players: int) -> None:
+    def expect(self, trajectories: int) -> None:
         """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def leave(self) -> None:
@@ -168,7 +168,7 @@ class Router:
             self.scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
-    def _expire(self, waiting: Waiting) -> None:
+    def _expire(self, waiting: QueuedRequest) -> None:
         """Ends a waiting request after the time limit. Running requests are ended by the engine."""
         if waiting in self.queue:
             self.queue.remove(waiting)
@@ -179,7 +179,7 @@ class Router:
         """Assigns waiting requests to engines, as many as fit, and sends the messages."""
         self.scheduled = False
         self.serving = frozenset(self.fleet.serving)  # another router may have found a dead engine
-        batches: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
+        batches: dict[int, dict[str, QueuedRequest]] = {engine: {} for engine in self.load}
         while self.queue:
             fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
             free = [engine for engine in fits if self._accepts(engine)]
@@ -206,7 +206,7 @@ class Router:
         for task in self.tasks:
             task.cancel()
 
-    def _send(self, batches: dict[int, dict[str, Waiting]]) -> None:
+    def _send(self, batches: dict[int, dict[str, QueuedRequest]]) -> None:
         """Sends a message to every engine with new requests."""
         for engine, batch in batches.items():
             if batch:
@@ -214,7 +214,7 @@ class Router:
                 self.tasks.add(task)
                 task.add_done_callback(partial(self._ended, batch))
 
-    def _ended(self, batch: dict[str, Waiting], task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: dict[str, QueuedRequest], task: asyncio.Task[None]) -> None:
         """Raises the error of a failed send task in all its requests. Without this, a bug in our code would leave
         callers waiting forever."""
         self.tasks.discard(task)
@@ -222,7 +222,7 @@ class Router:
         if error is not None:
             self._fail(batch, error)
 
-    async def _run(self, engine: int, batch: dict[str, Waiting]) -> None:
+    async def _run(self, engine: int, batch: dict[str, QueuedRequest]) -> None:
         import ray
 
         silence = self.timeout_s + MARGIN_S
@@ -260,12 +260,12 @@ class Router:
         finally:
             self.count(engine, -len(batch))
 
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
         """Returns True if the requests of an engine without current weights were queued. In a phase the weights are
         always current."""
         return False
 
-    def _retire(self, engine: int, actor: Any, load: Load | None, batch: dict[str, Waiting], cause: str) -> None:
+    def _retire(self, engine: int, actor: Any, load: Load | None, batch: dict[str, QueuedRequest], cause: str) -> None:
         """Takes an engine out of service, unless another actor already took the rank. The requests move to other
         engines."""
         if self.fleet.group.actors[engine] is not actor:
@@ -280,7 +280,7 @@ class Router:
             return
         self._requeue(load, batch)
 
-    def _requeue(self, load: Load | None, batch: dict[str, Waiting]) -> None:
+    def _requeue(self, load: Load | None, batch: dict[str, QueuedRequest]) -> None:
         """Puts an engine's requests back at the front of the queue."""
         for waiting in batch.values():
             if load is not None:
@@ -288,13 +288,13 @@ class Router:
         self.queue.extendleft(reversed(batch.values()))
         self._schedule()
 
-    def _fail_all(self, batch: dict[str, Waiting], error: ActorFailed) -> None:
+    def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
         """Raises the error in these and all waiting requests, as no engine is left."""
         self._fail(batch, error)
         self._fail({w.request.id: w for w in self.queue}, error)
         self.queue.clear()
 
-    def _fail(self, batch: dict[str, Waiting], error: BaseException) -> None:
+    def _fail(self, batch: dict[str, QueuedRequest], error: BaseException) -> None:
         for waiting in batch.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)

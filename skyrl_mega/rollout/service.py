@@ -23,9 +23,9 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import ServiceLoop
 from skyrl_mega.rollout.generator import close_all
-from skyrl_mega.rollout.journal import Journal, Said
-from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
-from skyrl_mega.rollout.slots import AnyAgent, Desk
+from skyrl_mega.rollout.journal import Journal, RecordedTurn
+from skyrl_mega.rollout.router import Load, QueuedRequest, Router, load_of
+from skyrl_mega.rollout.slots import AgentLike, RequestRouter
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 
 TOGETHER_S = 1.0
@@ -47,7 +47,7 @@ class Ticket:
     """Unique name of each sample; the source of the requests' names and random stream."""
     played: Mapping[int, Trajectory] = field(default_factory=dict)
     """Samples finished by an earlier life of the run and kept; not generated again."""
-    said: Sequence[Said] = ()
+    recorded: Sequence[RecordedTurn] = ()
     """Recorded turns of the other samples."""
 
     @property
@@ -64,30 +64,30 @@ class Done:
     group: Group
 
 
-class Players(Protocol):
+class AgentSource(Protocol):
     """A `Generator`, or the counterpart in virtual time."""
 
     fleet: Fleet
     rollout: RolloutConfig
 
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AgentLike:
         """Returns an agent with a router of this class."""
 
 
 @runtime_checkable
-class ServiceDesk(Desk, Protocol):
+class ServiceRequestRouter(RequestRouter, Protocol):
     """The part of a request router used by a service: a `ServiceRouter`, or the client of the rollout workers."""
 
-    resting: set[int]
+    awaiting_sync: set[int]
     """Ranks of engines that refused a request; cleared by the next weight sync."""
 
     def rejoin(self) -> None:
         """Updates the engines after a weight sync and continues sending requests."""
 
-    def remember(self, said: Sequence[Said]) -> None:
+    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
         """Stores recorded turns of trajectories about to run."""
 
-    async def write_said(self, folder: Path) -> list[Said]:
+    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
         """Has other processes write recorded turns to files in the folder (`journal.read_all`). Returns the turns known
         in this process."""
 
@@ -99,32 +99,32 @@ class RolloutService:
     """A service that generates groups in a background loop while the caller does other work.
 
     Args:
-        players: Provides agents on the engines.
+        source: Provides agents on the engines.
         sampling: Sampling parameters.
-        loop: The event loop of `players`.
+        loop: The event loop of `source`.
     """
 
-    def __init__(self, players: Players, sampling: SamplingConfig, loop: ServiceLoop) -> None:
-        self.players, self.sampling, self.loop = players, sampling, loop
+    def __init__(self, source: AgentSource, sampling: SamplingConfig, loop: ServiceLoop) -> None:
+        self.source, self.sampling, self.loop = source, sampling, loop
         self.under_way: dict[int, Ticket] = {}
         """Number → ticket of each unfinished group; used only by the caller's thread."""
         self._played: dict[int, dict[int, Trajectory]] = {}
         """Number → finished samples of each unfinished group."""
         self._done: deque[Done | BaseException] = deque()
-        self._agent: AnyAgent | None = None
+        self._agent: AgentLike | None = None
 
     @property
     def served(self) -> bool:
         """True if any engine accepts requests, not counting engines waiting for a weight sync."""
         router = self._router
-        return bool({*self.players.fleet.serving} - (router.resting if router else set()))
+        return bool({*self.source.fleet.serving} - (router.awaiting_sync if router else set()))
 
     @property
-    def _router(self) -> ServiceDesk | None:
+    def _router(self) -> ServiceRequestRouter | None:
         """The agent's router; None before the first submission."""
         if self._agent is None:
             return None
-        assert isinstance(self._agent.router, ServiceDesk)
+        assert isinstance(self._agent.router, ServiceRequestRouter)
         return self._agent.router
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
@@ -139,7 +139,7 @@ class RolloutService:
         if not self.under_way:
             with suppress(NobodyServes):  # requests wait for an engine to restart
                 # As before a phase: cached prefixes would change the last bits.
-                self.players.fleet.ask("forget", timeout=self.players.rollout.request_timeout_s)
+                self.source.fleet.ask("forget", timeout=self.source.rollout.request_timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
         self._played |= {ticket.number: {**ticket.played} for ticket in tickets}
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
@@ -161,10 +161,10 @@ class RolloutService:
             new_groups.append(outcome)
         return new_groups
 
-    def write_said(self, folder: Path) -> None:
+    def write_turns(self, folder: Path) -> None:
         """Writes the recorded turns of unfinished trajectories, in this process and in rollout workers."""
         if (router := self._router) is not None:  # in this thread: the loop is busy with trajectories
-            journal.write(journal.file_of(folder, "driver"), self.loop.run(router.write_said(folder)))
+            journal.write(journal.file_of(folder, "driver"), self.loop.run(router.write_turns(folder)))
 
     def so_far(self) -> list[Ticket]:
         """Returns the tickets of unfinished groups, with the samples finished so far."""
@@ -187,10 +187,10 @@ class RolloutService:
 
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
         if self._agent is None:
-            self._agent = self.players.agent(self.sampling, ServiceRouter)
+            self._agent = self.source.agent(self.sampling, ServiceRouter)
         agent, router = self._agent, self._router
         assert router is not None
-        router.remember([one for ticket, _ in wanted for one in ticket.said])
+        router.remember([one for ticket, _ in wanted for one in ticket.recorded])
         tasks = asyncio.create_task
         opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in ticket.left]
         playing: list[asyncio.Task[None]] = []
@@ -212,7 +212,7 @@ class RolloutService:
             await close_all(agent, opening, playing)
 
     async def _group(
-        self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, asyncio.Task[Any]]
+        self, agent: AgentLike, ticket: Ticket, prompt: Prompt, opened: Mapping[int, asyncio.Task[Any]]
     ) -> None:
         played, router = self._played[ticket.number], self._router
         assert router is not None
@@ -244,7 +244,7 @@ class ServiceRouter(Router):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.resting: set[int] = set()
+        self.awaiting_sync: set[int] = set()
         """Ranks of engines that refused a request; cleared by the next weight sync."""
         self.journal = Journal()
 
@@ -256,11 +256,11 @@ class ServiceRouter(Router):
         self.journal.keep(request, completion)
         return completion
 
-    def remember(self, said: Sequence[Said]) -> None:
+    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
         """Stores recorded turns of trajectories about to run."""
-        self.journal.add(said)
+        self.journal.add(recorded)
 
-    async def write_said(self, folder: Path) -> list[Said]:
+    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
         """Returns the turns of unfinished trajectories."""
         return self.journal.all()
 
@@ -270,24 +270,24 @@ class ServiceRouter(Router):
 
     def rejoin(self) -> None:
         """Adds engines back in service after a weight sync and continues sending requests."""
-        self.resting.clear()
+        self.awaiting_sync.clear()
         self.rejoins += 1
         for engine in self.fleet.serving:
             self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
         self._schedule()
 
     def _accepts(self, engine: int) -> bool:
-        return super()._accepts(engine) and engine not in self.resting
+        return super()._accepts(engine) and engine not in self.awaiting_sync
 
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
         """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
         `rejoin`, or did so since the request was sent."""
         if began == self.rejoins:
-            self.resting.add(engine)
+            self.awaiting_sync.add(engine)
         self._requeue(load, batch)
         return True
 
-    def _fail_all(self, batch: dict[str, Waiting], error: ActorFailed) -> None:
+    def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
         """Queues all requests if an engine can restart; otherwise raises the error in all of these."""
         if isinstance(error, NobodyServes):
             self.queue.extendleft(reversed(batch.values()))

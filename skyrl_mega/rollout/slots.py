@@ -14,10 +14,10 @@ from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.trajectory import Trajectory
 
 
-class Desk(Protocol):
+class RequestRouter(Protocol):
     """The part of a request router used by a phase and a service."""
 
-    def expect(self, players: int) -> None:
+    def expect(self, trajectories: int) -> None:
         """Announces trajectories about to send requests."""
 
     def leave(self) -> None:
@@ -27,11 +27,11 @@ class Desk(Protocol):
         """Abandons all requests in progress."""
 
 
-class AnyAgent(Protocol):
+class AgentLike(Protocol):
     """An `Agent`, or any class with the same methods."""
 
     @property
-    def router(self) -> Desk:
+    def router(self) -> RequestRouter:
         """The router of the agent's requests."""
 
     async def open(self, prompt: Prompt, sample: int) -> Any:
@@ -48,14 +48,14 @@ class Player(Protocol):
     """The interface of running whole trajectories, in this process or in another."""
 
     @property
-    def router(self) -> Desk:
+    def router(self) -> RequestRouter:
         """The router of the trajectories' requests."""
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
         """Opens, runs and closes a trajectory."""
 
 
-class PlayerHere:
+class LocalPlayer:
     """A player with an agent in this process."""
 
     def __init__(self, agent: Agent) -> None:
@@ -145,7 +145,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingTrajectory:
     """A trajectory not opened yet."""
 
     prompt: Prompt
@@ -163,11 +163,11 @@ class SlotAgent:
     def __init__(self, player: Player, slots: Slots) -> None:
         self.player, self.slots, self.router = player, slots, player.router
 
-    async def open(self, prompt: Prompt, sample: int) -> Asked:
+    async def open(self, prompt: Prompt, sample: int) -> PendingTrajectory:
         """Returns the request at once, without opening an environment."""
-        return Asked(prompt, sample)
+        return PendingTrajectory(prompt, sample)
 
-    async def play(self, opened: Asked, name: str) -> Trajectory:
+    async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
         """Waits for a slot, then opens, runs and closes the trajectory.
 
         Args:
@@ -182,5 +182,5 @@ class SlotAgent:
         t.seconds["slot"] = waited
         return t
 
-    async def close(self, opened: Asked) -> None:
+    async def close(self, opened: PendingTrajectory) -> None:
         """Does nothing, as no environment is open."""

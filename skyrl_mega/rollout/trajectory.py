@@ -11,9 +11,20 @@ from skyrl_mega.envs.prompt import Prompt
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.sequences import Column
-    from skyrl_mega.rollout.remote_arrays import Away
+    from skyrl_mega.rollout.remote_arrays import RemoteArrays
 
-__all__ = ["ARRAYS", "GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory", "begun", "words"]
+__all__ = [
+    "ARRAYS",
+    "GREEDY",
+    "Group",
+    "Kind",
+    "Prompt",
+    "Status",
+    "Step",
+    "Trajectory",
+    "new_trajectory",
+    "policy_texts",
+]
 
 ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
 """Fields of a trajectory that grow with its tokens."""
@@ -133,37 +144,37 @@ class Trajectory:
     """Metadata of the last step."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in `generate` and `env`, and in `slot` waiting to open the environment if `environment.slots` is set."""
-    again: int = 0
+    retries: int = 0
     """Number of retries after infrastructure faults."""
     steps: list[Step] = field(default_factory=list)
     """The steps, in chronological order."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
     """Further values of each token, shape [T, …], carried along by the batch."""
-    away: Away | None = None
+    remote_arrays: RemoteArrays | None = None
     """Location of `ARRAYS` stored remotely (`rollout/by_reference.py`), else None. Reading any of the fields fetches
     all."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:  # called only for absent attributes
-            if name in ARRAYS and (away := vars(self).get("away")) is not None:
-                return away.fetch()[name]
+            if name in ARRAYS and (remote_arrays := vars(self).get("remote_arrays")) is not None:
+                return remote_arrays.fetch()[name]
             raise AttributeError(f"{type(self).__name__}.{name}")
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return len(self.tokens) if self.away is None else self.away.length
+        return len(self.tokens) if self.remote_arrays is None else self.remote_arrays.length
 
     @property
     def written(self) -> int:
         """Number of the policy's tokens."""
-        return sum(self.mask) if self.away is None else self.away.written
+        return sum(self.mask) if self.remote_arrays is None else self.remote_arrays.written
 
-    def drawn_by_version(self) -> list[int]:
+    def tokens_by_version(self) -> list[int]:
         """Returns the number of the policy's tokens for each entry of `versions`."""
-        if self.away is not None:
-            return self.away.drawn
+        if self.remote_arrays is not None:
+            return self.remote_arrays.tokens_by_version
         if not self.versions:  # the policy produced nothing
             return []
         ends = [*(start for _, start in self.versions[1:]), len(self.tokens)]
@@ -201,7 +212,7 @@ class Group:
         return [t.reward for t in self.trajectories]
 
 
-def begun(prompt: Prompt, sample: int) -> Trajectory:
+def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:
     """Returns an empty trajectory."""
     return Trajectory(
         prompt,
@@ -218,10 +229,11 @@ def begun(prompt: Prompt, sample: int) -> Trajectory:
     )
 
 
-def words(t: Trajectory) -> list[str]:
-    """Returns the policy's text in each turn of a trajectory; for remote arrays, in the short form of `Away.words`."""
-    if t.away is not None:
-        return t.away.words
+def policy_texts(t: Trajectory) -> list[str]:
+    """Returns the policy's text in each turn of a trajectory; for remote arrays, in the short form of
+    `RemoteArrays.texts`."""
+    if t.remote_arrays is not None:
+        return t.remote_arrays.texts
     texts: list[str] = []
     at = 0
     for step in t.steps:

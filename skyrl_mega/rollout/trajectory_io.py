@@ -21,8 +21,8 @@ from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.by_reference import brought
-from skyrl_mega.rollout.remote_arrays import lost
+from skyrl_mega.rollout.by_reference import fetch_arrays
+from skyrl_mega.rollout.remote_arrays import arrays_lost
 from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
     with partial_file(path) as partial:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=plain) as writer:
             for start in range(0, len(trajectories), PIECE):
-                writer.write_table(_table([brought(t) for t in trajectories[start : start + PIECE]], columns))
+                writer.write_table(_table([fetch_arrays(t) for t in trajectories[start : start + PIECE]], columns))
         os.replace(partial, path)
 
 
@@ -124,7 +124,7 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
         ClusterError: The arrays are lost, or writing took more than `WRITE_S` seconds.
         OSError: The file cannot be written.
     """
-    if not any(t.away for t in trajectories):
+    if not any(t.remote_arrays for t in trajectories):
         write(path, trajectories, columns=columns)
         return
     import ray
@@ -139,7 +139,7 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
     except ray.exceptions.RayTaskError as error:
         raise cause_of(error) from None
     except ray.exceptions.RayError as error:
-        raise lost(error) from error
+        raise arrays_lost(error) from error
 
 
 def read(path: Path) -> list[Trajectory]:

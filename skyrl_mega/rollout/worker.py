@@ -28,11 +28,11 @@ from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent_factory import AgentFactory
-from skyrl_mega.rollout.by_reference import put_away
+from skyrl_mega.rollout.by_reference import detach_arrays
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Load, Router, Waiting
+from skyrl_mega.rollout.router import Load, QueuedRequest, Router
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
@@ -68,7 +68,7 @@ class RolloutWorker:
         environments: Settings of the run; `workers` is this worker's share.
         reward_weights: `algorithm.reward_weights`.
         secrets: Variables of the driver's environment read by environments.
-        beside: Number of workers sharing this node's memory.
+        workers_on_node: Number of workers sharing this node's memory.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class RolloutWorker:
         environments: EnvironmentConfig,
         reward_weights: Mapping[str, float],
         secrets: Mapping[str, str],
-        beside: int,
+        workers_on_node: int,
     ) -> None:
         os.environ |= secrets
-        budget.divide(beside)
+        budget.divide(workers_on_node)
         for name in environments.classes:  # import now, so that no trajectory's time includes it
             registry.resolve(name, environments)
         self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
@@ -132,7 +132,7 @@ class RolloutWorker:
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 
-    async def write_said(self, session: str, file: Path) -> None:
+    async def write_turns(self, session: str, file: Path) -> None:
         """Writes the recorded turns of unfinished trajectories to a file."""
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
@@ -219,12 +219,12 @@ class Session:
         spans: list[Span] | None = [] if job.traced else None
         agent = copy(self.agent)
         agent.spans = lambda: spans
-        self.journal.add(job.said)
+        self.journal.add(job.recorded)
         if job.fault:
             trajectory = agent.failed_trajectory(job.prompt, job.sample, job.fault)
         else:
             trajectory = await agent.play(await agent.open(job.prompt, job.sample), job.name)
-        small, arrays = put_away(trajectory)
+        small, arrays = detach_arrays(trajectory)
         small.prompt = DRIVER_PROMPT
         self.arrays[job.key] = job.name, arrays
         self.report(Finished(job.key, small, spans or ()))
@@ -301,8 +301,8 @@ class _ServiceRouter(ServiceRouter, _UniqueNames):
 
     fleet: KnownEngines
 
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, Waiting], began: int) -> bool:
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
         postponed = super()._postpone(engine, load, batch, began)
-        if engine in self.resting:
+        if engine in self.awaiting_sync:
             self.fleet.report(EngineAwaitsSync(engine, self.fleet.syncs))
         return postponed

@@ -19,9 +19,9 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import crash_isolation, journal
-from skyrl_mega.rollout.by_reference import joined
+from skyrl_mega.rollout.by_reference import attach_arrays
 from skyrl_mega.rollout.crash_isolation import Crash, CrashHistory, WorkerCrash
-from skyrl_mega.rollout.journal import Said
+from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
@@ -130,7 +130,7 @@ class WorkerClient:
         self.workers, self.engines, self.sampling, self.service, self.spans = workers, engines, sampling, service, spans
         self.name = token_hex(8)
         """The session's name at every worker."""
-        self.resting: set[int] = set()
+        self.awaiting_sync: set[int] = set()
         """Ranks of engines that refused a request; cleared by the next weight sync."""
         self.router = self
         self.links: dict[int, WorkerLink] = {}
@@ -139,7 +139,7 @@ class WorkerClient:
         """Receives the timeline counts of a worker and a key of its process."""
         self.syncs = 0
         """Weight syncs after which engines accept requests again."""
-        self._said: dict[str, list[Said]] = {}
+        self._recorded: dict[str, list[RecordedTurn]] = {}
         """Turns recorded by an earlier run, by trajectory."""
         self._sent: set[asyncio.Task[None]] = set()
         self._keys = count()
@@ -158,8 +158,8 @@ class WorkerClient:
         try:
             while True:
                 link = await self._link(name, history, None if fault else prompt)
-                said = self._said.get(name, ())
-                job = Job(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
+                recorded = self._recorded.get(name, ())
+                job = Job(next(self._keys), prompt, sample, name, self.spans() is not None, recorded, fault=fault)
                 try:
                     trajectory = await self._run_job(link, job, history.suspicion)
                 except _WorkerLost as lost:
@@ -184,7 +184,7 @@ class WorkerClient:
         self.workers.say(f"trajectory {name} has failed: {fault}")
         return fault
 
-    def expect(self, players: int) -> None:
+    def expect(self, trajectories: int) -> None:
         """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def leave(self) -> None:
@@ -199,34 +199,34 @@ class WorkerClient:
     def rejoin(self) -> None:
         """Tells the workers which engines serve after a weight sync."""
         self.syncs += 1
-        self.resting.clear()
+        self.awaiting_sync.clear()
         for link in self.links.values():
             if link.ready:
                 link.actor.rejoin.remote(self.name, self._engines())
 
-    def remember(self, said: Sequence[Said]) -> None:
+    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
         """Stores recorded turns of trajectories about to run."""
-        for turn in said:
-            self._said.setdefault(turn.trajectory, []).append(turn)
+        for turn in recorded:
+            self._recorded.setdefault(turn.trajectory, []).append(turn)
 
-    async def write_said(self, folder: Path) -> list[Said]:
+    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
         """Has each worker write recorded turns to a file. Returns the turns passed to `remember`, as a worker may not
         know all of these yet. The turns of a crashed worker are lost.
 
         Raises:
             ActorFailed: A worker could not write the file.
         """
-        before = [turn for said in self._said.values() for turn in said]
-        await asyncio.gather(*(self._write_said(link, folder) for link in self.links.values() if link.ready))
+        before = [turn for recorded in self._recorded.values() for turn in recorded]
+        await asyncio.gather(*(self._write_turns(link, folder) for link in self.links.values() if link.ready))
         return before
 
-    async def _write_said(self, link: WorkerLink, folder: Path) -> None:
+    async def _write_turns(self, link: WorkerLink, folder: Path) -> None:
         import ray
 
         name = f"{self.workers.group.name}-{link.rank}"
         file = journal.file_of(folder.absolute(), name)
         try:
-            await asyncio.wait_for(link.actor.write_said.remote(self.name, file), WRITE_S)
+            await asyncio.wait_for(link.actor.write_turns.remote(self.name, file), WRITE_S)
         except ray.exceptions.RayTaskError as error:
             raise ActorFailed(name, link.rank, "write_said", describe(error)) from None
         except ray.exceptions.RayError:
@@ -239,7 +239,7 @@ class WorkerClient:
 
     def forget(self, trajectory: str) -> None:
         """Drops the recorded turns of a finished trajectory."""
-        self._said.pop(trajectory, None)
+        self._recorded.pop(trajectory, None)
 
     async def _link(self, name: str, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:
         """Waits for a worker that may run this trajectory and returns the connection to the worker. `prompt` is None
@@ -368,7 +368,7 @@ class WorkerClient:
             *refs, stored = hand_over.remote(self.name, [event.key for event in finished])
             await asyncio.wait_for(stored, SILENCE_S)
             for event, ref in zip(finished, refs, strict=True):
-                joined(event.trajectory, ref)
+                attach_arrays(event.trajectory, ref)
 
     async def _end(self, link: WorkerLink) -> None:
         """Ends the session at a worker, which closes its open environments; waits at most `END_S` seconds."""
@@ -402,7 +402,7 @@ class WorkerClient:
                 self._retire(rank, actor, cause)
             case EngineAwaitsSync(rank, syncs):
                 if syncs == self.syncs:  # else a later sync made the report outdated
-                    self.resting.add(rank)
+                    self.awaiting_sync.add(rank)
             case KilledForMemory(programs):
                 budget.hear(programs)
             case TimelineCounts():

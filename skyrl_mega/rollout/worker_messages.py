@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.journal import Said
+from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
@@ -43,7 +43,7 @@ class Job:
     """Name of the trajectory; the source of the requests' names and random stream."""
     traced: bool
     """True if calls of the environment are recorded."""
-    said: Sequence[Said] = ()
+    recorded: Sequence[RecordedTurn] = ()
     """Turns recorded by an earlier run."""
     fault: str = ""
     """Error text of a trajectory marked as failed; such a trajectory is not run."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.rollout.slots import Asked, Player, SlotAgent, Slots
+from skyrl_mega.rollout.slots import PendingTrajectory, Player, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualTime
 
@@ -130,7 +130,7 @@ class HeldSlots(SlotAgent):
         self.held = slots.held
         self._later: set[asyncio.Task[Any]] = set()
 
-    async def play(self, opened: Asked, name: str) -> Trajectory:
+    async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
         """As the base class. Time in which a trajectory waits for a call is not made longer: its slot's others wait."""
         now = asyncio.get_running_loop().time
         slot = AsyncExitStack()

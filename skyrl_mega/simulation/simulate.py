@@ -19,7 +19,7 @@ from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
-from skyrl_mega.rollout.slots import PlayerHere
+from skyrl_mega.rollout.slots import LocalPlayer
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.calls import OWN, Bounds, Calls, HeldSlots, Places
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
@@ -173,7 +173,7 @@ class _Players:
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
         player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
         player.calls = self.calls
-        return player if self.slots is None else HeldSlots(PlayerHere(player), self.slots)
+        return player if self.slots is None else HeldSlots(LocalPlayer(player), self.slots)
 
 
 @dataclass(frozen=True)

@@ -110,15 +110,15 @@ class Asynchronous:
 
     def keep(self, folder: Path, done: int) -> None:
         """Groups that are done, and of those that are under way the samples that are and the others' turns."""
-        journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.said])
-        self.service.write_said(folder)  # before we look: what ends meanwhile is played then
+        journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.recorded])
+        self.service.write_turns(folder)  # before we look: what ends meanwhile is played then
         number, taken, left_out = self.taken
         left_out = [*(left_out if number > done else ()), *self.left_out]
         failed = [one for one in left_out if _failed(one)]
         left_out = [one for one in left_out if not _failed(one)]
         kept = [*(taken if number > done else ()), *self.done.values(), *left_out]
         # What failed is played again: a run that ended for its failures would else end for them for ever.
-        again = [replace(one.ticket, played={}, said=()) for one in failed]
+        again = [replace(one.ticket, played={}, recorded=()) for one in failed]
         under_way = [*self.again, *self.service.so_far(), *again]
         rows = [t for one in kept for t in one.group.trajectories]
         groups = kept_rollouts.places([one.group for one in kept], rows)
@@ -151,7 +151,7 @@ class Asynchronous:
             played = {sample: rows[row] for sample, row in samples}
             left = [name for sample, name in enumerate(ticket.names) if sample not in played]
             turns = [one for name in left for one in said.get(name, ())]
-            self.again.append(replace(ticket, played=played, said=turns))
+            self.again.append(replace(ticket, played=played, recorded=turns))
         groups = kept_rollouts.grouped(about["groups"], rows)
         for (number, index, version), group in zip(about["done"], groups, strict=True):
             one = Done(self._ticket(number, index, version), group)
@@ -166,7 +166,9 @@ class Asynchronous:
         again = self.again
         if not done and not again:
             return ""
-        played, turns = (sum(len(each) for each in of) for of in ([t.played for t in again], [t.said for t in again]))
+        played, turns = (
+            sum(len(each) for each in of) for of in ([t.played for t in again], [t.recorded for t in again])
+        )
         return (
             f"taken up again: {kept_rollouts.counted(done)} generated ahead, and {len(again):,} under way, of which "
             f"{played:,} trajectories are done and {turns:,} turns of others"
@@ -189,7 +191,7 @@ class Asynchronous:
         room = 0 if self._given_up else room
         self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
         newest = self.versions.newest
-        tickets = [ticket if ticket.played or ticket.said else replace(ticket, version=newest) for ticket in again]
+        tickets = [ticket if ticket.played or ticket.recorded else replace(ticket, version=newest) for ticket in again]
         fresh = self.stream.take(max(0, min(room, self.stream.remaining)))
         tickets += [self._ticket(self.asked + i, index, newest) for i, index in enumerate(fresh)]
         self.asked += len(fresh)

@@ -17,7 +17,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import joined, put_away
+from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 
 _ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
@@ -102,8 +102,8 @@ def _away(t: Trajectory) -> Trajectory:
     """As those are that other processes play."""
     import ray
 
-    small, arrays = put_away(t)
-    return joined(small, ray.put(arrays))
+    small, arrays = detach_arrays(t)
+    return attach_arrays(small, ray.put(arrays))
 
 
 FORM = 4

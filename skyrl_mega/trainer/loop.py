@@ -19,7 +19,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.planner.flops import BACKWARD
-from skyrl_mega.rollout.by_reference import brought_groups
+from skyrl_mega.rollout.by_reference import fetch_group_arrays
 from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
@@ -87,7 +87,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     if goes_by_reference(run.config, groups):
         train_on_parts(run, step, groups)
         return
-    groups = brought_groups(groups)
+    groups = fetch_group_arrays(groups)
     algorithm, data = run.config.algorithm, run.config.data
     batch = make_batch(groups, algorithm, run.config.rollout)
     if run.config.policy.moe.replay == "rollout":

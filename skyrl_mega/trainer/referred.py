@@ -22,7 +22,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
 from skyrl_mega.megatron.parts import Part, Referred
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.planner.flops import Load
-from skyrl_mega.rollout.by_reference import all_away
+from skyrl_mega.rollout.by_reference import all_remote
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
 from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.batch import Sample, greedy_rewards, pulls, punishment, samples_of, teaches
@@ -38,7 +38,7 @@ def goes_by_reference(config: Config, groups: list[Group]) -> bool:
     algorithm = config.algorithm
     by_token = has_critic(config) or of_tokens(algorithm) or columns(algorithm)
     carried = config.reference.layout is not None or config.policy.moe.replay == "rollout"
-    return not by_token and not carried and all_away([t for group in groups for t in group.trajectories])
+    return not by_token and not carried and all_remote([t for group in groups for t in group.trajectories])
 
 
 @dataclass
@@ -108,8 +108,8 @@ def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: Al
     cut, kept = found.samples[rows], found.kept[rows].tolist()
     parts, counts = [], []
     for t, samples, counted in zip(found.played[rows], cut, kept, strict=True):
-        assert t.away is not None
-        parts += [Part(t.away.ref, *sample) for sample in samples]
+        assert t.remote_arrays is not None
+        parts += [Part(t.remote_arrays.ref, *sample) for sample in samples]
         counts += [_written(t, sample) * counted for sample in samples]
     samples_N = torch.tensor([len(samples) for samples in cut])
     tokens_N, kept_N = found.counts[rows].double(), found.kept[rows]

@@ -79,7 +79,7 @@ class Versions:
         """
         tokens = sums = worst = 0
         for t in trajectories:
-            for (version, _), count in zip(t.versions, t.drawn_by_version(), strict=True):
+            for (version, _), count in zip(t.versions, t.tokens_by_version(), strict=True):
                 behind = self.behind(version)
                 tokens, sums, worst = tokens + count, sums + count * behind, max(worst, behind)
         if worst > self.most:

@@ -22,7 +22,7 @@ from skyrl_mega.hf_checkpoint.box_header import Damaged
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import brought
+from skyrl_mega.rollout.by_reference import fetch_arrays
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
@@ -293,7 +293,7 @@ class Run:
 
 
 def _text(trajectory: Trajectory) -> TrajectoryText:
-    prompt, response = trajectory_io.texts(brought(trajectory))
+    prompt, response = trajectory_io.texts(fetch_arrays(trajectory))
     status, environment = trajectory.status.value, trajectory.prompt.env_class
     return TrajectoryText(prompt, response, trajectory.reward, status, environment)
 
@@ -324,7 +324,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
             "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
             "rollout/timed_out_fraction": float(np.mean([t.status is Status.TRUNCATED_TIME for t in trajectories])),
             "rollout/failed_fraction": float(np.mean([t.status.failed for t in trajectories])),
-            "rollout/played_again": float(sum(t.again for t in trajectories)),
+            "rollout/played_again": float(sum(t.retries for t in trajectories)),
             "rollout/turns_mean": float(np.mean([t.turns for t in trajectories])),
         }
     )

@@ -33,7 +33,7 @@ def start_workers(setup: Setup) -> Workers | None:
             environments=replace(config.environment, workers=share_of(config.environment.workers, many, rank)),
             reward_weights=config.algorithm.reward_weights,
             secrets={token: os.environ[token]} if token in os.environ else {},
-            beside=beside[node.id],
+            workers_on_node=beside[node.id],
         )
         for rank, node in enumerate(nodes)
     ]

@@ -73,4 +73,4 @@ def test_tokens_after_a_sync_are_of_the_new_weights(characters_chat: Renderer) -
     t = played(Synced(characters_chat, [f"abc{EOS}", f"d{EOS}"]), turns=2)
     second = OPENING + len([*"abc", EOS]) + len(["<user>", *"turn 1: 3 letters", "<assistant>"])
     assert t.versions == [(4, OPENING), (5, OPENING + 2), (5, second)]
-    assert t.drawn_by_version() == [len("ab"), len(["c", EOS]), len(["d", EOS])]
+    assert t.tokens_by_version() == [len("ab"), len(["c", EOS]), len(["d", EOS])]

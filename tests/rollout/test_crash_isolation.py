@@ -36,7 +36,7 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         told = [played[i].metadata["error"] for i in guilty]
         assert all("with nothing else, the last one: its process died" in error for error in told)
         assert sum(" 3 of them with nothing" in error for error in told) >= 1, "the first one; then two are enough"
-        assert played[13].away.ref.good, "the others go on"
+        assert played[13].remote_arrays.ref.good, "the others go on"
         assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // PROBES_PER_RESTART, (
             "all is explained"
         )

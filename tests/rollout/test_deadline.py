@@ -19,7 +19,7 @@ from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import PersistentAgent
+from skyrl_mega.rollout.retry import RetryingAgent
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from tests.envs.test_killed_scoring import launcher
 from tests.support.scripted import Scripted
@@ -57,7 +57,7 @@ def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
     policy: Any = SlowSpeaker(chat, ["a word"], finish="timeout")
 
     async def one() -> Trajectory:
-        agent = PersistentAgent(policy, chat, environments, limits, EnvPool(2))
+        agent = RetryingAgent(policy, chat, environments, limits, EnvPool(2))
         return await agent.play(await agent.open(prompt, 0), "0/1")
 
     return asyncio.run(one())

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
-from skyrl_mega.rollout.journal import Journal, Said, digest
+from skyrl_mega.rollout.journal import Journal, RecordedTurn, digest
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.worker import _ServiceRouter
@@ -48,7 +48,7 @@ def test_an_answer_whose_time_was_over_is_asked_for_again() -> None:
 
 
 turn = st.builds(
-    lambda name, context, tokens, logprobs, finish, versions: Said(
+    lambda name, context, tokens, logprobs, finish, versions: RecordedTurn(
         name,
         digest(Request(name, context, 9, seed=0)),
         Completion(
@@ -66,7 +66,7 @@ turn = st.builds(
 
 @given(st.lists(turn, max_size=6))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_file_has_all_of_it(tmp_path: Path, said: list[Said]) -> None:
+def test_a_file_has_all_of_it(tmp_path: Path, said: list[RecordedTurn]) -> None:
     journal.write(tmp_path / "turns.parquet", said)
     assert journal.read(tmp_path / "turns.parquet") == said
 
@@ -129,7 +129,7 @@ def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
     class Worker(_ServiceRouter, Told):
         pass
 
-    async def said() -> list[Said]:
+    async def said() -> list[RecordedTurn]:
         engines: Any = Engines(1, Random(0))
         router = Worker(engines, Sampling(), 4, 10.0)
         for _ in range(2):

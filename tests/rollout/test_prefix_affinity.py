@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout import prefix_affinity
 from skyrl_mega.rollout.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
-from skyrl_mega.rollout.router import Waiting
+from skyrl_mega.rollout.router import QueuedRequest
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engines
@@ -74,7 +74,7 @@ def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pyt
     went: dict[str, set[int]] = defaultdict(set)
     send = ServiceRouter._send
 
-    def told(self: ServiceRouter, parts: dict[int, dict[str, Waiting]]) -> None:
+    def told(self: ServiceRouter, parts: dict[int, dict[str, QueuedRequest]]) -> None:
         for engine, part in parts.items():
             for waiting in part.values():
                 went[waiting.request.trajectory].add(engine)

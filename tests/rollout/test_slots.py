@@ -18,14 +18,14 @@ from skyrl_mega.rollout import retry
 from skyrl_mega.rollout.agent_loop import Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import PersistentAgent
+from skyrl_mega.rollout.retry import RetryingAgent
 from skyrl_mega.rollout.slots import SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.scripted import Scripted
 
 
-class Desk:
+class RequestRouter:
     """Nobody's requests."""
 
     def expect(self, players: int) -> None: ...
@@ -38,7 +38,7 @@ class Desk:
 class Timed:
     """A player whose trajectories only take time; `most` were open at once, `begun` in this order."""
 
-    router = Desk()
+    router = RequestRouter()
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.open, self.most = random.Random(seed), 0, 0
@@ -173,7 +173,7 @@ def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, S
     limits = Limits(turn=100, response=1000, length=1000, turns=4, env_timeout_s=60.0)
 
     async def one() -> Trajectory:
-        agent = PersistentAgent(policy, chat, environments, limits, EnvPool(2))
+        agent = RetryingAgent(policy, chat, environments, limits, EnvPool(2))
         agent.retries = retries
         return await agent.play(await agent.open(prompt, 0), "0/1")
 
@@ -192,7 +192,7 @@ def test_a_fault_of_the_infrastructure_is_played_again(
     monkeypatch.setattr(retry, "PAUSE_S", 0.001)
     whole, _, _ = play_flaky(characters_chat, 2, at="nowhere", fails=0)
     played, policy, asked = play_flaky(characters_chat, 2, at=at, fails=2)
-    assert (played.status, played.reward, played.turns, played.again, asked) == (Status.COMPLETED, 2.0, 2, 2, 3)
+    assert (played.status, played.reward, played.turns, played.retries, asked) == (Status.COMPLETED, 2.0, 2, 2, 3)
     assert (played.tokens, played.mask, played.messages) == (whole.tokens, whole.mask, whole.messages)
     names = [request.id for request, _ in policy.turns]
     assert names == ["0/1/0", "0/1/1"] * (3 if at == "score" else 1)
@@ -204,11 +204,11 @@ def test_one_that_fails_too_often_is_failed(
 ) -> None:
     monkeypatch.setattr(retry, "PAUSE_S", 0.001)
     played, _, asked = play_flaky(characters_chat, 2, at=at, fails=99)
-    assert (played.status, played.again, asked) == (Status.ERROR_INFRASTRUCTURE, 2, 3)
+    assert (played.status, played.retries, asked) == (Status.ERROR_INFRASTRUCTURE, 2, 3)
     assert played.status.failed and played.reward == 0.0 and "no connection" in played.metadata["error"]
 
 
 @pytest.mark.parametrize("at", ["init", "score"])
 def test_an_error_of_the_environment_is_never_played_again(characters_chat: Renderer, at: str) -> None:
     played, _, asked = play_flaky(characters_chat, 2, at=at, fails=1, kind="own")
-    assert (played.status, played.again, asked) == (Status.ERROR_ENV, 0, 1)
+    assert (played.status, played.retries, asked) == (Status.ERROR_ENV, 0, 1)

@@ -34,7 +34,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
                 chance.choice([*up.values()]).die()
         played = await asyncio.gather(*playing)
         assert [t.sample for t in played] == [*range(150)]
-        assert all(t.away.ref.good for t in played), "none leads to what died with its worker"
+        assert all(t.remote_arrays.ref.good for t in played), "none leads to what died with its worker"
         assert all(t.prompt is PROMPT for t in played)
         names = Counter(name for worker in group.every for name in worker.names)
         assert set(names) == {f"name {i}" for i in range(150)}, "the same names, however often"
@@ -96,13 +96,13 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         worker.said.put_nowait(EngineAwaitsSync(0, -1))  # from before a sync
         worker.said.put_nowait(EngineAwaitsSync(1, 0))
         await asyncio.sleep(0.1)
-        assert (engines.serving, player.resting) == ([0, 1], {1})
+        assert (engines.serving, player.awaiting_sync) == ([0, 1], {1})
         worker.said.put_nowait(EngineDead(0, "e0", "died"))
         await asyncio.sleep(0.1)
         assert engines.serving == [1]
         player.rejoin()
         await asyncio.sleep(0.1)
-        assert (worker.engines[-1].serving, worker.engines[-1].syncs, player.resting) == ([1], 1, set())
+        assert (worker.engines[-1].serving, worker.engines[-1].syncs, player.awaiting_sync) == ([1], 1, set())
         await playing
         failing = asyncio.create_task(player.play(PROMPT, 1, "1"))
         await asyncio.sleep(0.1)

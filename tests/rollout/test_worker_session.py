@@ -132,6 +132,6 @@ def test_a_worker_imports_environments_before_it_is_given_trajectories(
     )
     environments = EnvironmentConfig(classes={"own": f"{file}:Own"})
     worker.RolloutWorker(
-        model="", rollout=RolloutConfig(), environments=environments, reward_weights={}, secrets={}, beside=1
+        model="", rollout=RolloutConfig(), environments=environments, reward_weights={}, secrets={}, workers_on_node=1
     )
     assert (tmp_path / "is").exists()

@@ -125,22 +125,22 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
     tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
-    said: dict[str, list[journal.Said]] = {}
+    said: dict[str, list[journal.RecordedTurn]] = {}
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
         service.submit(tickets, asked)
         while len(said) < 4:
             assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
-            service.write_said(tmp_path)
+            service.write_turns(tmp_path)
             said = journal.read_all(tmp_path)
-    again = [replace(t, said=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
+    again = [replace(t, recorded=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
     loop, done = BackgroundLoop(), []
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
         service.submit(again, asked)
         while len(done) < 2:
             done += service.done(60.0)
-        service.write_said(tmp_path)
+        service.write_turns(tmp_path)
     assert journal.read_all(tmp_path) == {}, "they have ended"
     for one in done:
         for t in one.group.trajectories:
@@ -148,7 +148,7 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
             assert drawn and set(drawn) == {-9.0}
 
 
-def marked(one: journal.Said) -> journal.Said:
+def marked(one: journal.RecordedTurn) -> journal.RecordedTurn:
     """With log-probs that no engine gives."""
     completion = one.completion
     return replace(one, completion=replace(completion, logprobs=array("f", [-9.0] * len(completion.tokens))))
@@ -166,7 +166,7 @@ def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path
         found = kept_rollouts.read(tmp_path, config, stream, [prompt])
         assert isinstance(found, tuple)
         (t,) = found[1]
-        assert (t.away is not None) == bool(processes) and t.prompt is prompt
+        assert (t.remote_arrays is not None) == bool(processes) and t.prompt is prompt
         assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)
 
 

@@ -18,7 +18,7 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.by_reference import put_away
+from skyrl_mega.rollout.by_reference import detach_arrays
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Finished, Job, WorkerEvent
@@ -103,7 +103,7 @@ class Worker:
         status = Status.ERROR_INFRASTRUCTURE if job.fault else Status.COMPLETED
         t = Trajectory(PROMPT, job.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
         t.metadata["error"] = job.fault
-        self.said.put_nowait(Finished(job.key, put_away(t)[0], ()))
+        self.said.put_nowait(Finished(job.key, detach_arrays(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
         """References to arrays, which are good once the last one of the answer is there and no error."""

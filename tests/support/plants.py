@@ -192,7 +192,7 @@ PLANTS = (
         "versions",
         "groups that were under way are of the newest weights after a resume",
         "skyrl_mega/trainer/asynchronous.py",
-        "ticket if ticket.played or ticket.said else replace(ticket, version=newest)",
+        "ticket if ticket.played or ticket.recorded else replace(ticket, version=newest)",
         "replace(ticket, version=newest)",
         "tests/trainer/test_rollouts_ahead.py::test_what_was_played_of_groups_under_way_is_not_played_again",
     ),

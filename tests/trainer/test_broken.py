@@ -149,6 +149,6 @@ def test_a_step_is_not_trained_on_where_most_have_failed_though_no_setting_says_
 def test_waiting_for_a_slot_and_playing_again_are_measured() -> None:
     first, second = ended(Status.COMPLETED), ended(Status.COMPLETED)
     assert "environment/slot_wait_s" not in rollout_metrics([first, second])
-    first.seconds["slot"], second.seconds["slot"], second.again = 1.0, 3.0, 2
+    first.seconds["slot"], second.seconds["slot"], second.retries = 1.0, 3.0, 2
     metrics = rollout_metrics([first, second])
     assert (metrics["environment/slot_wait_s"], metrics["rollout/played_again"]) == (2.0, 2.0)

@@ -29,10 +29,10 @@ from skyrl_mega.config.schema import (
 from skyrl_mega.megatron.parts import Stored, read
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import brought, joined, put_away
-from skyrl_mega.rollout.remote_arrays import Away
+from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays, fetch_arrays
+from skyrl_mega.rollout.remote_arrays import RemoteArrays
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
+from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
 from skyrl_mega.trainer import batch as whole
 from skyrl_mega.trainer import referred
 from skyrl_mega.trainer.rollouts_ahead import Versions
@@ -46,10 +46,10 @@ def away(groups: list[Group]) -> list[Group]:
     """The same groups with their arrays in `STORE`; what is left has gone through a pickle, as to another process."""
 
     def moved(t: Trajectory) -> Trajectory:
-        small, stored = put_away(t)
+        small, stored = detach_arrays(t)
         name = f"ref-{len(STORE)}"
         STORE[name] = pickle.loads(pickle.dumps(stored))
-        return joined(pickle.loads(pickle.dumps(small)), name)
+        return attach_arrays(pickle.loads(pickle.dumps(small)), name)
 
     return [Group(group.prompt, [moved(t) for t in group.trajectories], group.greedy) for group in groups]
 
@@ -171,15 +171,17 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
     for t, other in zip(played_here, gone, strict=True):
         assert not {*ARRAYS} & {*vars(other)}
         assert (t.length, t.written, t.response_length) == (other.length, other.written, other.response_length)
-        assert t.drawn_by_version() == other.drawn_by_version()
-        assert len(words(t)) == len(words(other)) and words(other)[0][-3:] == words(t)[0][-3:]
-    assert len(words(gone[0])[0]) < 300 < len(words(played_here[0])[0])
+        assert t.tokens_by_version() == other.tokens_by_version()
+        assert (
+            len(policy_texts(t)) == len(policy_texts(other)) and policy_texts(other)[0][-3:] == policy_texts(t)[0][-3:]
+        )
+    assert len(policy_texts(gone[0])[0]) < 300 < len(policy_texts(played_here[0])[0])
     for all_of in (played_here, gone):
         versions = Versions(2, [3, 4, 5])
         assert versions.measure(all_of)["asynchrony/staleness_max"] == 2
     # Whoever asks for arrays all the same has them, and a file of them is the same file.
     assert list(gone[1].tokens) == list(played_here[1].tokens) and gone[1].messages == played_here[1].messages
-    assert brought(gone[2]).away is None and brought(gone[2]).mask == played_here[2].mask
+    assert fetch_arrays(gone[2]).remote_arrays is None and fetch_arrays(gone[2]).mask == played_here[2].mask
     for name, all_of in (("here", played_here), ("away", gone)):
         trajectory_io.write(tmp_path / name / "file.parquet", all_of)
     here, there = (trajectory_io.read(tmp_path / name / "file.parquet") for name in ("here", "away"))
@@ -211,10 +213,10 @@ def test_what_needs_tokens_is_not_done_by_reference(characters_chat: Renderer) -
 
 
 def test_a_missing_attribute_is_named() -> None:
-    small, _ = put_away(copy.copy(_one()))
+    small, _ = detach_arrays(copy.copy(_one()))
     with pytest.raises(AttributeError, match=r"Trajectory\.nothing"):
         attrgetter("nothing")(small)
-    assert isinstance(small.away, Away)
+    assert isinstance(small.remote_arrays, RemoteArrays)
 
 
 def _one() -> Trajectory:

@@ -129,7 +129,7 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
         f"are done and {len(said)} turns of others"
     )
     with loop:
-        known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.said}
+        known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.recorded}
         assert known.items() <= {ticket.number: ticket.version for ticket in under_way}.items() and len(known) > 1
         again._ask()
         assert known == {n: t.version for n, t in again.service.under_way.items() if n in known}, "as old as they were"

@@ -13,7 +13,7 @@ from statistics import median
 from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Trajectory, words
+from skyrl_mega.rollout.trajectory import Trajectory, policy_texts
 from skyrl_mega.trainer.signal import compared, differ
 
 LONGEST = 80
@@ -105,7 +105,9 @@ class Seen:
             found["rollout/groups_differ"] = _share(
                 differ(compared(group, self.config.algorithm)) for group in self.groups
             )
-            found["rollout/answers_differ"] = _share(len({tuple(words(t)) for t in group}) > 1 for group in self.groups)
+            found["rollout/answers_differ"] = _share(
+                len({tuple(policy_texts(t)) for t in group}) > 1 for group in self.groups
+            )
         if turns := self.turns if self.config.rollout.sampling.stop else []:
             found["rollout/stop_strings"] = _share(self.stopped(text) for text in turns)
         return found
@@ -113,7 +115,7 @@ class Seen:
     @cached_property
     def turns(self) -> list[str]:
         """What the policy said in every turn of the step."""
-        return [text for t in self.judged for text in words(t)]
+        return [text for t in self.judged for text in policy_texts(t)]
 
     def stopped(self, text: str) -> bool:
         """Whether a turn has one of `rollout.sampling.stop` in it."""
@@ -160,7 +162,7 @@ def plain(text: str) -> str:
 
 def example(t: Trajectory) -> str:
     """What a trajectory's last turn said, what it earned, and what its environment noted."""
-    said = next(reversed(list(words(t))), "")
+    said = next(reversed(list(policy_texts(t))), "")
     noted = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
     note = f", metadata {shown(json.dumps(noted, ensure_ascii=False, default=str)[:LONGEST])}" if noted else ""
     return f"e.g. {shown(said)} earned {t.reward:g}{note}"
