@@ -8,7 +8,7 @@ retried in ever smaller groups until a single trajectory runs alone:
 - A trajectory with two crashes is a suspect. A worker with suspects runs nothing else, and the more crashes the
   suspects have, the fewer suspects share a worker (`SUSPECTS_TOGETHER`). While a suspect waits, the least loaded worker
   accepts no other new trajectory; with a single worker all other trajectories wait.
-- A trajectory fails after `SOLO_CRASHES` crashes of workers running nothing else. No trajectory fails without having
+- A trajectory fails after it crashed `SOLO_CRASHES` workers while running alone. No trajectory fails without having
   run alone.
 - Other samples of the same prompt use the same environment. After the failure they are suspects at once: each runs
   alone and fails after `SOLO_CRASHES_SIBLING` solo crashes.

@@ -71,7 +71,7 @@ class Call:
 class EnvPool:
     """A pool that runs each call in a new thread, with a limit on calls at once.
 
-    An abandoned call frees the slot but leaves the thread running; neither later calls nor the program's exit wait for
+    An abandoned call frees its slot but leaves its thread running; neither later calls nor the program's exit wait for
     the thread.
 
     Args:

@@ -44,7 +44,7 @@ class Generator:
         reward_weights: `algorithm.reward_weights`.
         lockstep: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
         loop: The event loop of the phases.
-        workers: Rollout workers running the trajectories; None means this process.
+        workers: Rollout workers running the trajectories; None runs them in this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected
             regularly.
     """

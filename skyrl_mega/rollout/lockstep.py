@@ -16,7 +16,7 @@ from skyrl_mega.rollout.router import QueuedRequest, Router
 class LockstepRouter(Router):
     """A router with reproducible batches, as long as no engine fails.
 
-    A wave is as slow as the longest turn, and an engine receives the whole batch at once.
+    A wave is as slow as the longest turn, and an engine receives its whole batch at once.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -288,7 +288,7 @@ class ServiceRouter(Router):
         return True
 
     def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
-        """Queues all requests if an engine can restart; otherwise raises the error in all of these."""
+        """Queues all requests if an engine can restart; otherwise raises the error in all of them."""
         if isinstance(error, NobodyServes):
             self.queue.extendleft(reversed(batch.values()))
         else:

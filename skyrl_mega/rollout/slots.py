@@ -45,7 +45,7 @@ class AgentLike(Protocol):
 
 
 class Player(Protocol):
-    """The interface of running whole trajectories, in this process or in another."""
+    """Interface for running whole trajectories, in this process or in another."""
 
     @property
     def router(self) -> RequestRouter:
@@ -56,7 +56,7 @@ class Player(Protocol):
 
 
 class LocalPlayer:
-    """A player with an agent in this process."""
+    """A player that uses an agent in this process."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent, self.router = agent, agent.router

@@ -108,7 +108,7 @@ class Step:
 @dataclass
 class Trajectory:
     """A sample of a prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position. The
-    three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy reads without a copy.
+    three are arrays of 9 bytes per token in total; the arrays grow as lists do, and numpy reads them without a copy.
 
     If an environment rewrites the conversation (`rollout.step_wise`), the new conversation follows the old one as a
     further `prompt` step. The context of a response reaches from the start of the last prompt to the response.

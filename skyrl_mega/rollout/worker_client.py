@@ -44,7 +44,7 @@ SILENCE_S = 120.0
 LOOK_EVERY_S = 0.5
 """Seconds between two looks for a worker, while no worker is up or none may run the trajectory."""
 WRITE_S = 30.0
-"""Seconds for a worker to write the recorded turns: a checkpoint waits for the file, but is valid without."""
+"""Seconds for a worker to write the recorded turns: a checkpoint waits for the file, but is valid without it."""
 END_S = 60.0
 """Seconds for closing the environment of an abandoned trajectory."""
 

@@ -104,7 +104,7 @@ class EngineAwaitsSync:
 
 @dataclass(frozen=True)
 class KilledForMemory:
-    """Sandboxed programs killed since the last report, because of too much memory used by all together."""
+    """Sandboxed programs killed since the last report, because together they used too much memory."""
 
     programs: int
 
