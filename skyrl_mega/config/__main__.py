@@ -11,6 +11,7 @@ from typing import Any
 from skyrl_mega.config.command import DONE, guarded
 from skyrl_mega.config.keys import Key, keys
 from skyrl_mega.config.other_programs import lookup
+from skyrl_mega.config.other_programs.table import programs
 
 OPENING = """\
 # Configuration
@@ -62,11 +63,11 @@ def _other_names(held: list[Key]) -> list[str]:
     """Returns the table of other programs' names for the settings of a group."""
     rows = [(key, lookup.names(key.name)) for key in held]
     cells = [
-        (key.name.rpartition(".")[2], *(names.get(program, "") for program in lookup.PROGRAMS))
+        (key.name.rpartition(".")[2], *(names.get(program, "") for program in programs()))
         for key, names in rows
         if names
     ]
-    head = ["", f"| key | {' | '.join(lookup.PROGRAMS)} |", "|---|" + "---|" * len(lookup.PROGRAMS)]
+    head = ["", f"| key | {' | '.join(programs())} |", "|---|" + "---|" * len(programs())]
     return [*head, *("| " + " | ".join(f"`{c}`" if c else "" for c in row) + " |" for row in cells)] if cells else []
 
 

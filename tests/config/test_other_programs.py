@@ -16,7 +16,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.other_programs.entry import Entry
+from skyrl_mega.config.other_programs.table import Entry, programs
 
 ROOT = Path(__file__).parents[2]
 FREE = [name for name, key in keys().items() if key.type is dict]
@@ -48,14 +48,14 @@ def said(run: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> list[
 
 def entries(program: str) -> dict[str, Entry]:
     """A program's table, `.*` as a key that is below it."""
-    table = lookup.PROGRAMS[program]
+    table = programs()[program]
     below = {key: f"{key[:-1]}anything" if key.endswith("*") else key for key in table}
     return {below[key]: entry for key, entry in table.items() if key not in SAME}
 
 
 def test_every_key_that_is_named_is_a_setting() -> None:
     named: dict[str, str] = {}
-    for table in lookup.PROGRAMS.values():
+    for table in programs().values():
         for theirs, entry in table.items():
             for each in (entry, *entry.values.values()):
                 assert each.here or each.note, f"{theirs}: it says neither what it is here nor what to do instead"
@@ -66,7 +66,7 @@ def test_every_key_that_is_named_is_a_setting() -> None:
     compose(None, [ours for ours in named if "=" in ours])  # their values are allowed
 
 
-@pytest.mark.parametrize("program", lookup.PROGRAMS)
+@pytest.mark.parametrize("program", programs())
 def test_each_key_alone_is_answered_in_one_line(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     for theirs, entry in entries(program).items():
         given = [theirs, "17"] if theirs.startswith("--") else [f"{theirs}=17"]
@@ -80,11 +80,11 @@ def test_each_key_alone_is_answered_in_one_line(program: str, capsys: pytest.Cap
         assert len(lines) == 1 and lines[0].startswith(f"error: {theirs} is "), lines
         assert f"{program}'s" in lines[0] and "did you mean" not in lines[0] and lookup.PAGE in lines[0]
         names = [ours.removesuffix(".*") for ours in entry.here]
-        whose = [name for name, table in lookup.PROGRAMS.items() if lookup.find(table, theirs)]
+        whose = [name for name, table in programs().items() if lookup.find(table, theirs)]
         assert whose[0] != program or all(name in lines[0] for name in names), lines
 
 
-@pytest.mark.parametrize("program", lookup.PROGRAMS)
+@pytest.mark.parametrize("program", programs())
 def test_values_that_are_another_answer_are_answered(program: str) -> None:
     for theirs, entry in entries(program).items():
         for value, by_value in entry.values.items():
@@ -94,8 +94,8 @@ def test_values_that_are_another_answer_are_answered(program: str) -> None:
 
 
 def test_the_tables_have_enough() -> None:
-    assert sum(map(len, lookup.PROGRAMS.values())) >= 600
-    assert not {key for table in lookup.PROGRAMS.values() for key in table} & set(keys()) - SAME
+    assert sum(map(len, programs().values())) >= 600
+    assert not {key for table in programs().values() for key in table} & set(keys()) - SAME
 
 
 def test_all_unknown_keys_of_a_command_line_are_told_at_once(
@@ -169,7 +169,7 @@ def test_an_option_that_the_run_decides_is_not_passed_on() -> None:
     assert lookup.answer(f"{arguments}.seed") == f"{arguments}.seed is SkyRL's; here it is run.seed (docs/migration.md)"
     assert "here there is none: the run decides it" in (lookup.answer(f"{arguments}.load_format") or "")
     assert "here it is rollout.options.swap_space " in (lookup.answer(f"{arguments}.swap_space") or "")
-    for table in lookup.PROGRAMS.values():
+    for table in programs().values():
         for theirs, entry in table.items():
             for ours in (ours for each in (entry, *entry.values.values()) for ours in each.here):
                 setting, _, option = ours.partition("=")[0].rpartition(".")
@@ -208,7 +208,7 @@ def test_many_mistakes_have_an_end() -> None:
 
 
 def test_every_estimate_of_verl_is_answered_in_loss_and_reward() -> None:
-    table = lookup.PROGRAMS["verl"]
+    table = programs()["verl"]
     names = {f"{name}{plus}" for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full") for plus in "+ "}
     for key in ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"):
         assert set(table[key].values) == {name.strip() for name in names}
@@ -242,7 +242,7 @@ def test_each_row_of_the_page_is_as_the_tables_have_it() -> None:
     assert len(rows) >= 80
     for theirs, here in rows:
         ours = [setting.split("=")[0] for code in re.findall(r"`'?([^`]+)`", here) for setting in code.split()]
-        if not any(theirs in table for table in lookup.PROGRAMS.values()) or ours[:1] == ["python"]:
+        if not any(theirs in table for table in programs().values()) or ours[:1] == ["python"]:
             assert theirs in ("model", "train_dataset"), theirs
             continue
         line = lookup.answer(theirs) or ""

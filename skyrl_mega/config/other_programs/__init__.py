@@ -1,5 +1,5 @@
-"""Settings of other programs: what a key of SkyRL, verl, slime or TRL is here, for those who type it.
+"""Settings of SkyRL, verl, slime and TRL and their counterparts here, for users who type one.
 
-A table a program (`skyrl` with its older names, `verl` in two parts, `slime`, `trl`), looked up by `lookup`.
-docs/migration.md is made from them, and so are the names that docs/configuration.md gives beside a setting.
+`table.yaml` holds them and `lookup` finds them. docs/migration.md and the names beside the settings of
+docs/configuration.md are generated from the table.
 """

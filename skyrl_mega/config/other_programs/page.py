@@ -1,23 +1,22 @@
-"""The tables of docs/migration.md: their key, ours."""
+"""The tables of docs/migration.md, generated from `table.yaml`."""
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs.entry import Entry, Table
-from skyrl_mega.config.other_programs.lookup import PROGRAMS
+from skyrl_mega.config.other_programs.table import Entry, Table, programs
 
 MARK = "<!-- What follows is made by `python -m skyrl_mega.config.other_programs docs/migration.md`. -->"
 
 
 def tables() -> str:
-    """A table a program; keys with one answer, none of them a setting, share a row at its end."""
+    """Returns a Markdown table for each program; keys without a setting here follow, a row for each answer."""
     return (
-        "\n".join(line for program, table in PROGRAMS.items() for line in ("", f"## {program}", "", *_rows(table)))
+        "\n".join(line for program, table in programs().items() for line in ("", f"## {program}", "", *_rows(table)))
         + "\n"
     )
 
 
 def renewed(page: str) -> str:
-    """The page with its tables as the code has them."""
+    """Returns the page with its tables generated again."""
     top, mark, _ = page.partition(MARK)
     return f"{top}{MARK}\n{tables()}" if mark else page
 

@@ -1,0 +1,64 @@
+"""The table of other programs' settings, read from `table.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE = Path(__file__).with_name("table.yaml")
+ALONE = "alone"
+"""The file's list of our settings that no other program has."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The counterpart of another program's key."""
+
+    here: tuple[str, ...] = ()
+    """Our settings, as `group.key` or `group.key=value`. Empty if there is none."""
+    note: str = ""
+    """How it differs, or what to do instead if there is none."""
+    values: Mapping[str, Entry] = field(default_factory=dict)
+    """Values of their key, as YAML writes them, that have a counterpart of their own."""
+
+
+Table = Mapping[str, Entry]
+"""A program's keys and their counterparts."""
+
+
+@cache
+def programs() -> Mapping[str, Table]:
+    """Returns the table of each program, by its name."""
+    return {name: _table(entries) for name, entries in _file().items() if name != ALONE}
+
+
+def alone() -> list[str]:
+    """Returns our settings, and groups of settings, that no other program has."""
+    return list(_file()[ALONE])
+
+
+@cache
+def _file() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return content
+
+
+def _table(entries: Mapping[str, Any]) -> Table:
+    without = {key: Entry(note=note) for note, keys in entries["without"].items() for key in keys}
+    return {key: _entry(value) for key, value in entries["here"].items()} | without
+
+
+def _entry(value: Any) -> Entry:
+    if isinstance(value, dict):
+        by_value = {theirs: _entry(ours) for theirs, ours in value.get("values", {}).items()}
+        return Entry(_settings(value.get("here", [])), value.get("note", ""), by_value)
+    return Entry(_settings(value))
+
+
+def _settings(value: str | list[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
