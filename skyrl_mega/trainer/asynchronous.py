@@ -1,9 +1,9 @@
-"""`asynchrony.mode: full`: groups are played all the time, and a step takes those that are done.
+"""`asynchrony.mode: full`: groups are generated continuously, and each step trains on finished groups.
 
-With P prompts a step and at most K syncs of staleness, (K + 1) · P groups are asked for and not yet trained on when a
-step begins, and none more (AReaL, arXiv:2505.24298, equation 3). A step takes the oldest of those that are done, and
-waits where it would leave behind more old ones than later steps have room for: those that b syncs have passed by may be
-taken by this step and K - b more, which take P each. So nothing that was generated is ever thrown away for its age.
+With P prompts per step and at most K syncs of staleness, at most (K + 1) · P groups are requested and not yet trained
+on when a step begins (AReaL, arXiv:2505.24298, equation 3). A step takes the oldest finished groups, but waits if the
+remaining old groups would exceed the capacity of later steps: groups already b syncs old must be taken by this step or
+the next K - b steps, P each. No group is ever discarded because of age.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from skyrl_mega.trainer.step import Step
 
 
 class Asynchronous:
-    """Keeps a service supplied with groups, and takes from it what a step trains on.
+    """Keeps the rollout service supplied with groups and selects the groups for each step.
 
     Args:
         config: The run's settings.
-        prompts: The data.
-        stream: Its order.
-        service: Plays groups.
-        look: Raises where the run is to end.
-        refill: Brings engines back to service where none is left.
+        prompts: The training prompts.
+        stream: The order of the prompts.
+        service: Generates the groups.
+        look: Raises an exception if the run must end.
+        refill: Restarts engines after all engines failed.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class Asynchronous:
         self.look, self.refill = look, refill
         self.versions = Versions(config.asynchrony.max_staleness)
         self.steps = 0
-        """Those before the one that takes groups."""
+        """Steps before the current one."""
         self.asked = 0
-        """Groups, over the whole run."""
+        """Groups requested over the whole run."""
         self.again: list[Ticket] = []
-        """Groups that were under way when the run ended that is resumed."""
+        """Groups in progress at the end of the interrupted run, to be resumed."""
         self.done: dict[int, Done] = {}
-        """Groups that no step has taken."""
+        """Finished groups not yet taken by a step, by number."""
         self.taken: tuple[int, list[Done], list[Done]] = (0, [], [])
-        """The newest step, what it took, and what it left out."""
+        """The newest step's number, groups, and dropped groups."""
         self.left_out: list[Done] = []
         """Groups without a signal since the last step."""
 
     @property
     def wanted(self) -> int:
-        """Groups of a step."""
+        """Groups per step."""
         return self.config.data.prompts_per_step
 
     def next_groups(self, step: Step) -> list[Group]:
-        """What the step trains on, in the order in which it was asked for.
+        """Waits for the step's groups and returns these in request order.
 
-        With dynamic sampling groups without a signal leave as they come, and others are asked for in their place, in
-        one step until `max_rounds` times as many as it needs have left.
+        With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
+        `max_rounds` times a step's groups were dropped.
         """
         self.steps = step.number - 1
         with step.phase("generate", total=self.wanted) as progress:
@@ -96,28 +96,29 @@ class Asynchronous:
         return groups
 
     def before_sync(self, step: Step) -> None:
-        """What is under way goes on with the new weights."""
+        """Does nothing: groups in progress continue under the new weights."""
 
     def synced(self, version: int) -> None:
-        """Engines that have come back take requests again."""
+        """Notes the new version; restarted engines accept requests again."""
         self.versions.add(version)
         self.service.engines_changed()
 
     def prompts_left(self, done: int) -> int:
-        """Of the data, and of groups that no step has taken."""
+        """Returns the number of prompts left in the data plus the number of groups not yet taken by a step up to
+        `done`."""
         number, taken, _ = self.taken
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
     def keep(self, folder: Path, done: int) -> None:
-        """Groups that are done, and of those that are under way the samples that are and the others' turns."""
+        """Saves finished groups and, for unfinished groups, the finished samples and the turns played so far."""
         journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.recorded])
-        self.service.write_turns(folder)  # before we look: what ends meanwhile is played then
+        self.service.write_turns(folder)  # first: a trajectory that ends in the meantime is then saved as finished
         number, taken, left_out = self.taken
         left_out = [*(left_out if number > done else ()), *self.left_out]
         failed = [one for one in left_out if _failed(one)]
         left_out = [one for one in left_out if not _failed(one)]
         kept = [*(taken if number > done else ()), *self.done.values(), *left_out]
-        # What failed is played again: a run that ended for its failures would else end for them for ever.
+        # A run that ended because of failed environments must not restore the failures, or it would end again.
         again = [replace(one.ticket, played={}, recorded=()) for one in failed]
         under_way = [*self.again, *self.service.so_far(), *again]
         rows = [t for one in kept for t in one.group.trajectories]
@@ -137,10 +138,10 @@ class Asynchronous:
         kept_rollouts.write(folder, self.config, about, rows)
 
     def restore(self, folder: Path) -> str:
-        """Groups that the run had, or had asked for, before it ended."""
+        """Restores the finished and the requested groups of the interrupted run."""
         kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(kept, tuple):
-            if kept is not None:  # groups that were trained on have names and random streams that none is to have again
+            if kept is not None:  # groups already trained on used these names and random streams: never reuse them
                 self.asked = kept.named * self.wanted
             return str(kept or "")
         about, rows = kept
@@ -162,7 +163,7 @@ class Asynchronous:
         return self._taken_up(len(groups))
 
     def _taken_up(self, done: int) -> str:
-        """For people: how much there is of groups that are done, and of those that were under way."""
+        """Describes the restored groups, finished and unfinished, in a line for the console."""
         again = self.again
         if not done and not again:
             return ""
@@ -175,21 +176,21 @@ class Asynchronous:
         )
 
     def close(self) -> None:
-        """Whoever ends the generator's loop ends what is under way."""
+        """Does nothing: the generator's event loop ends the groups in progress."""
 
     @property
     def _waiting(self) -> int:
-        """Groups that were asked for and not taken."""
+        """Groups requested and not yet taken."""
         return len(self.done) + len(self.service.under_way) + len(self.again)
 
     def _ask(self) -> None:
-        """Asks for as many groups as there may be, the interrupted ones first."""
+        """Requests as many groups as the staleness bound allows, interrupted groups first."""
         steps, limit = self.versions.most + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
-        again, self.again = self.again, []  # all of them: they are as old as they were, and a step waits for the oldest
+        again, self.again = self.again, []  # all at once: their age is unchanged, and a step waits for the oldest
         room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way) - len(again))
         room = 0 if self._given_up else room
-        self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
+        self.asked = max(self.asked, self.steps * self.wanted)  # a synchronous run used these names before
         newest = self.versions.newest
         tickets = [ticket if ticket.played or ticket.recorded else replace(ticket, version=newest) for ticket in again]
         fresh = self.stream.take(max(0, min(room, self.stream.remaining)))
@@ -198,14 +199,14 @@ class Asynchronous:
         self.service.submit(tickets, [self.prompts[ticket.index] for ticket in tickets])
 
     def _ticket(self, number: int, index: int, version: int) -> Ticket:
-        """Its samples are called as the same groups are that a step generates itself."""
+        """Returns a request with the sample names, and thus the seeds, of a synchronous run."""
         step, place = divmod(number, self.wanted)
         samples = self.config.data.samples_per_prompt
         seed = f"{self.config.run.seed}/{step + 1}/0"
         return Ticket(number, index, version, tuple(f"{seed}/{place * samples + s}" for s in range(samples)))
 
     def _choose(self) -> list[Done] | None:
-        """What the step takes; None while it has to wait."""
+        """Returns the groups for the step, or None if the step must wait."""
         self._ask()
         chosen = sorted(self.done.values(), key=_age)[: self.wanted]
         over = not self.service.under_way and self.stream.remaining <= 0 and not self.again
@@ -216,7 +217,7 @@ class Asynchronous:
         return sorted(chosen, key=_number)
 
     def _leaves_too_many(self, chosen: list[Done]) -> bool:
-        """Whether some of those that are left would be too old before later steps could take them."""
+        """Returns True if a group not chosen would become too old before a later step could take it."""
         taken = {one.ticket.number for one in chosen}
         waiting = [*(one.ticket for one in self.done.values()), *self.service.under_way.values()]
         left = [self.versions.behind(ticket.version) for ticket in waiting if ticket.number not in taken]
@@ -231,7 +232,7 @@ class Asynchronous:
         progress.update(min(len(self.done), self.wanted))
 
     def collect(self, wait_s: float) -> None:
-        """Takes in what is done; waits so long for the first where nothing is."""
+        """Collects finished groups; waits up to `wait_s` seconds for the first."""
         for one in self.service.done(wait_s):
             algorithm = self.config.algorithm
             if not algorithm.dynamic_sampling.enabled or with_signal([one.group], algorithm):
@@ -241,7 +242,7 @@ class Asynchronous:
 
     @property
     def _given_up(self) -> bool:
-        """Whether so many groups had no signal that the step goes on with what there is."""
+        """True if so many groups lacked a signal that the step proceeds with fewer groups."""
         most = self.config.algorithm.dynamic_sampling.max_rounds * self.wanted
         drawn: list[Trajectory] = [t for one in self.left_out for t in one.group.trajectories]
         return len(self.left_out) >= most or (len(self.left_out) >= self.wanted and all_failed(drawn))
@@ -257,14 +258,14 @@ class Asynchronous:
 
 
 def _begun(ticket: Ticket, rows: list[Trajectory]) -> tuple[int, int, int, list[tuple[int, int]]]:
-    """What a checkpoint tells of a group that is under way; appends its samples that have been played to the rows."""
+    """Returns the checkpoint entry of an unfinished group and appends the group's finished samples to `rows`."""
     places = [(sample, len(rows) + i) for i, sample in enumerate(ticket.played)]
     rows += ticket.played.values()
     return ticket.number, ticket.index, ticket.version, places
 
 
 def _failed(one: Done) -> bool:
-    """Whether an environment failed in any of its samples."""
+    """Returns True if the environment of any sample failed."""
     return any(t.status.failed for t in one.group.trajectories)
 
 

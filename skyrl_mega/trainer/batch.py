@@ -1,9 +1,9 @@
-"""From trajectories to the tokens, weights and advantages that one RL step trains on. Pure tensor code.
+"""Turns trajectories into tokens, weights and advantages for an RL step. Pure tensor code.
 
-A trajectory is one sample, or with `rollout.step_wise` several. However it is cut, each of the policy's tokens is in
-the loss once, with the same context, advantage and weight: the cut changes neither loss nor gradient.
+A trajectory is a single sample, or several with `rollout.step_wise`. Each token of the policy is in the loss exactly
+once, with the same context, advantage and weight. Loss and gradient do not depend on the cut.
 
-Legend: G groups, N trajectories, S samples of all of them, T tokens of all of these.
+Legend: G groups, N trajectories, S samples in total, T tokens in total.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from skyrl_mega.trainer.turns import Turns
 
 
 class Sample(NamedTuple):
-    """One sequence to be trained on: tokens `start … end - 1` of a trajectory."""
+    """A training sequence: tokens `start … end - 1` of a trajectory."""
 
     start: int
     own: int
-    """From here on this sample is the one that trains on what the policy produced."""
+    """First position trained on in this sample; another sample trains on earlier policy tokens."""
     end: int
 
 
 @dataclass
 class Batch(Sequences):
-    """Samples, those of a trajectory one after another, and trajectories, those of a group one after another."""
+    """The samples of an RL step, ordered by trajectory, and the trajectories, ordered by group."""
 
     groups: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [G]: trajectories of each group."""
+    """int64 [G]: trajectories per group."""
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [N]: samples of each trajectory."""
+    """int64 [N]: samples per trajectory."""
     rewards: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """float32 [N], shaped by their length."""
+    """float32 [N]: rewards after length shaping."""
     punishment: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """float32 [N]: what their length took from them, at most 0."""
+    """float32 [N], at most 0: the part of `rewards` due to length shaping."""
     written: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [N]: tokens that the policy wrote, those of truncated trajectories too."""
+    """int64 [N]: tokens written by the policy, truncated trajectories included."""
     judged: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """bool [N]: whether the environment judged it; one that failed counts for nothing."""
+    """bool [N]: False if the environment failed. A failed trajectory does not count at all."""
     greedy: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """float32 [G]: the reward of each group's greedy answer, shaped as `rewards`; NaN where there is none, or its
-    environment failed."""
+    """float32 [G]: reward of each group's greedy answer, shaped like `rewards`. NaN without a greedy answer or after a
+    failure of the environment."""
     own: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """bool [T]: what the policy wrote, each token in one sample only; those of truncated trajectories too."""
+    """bool [T]: True for tokens written by the policy, each in a single sample. Includes truncated trajectories."""
     named: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [N] each: an environment's several rewards by name, 0 where it gives no such."""
+    """float32 [N] each: rewards by name, for environments with several; 0 if an environment does not give the name."""
     turns: Turns = field(default_factory=lambda: Turns.of([]))
-    """Its answers and their rewards, not shaped by length."""
+    """The policy's answers, with rewards before length shaping."""
 
     earned: Tensor | None = None
-    """float64 [T]: what each of the policy's tokens earned beside the rest of its answer (`rollout/token_rewards.py`);
-    None where no environment tells."""
+    """float64 [T]: rewards of single tokens within an answer (`rollout/token_rewards.py`); None if no environment gives
+    any."""
     penalty: Tensor | None = None
-    """float32 [T]: what is taken from each token's reward (`trainer/kl_reward.py`)."""
+    """float32 [T]: amount subtracted from each token's reward (`trainer/kl_reward.py`)."""
 
     @property
     def group_of(self) -> Tensor:
@@ -76,28 +76,29 @@ class Batch(Sequences):
 
     @property
     def trajectory_tokens(self) -> Tensor:
-        """int64 [N]: tokens of each trajectory, over its samples."""
+        """int64 [N]: tokens of each trajectory, summed over the samples."""
         return _sums(self.lengths, self.samples)
 
     def per_trajectory(self, values_T: Tensor) -> Tensor:
-        """[N]: the sum of a value over each trajectory's tokens."""
+        """Returns [N]: the sum of a value over each trajectory's tokens."""
         return _sums(values_T, self.trajectory_tokens)
 
 
 def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
-    """What is trained on for one trajectory: at least one sample.
+    """Cuts a trajectory into training samples and returns a nonempty list.
 
     Args:
-        t: Played to its end.
-        step_wise: `rollout.step_wise`. off: the whole of it. turns: for each answer, what the policy saw and what it
-            said. merged: for each conversation (a rewriting begins another) all up to its last response. Responses
-            with nothing between them (an empty observation inside one message) are one answer, as in the whole.
+        t: A finished trajectory.
+        step_wise: `rollout.step_wise`. off: the whole trajectory. turns: for each answer, the context and the answer.
+            merged: for each conversation (a rewrite starts a new conversation), everything up to the last response.
+            Responses with nothing in between (an empty observation inside one message) count as a single answer, as in
+            the whole trajectory.
     """
     whole = [Sample(0, 0, t.length)]
     if step_wise == "off":
         return whole
     ends: dict[tuple[int, int], int] = {}
-    """(where the sample starts, from where on it is trained on) → its end; the last one counts."""
+    """(start, own) → end of a sample; the last entry wins."""
     start = own = end = 0
     for step in t.steps:
         if step.kind is Kind.PROMPT:
@@ -110,12 +111,12 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
-    """The samples of all groups' trajectories, with columns `mask` and `rollout_logprobs`, and with `drawn` where the
-    conversation is one message.
+    """Builds the samples of all trajectories, with columns `mask` and `rollout_logprobs`, and `drawn` if the
+    conversation is a single message.
 
-    The mask covers what the policy wrote, less truncated trajectories as `algorithm.overlong` says, and less those
-    whose environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
-    Further columns of the trajectories are cut and carried along.
+    The mask covers the policy's tokens except truncated trajectories filtered by `algorithm.overlong` and trajectories
+    with a failed environment. Truncated trajectories still count for the group's baseline, failed trajectories do not.
+    Further columns of the trajectories are cut the same way and included.
     """
     played = [t for group in groups for t in group.trajectories]
     cut = [samples_of(t, rollout.step_wise) for t in played]
@@ -147,7 +148,7 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     if rollout.conversation == "one_message":
         batch["drawn"] = drawn(batch)
     columns = {name: spans.column(name, played) for name in sorted({name for t in played for name in t.columns})}
-    if TOKEN_REWARDS in columns:  # the driver's alone
+    if TOKEN_REWARDS in columns:  # only the driver uses token rewards
         batch.earned = columns.pop(TOKEN_REWARDS).values
     for name, column in columns.items():
         batch.add(name, column)
@@ -155,13 +156,13 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
 
 
 def punishment(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """float32 [N], at most 0: of responses that are near the limit or past it."""
+    """Returns the length punishment of each response: float32 [N], at most 0."""
     lengths = torch.tensor([t.response_length for t in played], dtype=torch.int64)
     return soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
 
 
 def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """float32 [G]: `Batch.greedy`."""
+    """Returns the value of `Batch.greedy`: float32 [G]."""
     found = torch.full((len(groups),), torch.nan)
     for i, group in enumerate(groups):
         if group.greedy is not None and not group.greedy.status.failed:
@@ -171,18 +172,18 @@ def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) 
 
 @dataclass(frozen=True)
 class _Spans:
-    """Where samples lie in the tokens of all trajectories, one after another."""
+    """Positions of the samples in the concatenated tokens of all trajectories."""
 
     lengths: Tensor
-    """int64 [S]: tokens of each sample."""
+    """int64 [S]: tokens per sample."""
     before: Tensor
-    """int64 [S]: of these, how many come before those that it trains on."""
+    """int64 [S]: leading tokens of each sample without training (`Sample.own - Sample.start`)."""
     index: Tensor | None
-    """int64 [T]: places of the samples' tokens; None where samples and trajectories are the same."""
+    """int64 [T]: positions of the samples' tokens; None if each trajectory is a single sample."""
 
     @classmethod
     def of(cls, played: list[Trajectory], cut: list[list[Sample]]) -> _Spans:
-        """Of these samples of these trajectories."""
+        """Computes the positions of these samples."""
         start, own, end = torch.tensor([s for samples in cut for s in samples], dtype=torch.int64).reshape(-1, 3).T
         tokens = torch.tensor([len(t.tokens) for t in played], dtype=torch.int64)
         if torch.equal(end, tokens) and not start.any():
@@ -192,11 +193,11 @@ class _Spans:
         return cls(end - start, own - start, ragged_arange(base + start, end - start))
 
     def take(self, values: Tensor) -> Tensor:
-        """Values of all trajectories' tokens → [T] of the samples'."""
+        """Selects the samples' tokens, [T], from values of all trajectories' tokens."""
         return values if self.index is None else values[self.index]
 
     def column(self, name: str, played: list[Trajectory]) -> Column:
-        """A column of the trajectories, 0 for those without it: a failed one may have none."""
+        """Collects a column from all trajectories, filled with 0 for failed trajectories without the column."""
         like = next(t.columns[name] for t in played if name in t.columns)
         if wrong := [t for t in played if name in t.columns and len(t.columns[name].values) != len(t.tokens)]:
             count = len(wrong[0].columns[name].values)
@@ -209,7 +210,7 @@ class _Spans:
         return Column(self.take(torch.cat(parts)), like.aligned)
 
     def own(self, mask: Tensor) -> Tensor:
-        """[T], 0 where another sample trains on the token."""
+        """Returns [T]: the mask, set to 0 for tokens trained on in another sample."""
         if not self.before.any():
             return mask
         position = ragged_arange(torch.zeros_like(self.lengths), self.lengths)
@@ -217,23 +218,23 @@ class _Spans:
 
 
 class TokenAdvantages(NamedTuple):
-    """Every token's advantage, float32 [T] each; 0 in trajectories that failed."""
+    """The advantage of every token, float32 [T] each; 0 in failed trajectories."""
 
     whitened: Tensor
-    """As `algorithm.whiten` says."""
+    """Advantages after whitening (`algorithm.whiten`)."""
     estimated: Tensor
-    """Before that, as a critic's returns are made from them."""
+    """Advantages before whitening; a critic's returns are computed from these."""
 
 
 def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantages:
-    """The advantage of every token.
+    """Estimates the advantage of every token.
 
-    A trajectory has one advantage, which all its tokens and samples share, or each token of the policy has its own:
-    then all others, which have no weight, have 0.
+    An estimator gives an advantage per trajectory, shared by all tokens and samples, or an advantage per policy token.
+    In the second case the other tokens get 0; the loss gives these no weight anyway.
 
     Args:
-        batch: With the columns that the estimator needs (`algorithms.advantages.needs`).
-        algorithm: Says how advantages are estimated.
+        batch: Includes the columns needed by the estimator (`algorithms.advantages.needs`).
+        algorithm: Names the estimator.
     """
     judged, tokens = batch.judged, of_tokens(algorithm)
     rewards = batch.rewards
@@ -259,7 +260,7 @@ def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantage
 
 
 def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
-    """What the policy wrote in trajectories that were judged, with the columns of these names."""
+    """Returns the policy's tokens in judged trajectories, with the named columns."""
     turns, judged = batch.turns, batch.judged
     if not torch.equal(_sums(turns.tokens, turns.answers), batch.written):
         raise ValueError("a trajectory's answers have not as many tokens as its mask says that the policy wrote")
@@ -285,14 +286,14 @@ def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
 
 
 def _judged_tokens(batch: Batch) -> Tensor:
-    """bool [T]: what the policy wrote in trajectories that did not fail."""
+    """Returns bool [T]: the policy's tokens in trajectories without failure."""
     return batch.own & batch.judged.repeat_interleave(batch.trajectory_tokens)
 
 
 def drawn(batch: Sequences) -> Tensor:
-    """bool [T]: all but the end tokens that no engine drew (`rollout.conversation: one_message`): they have NaN.
+    """Returns bool [T]: False for end tokens appended without an engine (`rollout.conversation: one_message`).
 
-    They end a sample. NaN anywhere else is an engine's fault, and stays to be seen.
+    Such a token ends a sample, with a NaN log-prob. Any other NaN is an engine fault and stays visible.
     """
     found = torch.ones(len(batch.tokens), dtype=torch.bool)
     ends = batch.lengths.cumsum(0) - 1
@@ -301,16 +302,17 @@ def drawn(batch: Sequences) -> Tensor:
 
 
 def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -> list[Sequences]:
-    """Cuts an RL step's batch into optimizer steps of `groups` whole groups each, with final token weights.
+    """Cuts an RL step's batch into mini-batches of `groups` whole groups for the optimizer steps, with final token
+    weights.
 
-    Where `loss_mean` counts sequences or samples, a trajectory is one, however it was cut. Where the KL term has a mean
-    of its own, the column `kl_weights` has its weights; `algorithm.sequence_unit: trajectory` adds the column
-    `sequences.TRAJECTORY`. The mask is in the weights then, and is left out.
+    If `loss_mean` counts sequences or samples, a trajectory counts once, cut or not. A KL term with a separate mean
+    gets the column `kl_weights`; `algorithm.sequence_unit: trajectory` adds the column `sequences.TRAJECTORY`. The
+    column `mask` is dropped because the weights include the mask.
 
     Args:
         batch: From `make_batch`.
-        groups: Groups of one optimizer step, of which the last may have fewer; None: all of them.
-        algorithm: Which means the loss and its KL term are.
+        groups: Groups per optimizer step; the last mini-batch may be smaller. None: all groups.
+        algorithm: Defines the means of the loss and of the KL term.
     """
     group_ends_G, sample_ends = batch.groups.cumsum(0), batch.samples.cumsum(0).tolist()
     group_ends = group_ends_G.tolist()
@@ -339,10 +341,10 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
 
 
 def teaches(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Whether a mini-batch has anything to learn from: else its gradient is 0, and an optimizer step on it would move
-    the weights by Adam's moments and weight decay alone.
+    """Returns True if a mini-batch contains anything to learn. Otherwise the gradient is 0, and an optimizer step would
+    move the weights only by Adam's moments and weight decay.
 
-    A loss of the user's own may learn from tokens whose advantage is 0.
+    A user-defined loss may also learn from tokens with advantage 0.
     """
     counts = mini["weights"] != 0
     if pulls(algorithm, moe):
@@ -351,13 +353,14 @@ def teaches(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool
 
 
 def pulls(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Whether a token that counts may teach something though its advantage is 0."""
+    """Returns True if a counted token with advantage 0 may still contribute to the gradient."""
     entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
     own = algorithm.loss in PULLING or algorithm.loss not in LOSSES
     return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or own)
 
 
 def _sums(values_S: Tensor, counts_N: Tensor) -> Tensor:
-    """[N]: the sum of each one's values, which follow one another: tokens of a trajectory's samples, …"""
+    """Returns [N]: the sums over consecutive runs of `counts_N` values each, such as the tokens of a trajectory's
+    samples."""
     of_S = torch.arange(len(counts_N)).repeat_interleave(counts_N)
     return values_S.new_zeros(len(counts_N)).index_add(0, of_S, values_S)

@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: written whole or not at all, the newest whole one found, the last few kept."""
+"""A run's checkpoints on disk: atomic writes, search for the newest intact checkpoint, retention of the last few."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
 _STATE = "state.json"
 _FILES = "files"
-"""Key in the state: every other file's size in bytes, by its path within the checkpoint."""
+"""Key of the state: sizes in bytes of all other files, by path within the checkpoint."""
 _CRCS = "crc32"
-"""Key in the state: the CRC-32 of every other file, by its path within the checkpoint, but of the ranks' files, which
-`checkpoint.json` proves; and as `state.json` that of the rest of the state."""
+"""Key of the state: CRC-32 of all other files, by path within the checkpoint, except the ranks' files, protected by
+`checkpoint.json`. The entry `state.json` is the CRC-32 of the rest of the state."""
 _BOXES = ".safetensors"
-"""The ending of a rank's file."""
+"""Suffix of the ranks' files."""
 PARTIAL = ".partial"
-"""The ending of a checkpoint that is being written."""
+"""Suffix of a checkpoint being written."""
 
 
 class NoRoom(OSError):
-    """The disk has no room for a checkpoint; nothing was written."""
+    """The disk lacks space for a checkpoint; nothing was written."""
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run: `step_000010/{policy/, critic/, state.json}`, the critic where there is one.
+    """The folder `checkpoints/` of a run: `step_000010/{policy/, critic/, state.json}`, with a critic if the run trains
+    a critic.
 
-    A checkpoint is written under a temporary name and renamed when it is complete, and tells how long its files are.
-    Entries under other names and links belong to the user: they are never resumed from, counted or removed.
+    A checkpoint is written under a temporary name, renamed once complete, and records the sizes of the files. Entries
+    under other names and links belong to the user: the run never resumes from, counts or removes such entries.
 
     Args:
-        folder: Where they lie.
-        keep: So many newest ones stay.
-        say: Tells a person what is wrong with one.
+        folder: The folder.
+        keep: Number of newest checkpoints to keep.
+        say: Prints a line about a damaged checkpoint.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
         self._said: set[str] = set()
         self._damaged: dict[Path, str] = {}
-        """What ranks have found as they read checkpoints."""
+        """Damage found by ranks while reading checkpoints."""
 
     def completed(self) -> list[Path]:
-        """Checkpoints that were written to their end once, the newest last. A disk may have damaged them since."""
+        """Returns all completely written checkpoints, the newest last. A disk fault may have damaged any since."""
         return list(checkpoints_in(self.folder).values())
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; says which newer ones are damaged, and how.
+        """Returns the newest intact checkpoint, or None without any; prints the damage of newer checkpoints.
 
         Raises:
-            UserError: There are some, and none is whole; or the newest one is an earlier version's.
+            UserError: All checkpoints are damaged, or the newest was written by an earlier version.
         """
         damaged = []
         for checkpoint in reversed(self.completed()):
@@ -77,33 +78,33 @@ class Checkpoints:
         return None
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
-        """The driver's state in a checkpoint."""
+        """Returns the driver's state from a checkpoint."""
         state: dict[str, Any] = read_json(checkpoint / _STATE, "take another checkpoint")
         del state[_FILES], state[_CRCS]
         return state
 
     def leave_out(self, checkpoint: Path, damage: Damaged) -> None:
-        """Notes that a checkpoint is damaged: `newest` returns it no more."""
+        """Marks a checkpoint as damaged; `newest` skips damaged checkpoints."""
         self._damaged[checkpoint] = str(damage)
 
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
-        """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left.
+        """Writes a checkpoint, then removes checkpoints beyond `keep`. Removes remains of an interrupted save first.
 
         Args:
-            step: RL steps done.
-            state: The driver's.
-            parts: Folder of each model, and of others → what saves it there.
+            step: Completed RL steps.
+            state: The driver's state.
+            parts: Folder name of each model or other part → function saving into this folder.
 
         Raises:
-            NoRoom: The disk has less room than the last checkpoint takes.
-            FileExistsError: Something that no run wrote has the checkpoint's name.
+            NoRoom: The disk's free space is below the size of the last checkpoint.
+            FileExistsError: The checkpoint's name is taken by something not written by a run.
         """
         final = self.folder / f"step_{step:06d}"
         partial = final.with_name(final.name + PARTIAL)
         for old in by_step(self.folder, PARTIAL).values():
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
-        self.folder.mkdir(exist_ok=True)  # and not the run's folder: where that is gone, its disk is
+        self.folder.mkdir(exist_ok=True)  # without parents: a missing run folder means a lost disk
         with removed_at_the_end(partial):
             partial.mkdir()
             self._check_room()
@@ -142,7 +143,8 @@ class Checkpoints:
 
 
 def resumes_from(folder: Path) -> str:
-    """What the same command does after a run has ended early: what is saved, and nothing else, is promised.
+    """Describes the effect of running the same command again after an early end. Promises nothing beyond saved
+    checkpoints.
 
     Args:
         folder: A run's `checkpoints/`.
@@ -155,15 +157,15 @@ def resumes_from(folder: Path) -> str:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder that is not damaged; None without one."""
+    """Returns the newest intact checkpoint in the folder, or None."""
     return next((path for path in reversed(checkpoints_in(folder).values()) if _damage(path) is None), None)
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Refuses checkpoints that a run can neither resume from nor replace, before anything is started.
+    """Refuses checkpoints unfit for resuming and for replacing, before anything starts.
 
     Raises:
-        UserError: The newest one in `folder` was saved by an earlier version; or a link or a file has the name of one.
+        UserError: The newest checkpoint was written by an earlier version, or a link or file uses a checkpoint's name.
     """
     saved = checkpoints_in(folder)
     for path in (*by_step(folder).values(), *by_step(folder, PARTIAL).values()):
@@ -175,13 +177,13 @@ def refuse_unusable(folder: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    # Turns that a process has not written in time are given up, and it may still be at its file (`rollout.journal`).
+    # Skips `.turns-*`: a process too late for this checkpoint may still be writing its turns (`rollout.journal`).
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _STATE and p.name[:7] != ".turns-")
     return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
 
 
 def _foreign(checkpoint: Path) -> Path | None:
-    """Something in a checkpoint's place that no save wrote; None without it."""
+    """Returns a path in a checkpoint's place not written by a save; None without any."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return checkpoint
     try:
@@ -205,14 +207,14 @@ def _crc(file: Path) -> int:
 
 
 def _proved(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the check sum of the rest of it."""
+    """Returns the state with the CRC-32 of the other entries."""
     others = {name: crc for name, crc in state[_CRCS].items() if name != _STATE}
     text = json.dumps({**state, _CRCS: others})
     return {**state, _CRCS: {**others, _STATE: zlib.crc32(text.encode())}}
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint; None where nothing is. Of the ranks' files only headers are read."""
+    """Returns a description of a checkpoint's damage; None if intact. Reads only the headers of the ranks' files."""
     try:
         state = parse_json((checkpoint / _STATE).read_bytes())
         sizes, crcs = state[_FILES].items(), state[_CRCS]
@@ -237,15 +239,15 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def check_saved_together(part: Path) -> None:
-    """Checks that a model's folder in a checkpoint is the one that was saved with the checkpoint's state.
+    """Checks if a model's folder belongs to the state of the same checkpoint.
 
     Raises:
-        Damaged: It is of another step.
+        Damaged: The folder was saved at another step.
     """
     try:
         saved = parse_json((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
         there = zlib.crc32((part / HEADER).read_bytes())
-    except (OSError, ValueError, KeyError, TypeError):  # a folder by itself
+    except (OSError, ValueError, KeyError, TypeError):  # a model's folder outside of a checkpoint
         return
     if there != saved:
         raise Damaged(f"{part / HEADER}: was not saved with {part.parent / _STATE} (CRC-32); take another checkpoint")

@@ -1,4 +1,4 @@
-"""What the loop asks of a critic: values of a step's tokens, optimizer steps towards the returns, its quality."""
+"""Critic operations of the loop: values of a step's tokens, optimizer steps towards the returns, and quality."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.trainer.batch import Batch
 
 OLD = "old_values"
-"""The column of values under the weights at the start of the RL step."""
+"""The column of values under the critic's weights at the start of the RL step."""
 
 
 def values(critic: TrainGroup, minis: Sequence[Sequences]) -> Tensor:
-    """Values of the states in which the tokens of all mini-batches were chosen: float32 [T], 0 where no weight is.
+    """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
 
-    The critic's ranks hold the mini-batches from then on, with these values.
+    Also leaves the mini-batches, with these values, on the critic's ranks.
     """
     critic.hold([Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in minis])
     return torch.cat(critic.values(OLD))
 
 
 def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) -> dict[str, float]:
-    """`epochs` times an optimizer step on each mini-batch that has a token to learn from, towards `returns`.
+    """Trains the critic towards `returns`: `epochs` passes, an optimizer step per mini-batch with a counted token.
 
     Returns:
-        `critic/…`: means over the optimizer steps; {} where no mini-batch has such a token.
+        `critic/…`: means over the optimizer steps; {} if no mini-batch contains a counted token.
     """
     totals = {mini: float(held["weights"].sum()) for mini, held in enumerate(minis) if held["weights"].any()}
     found: dict[str, list[float]] = {}
     for mini, total in [*totals.items()] * epochs:
         for name, figure in critic.train(mini, loss=VALUE).items():
-            mean = name in ("clip_fraction", "value")  # of tokens, whose weights need not sum to 1
+            mean = name in ("clip_fraction", "value")  # token means: divide by the weights' sum, which need not be 1
             found.setdefault(f"critic/{name}", []).append(figure / total if mean else figure)
     return {name: sum(figures) / len(figures) for name, figures in found.items()}
 
 
 def quality(batch: Batch) -> dict[str, float]:
-    """How well the values at the start of the step foretold the returns, over the tokens that count.
+    """Measures how well the values at the start of the step predicted the returns, over the counted tokens.
 
         explained_variance = 1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 as good as the mean return, below 0 worse. It is left out where all returns are equal.
+    1 is perfect, 0 as good as the mean return, below 0 worse. Left out if all returns are equal.
     """
     counts = batch["mask"] != 0
     returns, off = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without a signal leave a step, and others come in their place."""
+"""Dynamic sampling: replaces groups without a signal by further prompts or by copies."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from skyrl_mega.trainer.signal import compared, differ
 
 @dataclass
 class Selection:
-    """A step's groups, as the rounds bring them."""
+    """The groups selected for a step, filled round by round."""
 
     algorithm: AlgorithmConfig
     wanted: int
-    """Groups that the step needs."""
+    """Number of groups needed by the step."""
     found: list[Group] = field(default_factory=list)
-    """Those with a signal, in the order in which they were drawn."""
+    """Groups with a signal, in sampling order."""
     drawn: int = 0
-    """All groups."""
+    """Number of all sampled groups."""
     rounds: int = 0
 
     @property
     def settings(self) -> DynamicSamplingConfig:
-        """Those of dynamic sampling."""
+        """The settings of dynamic sampling."""
         return self.algorithm.dynamic_sampling
 
     @property
     def complete(self) -> bool:
-        """Whether no further round is needed."""
+        """True if no further round is needed."""
         share = self.settings.replace_from if self.settings.mode == "replace" else 1.0
         return len(self.found) > 0 and len(self.found) / self.wanted >= share
 
     def to_draw(self, remaining: int) -> int:
-        """Prompts of the next round, of `remaining` that the data still has; more than these where they are too few
-        even for what is missing."""
+        """Returns the number of prompts for the next round, given `remaining` unused prompts in the data. Exceeds
+        `remaining` if the data cannot even supply the missing groups."""
         missing = self.wanted - len(self.found)
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
-        """A round that was played."""
+        """Adds the groups of a finished round."""
         self.rounds += 1
         self.drawn += len(groups)
         self.found += with_signal(groups, self.algorithm)
 
     def groups(self, seed: list[int]) -> list[Group]:
-        """What the step learns from: at most `wanted`, filled with copies where the mode says so.
+        """Returns the groups for training: at most `wanted`, filled up with copies if the mode asks for this.
 
         Args:
-            seed: Of which groups are copied.
+            seed: Seed for the choice of copies.
         """
         taken = self.found[: self.wanted]
         if self.settings.mode == "filter" or not self.complete:
@@ -61,7 +61,7 @@ class Selection:
         return [taken[i] for i in with_copies(len(taken), self.wanted, seed)]
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """`rollout/…` of a step that learns from `groups`."""
+        """Returns the metrics `rollout/…` of a step trained on `groups`."""
         found = len(self.found)
         metrics = {
             "rounds": self.rounds,
@@ -76,10 +76,10 @@ class Selection:
 
 
 def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
-    """The groups whose samples earned rewards that differ, but for those of environments that failed.
+    """Returns the groups with unequal rewards. Samples with failed environments do not count.
 
     Raises:
-        UserError: `algorithm.dynamic_sampling.reward` is none of an environment's rewards.
+        UserError: No environment gives the reward named by `algorithm.dynamic_sampling.reward`.
     """
     name, tolerance = algorithm.dynamic_sampling.reward, algorithm.dynamic_sampling.tolerance
     found = []
@@ -92,7 +92,7 @@ def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
 
 
 def _named(judged: list[Trajectory], name: str) -> list[float]:
-    """One reward of each trajectory; 0 for one that a budget ended before it earned any."""
+    """Returns the named reward of each trajectory; 0 for a truncated trajectory without this reward."""
     for t in judged:
         if t.status is Status.COMPLETED and name not in t.rewards:
             names = ", ".join(sorted(t.rewards)) or "none by name"

@@ -1,4 +1,4 @@
-"""Scores on held-out prompts: the average of all samples and pass@n, for each data source."""
+"""Scores on held-out prompts: mean reward and pass@n for each data source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_mega.trainer.health.failures import failures, refuse_broken
 
 
 class Evaluator:
-    """Asks the engines the evaluation prompts, `evaluation.samples` times each."""
+    """Samples the evaluation prompts, `evaluation.samples` times each, and computes scores."""
 
     def __init__(
         self, config: Config, prompts: list[Prompt], generator: Generator, say: Callable[[str], None] = print
@@ -27,11 +27,11 @@ class Evaluator:
 
     @property
     def samples(self) -> int:
-        """Trajectories of one evaluation."""
+        """Trajectories per evaluation."""
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """`eval/<data source>/{mean, pass_at_<n>}`; empty without evaluation prompts."""
+        """Returns `eval/<data source>/{mean, pass_at_<n>}`; {} without evaluation prompts."""
         if not self.prompts:
             return {}
         settings = self.config.evaluation
@@ -53,10 +53,10 @@ class Evaluator:
 
 
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Average reward and the share of prompts with a sample of positive reward, by data source.
+    """Returns the mean reward and the share of prompts with a sample of positive reward, by data source.
 
-    A sample whose environment failed has no reward, and counts nowhere but in `eval/<source>/failed`, their share,
-    which is there where any has.
+    Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
+    present if any failed.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)

@@ -1,6 +1,7 @@
-"""Trajectories in a checkpoint: what was generated, or asked for, and no step has learned from yet.
+"""Trajectories in a checkpoint: finished or requested, and not yet trained on.
 
-They are of the settings that the run had. Under other ones their prompts are drawn again.
+These trajectories are valid only under the settings of the saved run. Under other settings the prompts are sampled
+again.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
 
 @dataclass(frozen=True)
 class Discarded:
-    """What a run that resumes cannot use: its prompts are drawn again."""
+    """Saved trajectories unusable for the resumed run. The prompts are sampled again."""
 
     groups: int
-    """That were generated, or asked for."""
+    """Number of discarded groups, finished or requested."""
     why: str
     named: int
-    """Steps whose names were given to groups, some of which may have been trained on."""
+    """Number of steps with names already given to groups; some of these groups may have been trained on."""
 
     def __str__(self) -> str:
-        """As a line for people; nothing of no groups."""
+        """Returns a line for the console; empty without discarded groups."""
         if not self.groups:
             return ""
         return (
@@ -44,19 +45,19 @@ class Discarded:
 
 
 def counted(groups: int) -> str:
-    """So many groups, as a person says it."""
+    """Returns the number with the noun, such as "1 group"."""
     return "1 group" if groups == 1 else f"{groups:,} groups"
 
 
 def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
-    """Writes trajectories with their columns, and JSON about them.
+    """Writes trajectories with all columns, and JSON with further state.
 
     Args:
-        folder: The checkpoint's.
+        folder: The checkpoint's folder for rollouts.
         config: The run's settings.
-        about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
-            learned from. Also `named`, where groups have names of steps that are not done (`Discarded`).
-        trajectories: What is written.
+        about: Contains `stream`, the position in the data, and `prompts`, indices of prompts taken before this position
+            and not yet trained on. Also `named` if groups carry names of future steps (`Discarded`).
+        trajectories: The trajectories to write.
     """
     with writing(folder / _ABOUT), (folder / _ABOUT).open("w") as opened:
         json.dump({**about, "form": FORM, "settings": _settings(config)}, opened)
@@ -67,10 +68,10 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
 def read(
     folder: Path, config: Config, stream: PromptStream, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, Any], list[Trajectory]] | Discarded | None:
-    """What `write` was given; trajectories have these prompts, by uid. The stream is where it was.
+    """Reads the output of `write`, connects the trajectories to `prompts` by uid, and restores the stream's position.
 
-    None where there is nothing. Where it was made with other settings or prompts, what no step has learned from is
-    drawn again.
+    Returns None if nothing was saved. If settings or prompts differ, returns `Discarded` and puts the prompts not yet
+    trained on back into the stream.
     """
     if not (folder / _ABOUT).exists():
         return None
@@ -92,14 +93,14 @@ def read(
 
 
 def _named(about: Mapping[str, Any]) -> int:
-    """Steps whose names were given to groups. Earlier versions tell how many groups there were and not how many a step
-    had: it had one at least."""
+    """Returns the number of steps with names already given to groups. Earlier versions saved only the number of groups;
+    a step contained at least a group."""
     steps: int = about["named"] if "named" in about else about.get("asked", 0)
     return steps
 
 
 def _away(t: Trajectory) -> Trajectory:
-    """As those are that other processes play."""
+    """Moves a trajectory's arrays into Ray's object store, as rollout workers do."""
     import ray
 
     small, arrays = detach_arrays(t)
@@ -107,18 +108,19 @@ def _away(t: Trajectory) -> Trajectory:
 
 
 FORM = 4
-"""Of what is written: another one's trajectories are drawn again."""
+"""Format version of the files. Trajectories in another format are discarded."""
 ENGINES = (
     *("engines", "tensor", "memory_fraction", "kv_cache_gib", "concurrency", "threads", "eager"),
     *("request_timeout_s", "restarts"),
 )
-"""Settings of `rollout` that say what engines there are and how they are looked after, and not what they are asked."""
+"""Settings in `rollout` about the number and care of engines, without effect on the content of trajectories."""
 WHERE = ("workers", "slots", "processes", "retries", "max_failed")
-"""Settings of `environment` that say where and how many at once trajectories are played, and not what they are."""
+"""Settings in `environment` about the place and concurrency of environments, without effect on the content of
+trajectories."""
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """Digests of what decides how many groups there may be, of what age, and what is in them."""
+    """Returns a digest of each setting that affects the number, age or content of groups."""
     data, algorithm = config.data, config.algorithm
     parts = {
         **{f"asynchrony.{k}": v for k, v in asdict(config.asynchrony).items()},
@@ -135,7 +137,7 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _differing(about: Mapping[str, Any], now: Mapping[str, str]) -> str:
-    """Why what was written cannot be used with these settings; nothing where it can."""
+    """Returns the reason why saved trajectories cannot be used under the present settings; empty if usable."""
     before = about.get("settings")
     if about.get("form") != FORM or not isinstance(before, dict):
         return "another version of the program has written it"
@@ -144,7 +146,7 @@ def _differing(about: Mapping[str, Any], now: Mapping[str, str]) -> str:
 
 
 def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """Where the groups' trajectories are among these."""
+    """Returns the indices of each group's trajectories in `trajectories`."""
     at = {id(t): place for place, t in enumerate(trajectories)}
     return [
         {"samples": [at[id(t)] for t in group.trajectories], "greedy": at[id(group.greedy)] if group.greedy else None}
@@ -153,7 +155,7 @@ def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[
 
 
 def grouped(places: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> list[Group]:
-    """The groups again; one that is named twice is the same group twice."""
+    """Rebuilds the groups. Equal entries become the same object."""
     made: dict[tuple[int, ...], Group] = {}
     for place in places:
         samples = tuple(place["samples"])

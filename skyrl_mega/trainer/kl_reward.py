@@ -1,6 +1,6 @@
-"""KL to the reference as a part of the reward (`algorithm.kl.where: reward`), with a coefficient that may adapt.
+"""KL to the reference as part of the reward (`algorithm.kl.where: reward`), with an optionally adaptive coefficient.
 
-Legend: N trajectories, T tokens of all their samples.
+Legend: N trajectories, T tokens of all samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skyrl_mega.trainer.batch import Batch
 
 @dataclass
 class KlReward:
-    """Punishes a step's trajectories for their distance from the reference: r_t - β k_t (arXiv:1909.08593, (2))."""
+    """Penalizes trajectories for the distance from the reference: r_t - β k_t (arXiv:1909.08593, (2))."""
 
     config: KlConfig
     coefficient: float = field(init=False)
@@ -26,14 +26,14 @@ class KlReward:
         self.coefficient = self.config.coefficient
 
     def punish(self, batch: Batch, *, adapt: bool = True) -> dict[str, float]:
-        """Takes β k_t from the reward of each token that the policy wrote, and adapts β for the next step.
+        """Subtracts β k_t from the reward of each policy token and adapts β for the next step.
 
-        k_t is the estimate at the weights that sampled, without a gradient. Tokens without a weight in the loss (those
-        of filtered trajectories) have 0, and trajectories without a token that counts are in no mean.
+        k_t is the KL estimate under the sampling weights, without a gradient. k_t = 0 for tokens of filtered
+        trajectories, without a weight in the loss. The mean skips trajectories without a counted token.
 
         Args:
-            batch: With old_logprobs and reference_logprobs.
-            adapt: Whether β changes: not while the policy itself does not.
+            batch: Includes old_logprobs and reference_logprobs.
+            adapt: Whether β may change; False while the policy itself is not trained.
 
         Returns:
             Metrics: policy/kl_reward, the mean over trajectories of Σ k_t; policy/kl_coefficient, the step's β.
@@ -50,10 +50,10 @@ class KlReward:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: β, where it adapts."""
+        """Returns the checkpoint state: an adaptive β."""
         return {} if self.config.target is None else {"kl_coefficient": self.coefficient}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Goes on with the β of a checkpoint, which has one where it was written by a run whose β adapted."""
+        """Restores β from a checkpoint written by a run with an adaptive β."""
         if self.config.target is not None and "kl_coefficient" in state:
             self.coefficient = state["kl_coefficient"]

@@ -1,6 +1,6 @@
 """The RL loop: generate and score, log-probs and values, advantages, train, sync, evaluate, checkpoint.
 
-Whether trajectories are generated when a step begins or ahead of it is the rollouts' matter (`asynchrony.mode`).
+The `rollouts` decide if trajectories are generated within a step or ahead of training (`asynchrony.mode`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from skyrl_mega.trainer.whole_mini_batch import chosen
 
 
 def train(run: Run) -> None:
-    """Trains until the steps or the prompts are used up. The engines hold the policy's weights when this is called.
+    """Trains until all steps are done or the prompts are used up. Expects engines with the policy's weights.
 
     Raises:
-        GracefulStop: SIGUSR1 came; the steps done are in a checkpoint.
-        Stopped: Another signal did.
-        CannotLearn: The last `run.patience` steps taught the policy nothing.
+        GracefulStop: SIGUSR1 arrived; the completed steps are in a checkpoint.
+        Stopped: Another signal arrived.
+        CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
     """
     with heeding():
@@ -61,13 +61,13 @@ def train(run: Run) -> None:
 
 
 def take_step(run: Run) -> None:
-    """One RL step. Until it touches the policy it can be abandoned."""
+    """Runs one RL step. The step can be abandoned until the first update of the policy."""
     run.shutdown.look()
     step = run.next_step()
     groups = run.rollouts.next_groups(step)
     with run.shutdown.defer():
         run.record_rollouts(step)
-        if groups:  # dynamic sampling may have found nothing to learn from
+        if groups:  # dynamic sampling may have found no group with a signal
             train_on(run, step, groups)
             run.version = step.number
             run.end_if_engine_differs(step)
@@ -83,7 +83,8 @@ def take_step(run: Run) -> None:
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
-    """Log-probs and values under the weights that sampled, advantages over the whole step, optimizer steps on them."""
+    """Trains the policy on a step's groups: log-probs and values under the sampling weights, advantages over the whole
+    step, then the optimizer steps."""
     if goes_by_reference(run.config, groups):
         train_on_parts(run, step, groups)
         return
@@ -124,7 +125,8 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
 
 
 def train_on_parts(run: Run, step: Step, groups: list[Group]) -> None:
-    """The same where the driver has no tokens: a trajectory's advantage and weight follow from rewards and lengths."""
+    """Does the same without any token on the driver: rewards and lengths alone give the advantage and weight of a
+    trajectory."""
     config = run.config
     found = outcomes(groups, config)
     step.record({"policy/advantage_fraction": found.with_advantage})
@@ -140,10 +142,10 @@ def train_on_parts(run: Run, step: Step, groups: list[Group]) -> None:
 
 
 def logprobs(run: Run, step: Step, minis: Sequence[Mini]) -> None:
-    """Has the ranks compute what the step needs before its first optimizer step.
+    """Has the ranks compute the log-probs for the step under the sampling weights, before the first optimizer step.
 
-    Where there is one optimizer step and nothing else asks for them, it trains with the weights that sampled: its own
-    log-probs are the old ones (`algorithms.old_logprobs`).
+    A single optimizer step trains under the sampling weights, so the log-probs of this step itself are the old
+    log-probs. The extra pass is then skipped unless the driver needs a column (`algorithms.old_logprobs`).
     """
     algorithm = run.config.algorithm
     needed = columns(algorithm)
@@ -158,8 +160,8 @@ def logprobs(run: Run, step: Step, minis: Sequence[Mini]) -> None:
 
 
 def fetch(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
-    """Columns that the driver estimates or chooses by."""
-    for name in sorted(columns(run.config.algorithm) - {"values"}):  # a critic's
+    """Copies the columns for advantages and token selection from the policy's ranks to the driver."""
+    for name in sorted(columns(run.config.algorithm) - {"values"}):  # values come from the critic
         parts = run.policy.column(name)
         batch[name] = torch.cat(parts)
         for mini, values in zip(minis, parts, strict=True):
@@ -167,7 +169,7 @@ def fetch(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
 
 
 def computed(step: Step, minis: Sequence[Mini]) -> None:
-    """The policy's ranks have computed log-probs of all of these."""
+    """Counts a log-prob pass of the policy over these mini-batches."""
     for mini in minis:
         step.computed("logprobs", load_of(mini))
 
@@ -175,7 +177,10 @@ def computed(step: Step, minis: Sequence[Mini]) -> None:
 def updates(
     run: Run, step: Step, minis: Sequence[Mini], order: Sequence[int], *, measured: bool = False
 ) -> list[dict[str, float]]:
-    """An optimizer step on each mini-batch of `order`, or only its metrics where it teaches nothing or `measured`."""
+    """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each.
+
+    A mini-batch without anything to learn is only measured, as are all mini-batches with `measured`.
+    """
     algorithm, found = run.config.algorithm, []
     taught = [not measured and learns(mini, algorithm, run.config.policy.moe) for mini in minis]
     for mini in order:
@@ -189,14 +194,15 @@ def updates(
 
 
 def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
-    """Which mini-batch each optimizer step of an RL step is on: all of them as they are, and in every further epoch in
-    an order that is drawn from the seed."""
+    """Returns the mini-batch index of each optimizer step of an RL step: the given order in the first epoch, then a
+    random permutation per further epoch, seeded by `seed`."""
     generator = np.random.default_rng([*seed, 23])
     return [*range(minis), *(int(mini) for _ in range(epochs - 1) for mini in generator.permutation(minis))]
 
 
 def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> None:
-    """Cuts a column of the whole batch into its mini-batches, and gives it to a model's ranks, which hold these."""
+    """Splits a column of the whole batch into its mini-batches and sends the pieces to the ranks of `model`. The ranks
+    must already hold these mini-batches."""
     parts = batch[name].split([len(mini.tokens) for mini in minis])
     for mini, values in zip(minis, parts, strict=True):
         mini[name] = values
@@ -204,20 +210,20 @@ def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> 
 
 
 def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: Sequence[Mini], *, adapt: bool) -> None:
-    """What a step's optimizer steps have measured.
+    """Records the metrics of a step's optimizer steps.
 
     Args:
-        run: Its entropy coefficient adapts to what was measured.
-        step: Gets the metrics.
-        sums: Of each optimizer step.
-        minis: What each of them was on.
-        adapt: Whether the policy learned, so that a coefficient may.
+        run: The run, with the entropy coefficient to adapt to the measured entropy.
+        step: Receives the metrics.
+        sums: Metrics of each optimizer step.
+        minis: The mini-batch of each optimizer step.
+        adapt: True if the policy was trained: only then the entropy coefficient may change.
     """
     algorithm, replay = run.config.algorithm, run.config.policy.moe.replay
     moved = [bool(found.get("grad_norm")) for found in sums]
     step.record({"policy/steps_skipped": float(len(sums) - sum(moved))})
     as_sampled = sums[: moved.index(True) + 1] if any(moved) else sums
-    """Those whose log-probs and choices are of the weights that sampled, whatever old log-probs are."""
+    """Metrics measured under the sampling weights: up to and including those of the first weight update."""
     step.record(mismatch(sums if algorithm.old_logprobs == "policy" else as_sampled))
     step.record(replay_metrics(sums, as_sampled if replay == "rollout" else sums))
     step.record(update_metrics(sums, minis, algorithm))
@@ -228,9 +234,10 @@ def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: Se
 
 
 def update_metrics(sums: list[dict[str, float]], minis: Sequence[Mini], algorithm: AlgorithmConfig) -> dict[str, float]:
-    """`policy/…`: the mean over the optimizer steps of what each of them measured.
+    """Returns the metrics `policy/…`: means over the optimizer steps.
 
-    One without a token that counts has no mean over tokens, one that was only measured no gradient norm.
+    A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
+    gradient norm.
     """
     totals = [weight_of(mini) for mini in minis]
     updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]

@@ -1,5 +1,5 @@
-"""All that is measured of a step beside what it learns: seconds are `Step`'s own; memory, speed and traces are asked of
-the actors."""
+"""Measurements of a step besides the learning metrics. `Step` itself measures seconds; memory, speed and traces come
+from the actors."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from skyrl_mega.trainer.timelines import Timelines
 
 @dataclass
 class Measurements:
-    """Of one run."""
+    """The measuring parts of a run."""
 
     config: Config
     model: Decoder
-    """The policy's."""
+    """Architecture of the policy."""
     meters: Meters
-    """In the actors."""
+    """Meters in the actors."""
     profiler: Profiler
-    """Records the steps of `telemetry.profile`."""
+    """Recorder for the steps of `telemetry.profile`."""
     slots: SlotUse | None = None
-    """Of environments, where `environment.slots` bounds them."""
+    """Use of environment slots; None without a bound by `environment.slots`."""
     timelines: Timelines | None = None
-    """Writes every step down; None with `telemetry.timeline=false`."""
+    """Writer of every step's timeline; None with `telemetry.timeline=false`."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
-        """Before a step. `after_more`: it is the run's first, or a checkpoint has been written since the last."""
+        """Begins a step. `after_more` is True for the run's first step and after a checkpoint."""
         self.profiler.begin(step)
         self.meters.begin(after_more=after_more)
 
     def ended(self, phase: str) -> None:
-        """A phase of the step has ended."""
+        """Reads the meters after a phase of the step."""
         self.meters.ended(phase)
 
     def of(self, step: Step) -> dict[str, float]:
-        """Metrics of a step that is done: `memory/*` and `perf/*`."""
+        """Returns the metrics `memory/*` and `perf/*` of a finished step."""
         found = self.meters.collect()
         if self.slots is not None:
             found["environment/slots_used"] = float(self.slots.read())
         found |= speed.of_training(self.config, self.model, step.loads, step.metrics)
         seconds = step.metrics.get("time/generate")
-        if seconds and self.config.asynchrony.mode == "off":  # ahead of a step engines work in all of its phases
+        if seconds and self.config.asynchrony.mode == "off":  # ahead of training the engines also work in other phases
             workers, played = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
             found |= speed.of_decoding(self.config, self.model, workers, played, seconds)
         return found
 
     def recorded(self, step: Step) -> dict[str, float]:
-        """Writes the step's timeline, and its trace, where it has one; metrics that only these have."""
+        """Writes the step's timeline, and the trace if recorded; returns the metrics of both."""
         idle = self.timelines.end(step) if self.timelines else {}
         return idle | self.profiler.end(step)

@@ -1,7 +1,7 @@
-"""What actors measure of a step: memory by phase, and the steps of engines.
+"""Measurements of a step inside the actors: memory by phase, and engine iterations.
 
-At the end of each phase every actor is told to read its meters, and nobody waits: Ray hands an actor's calls on in
-order, and the answers are there when the step ends. A step costs a few calls for each actor, whatever is measured.
+At the end of each phase every actor is asked to read its meters, without waiting: Ray keeps the order of an actor's
+calls, and the answers are ready when the step ends. A step costs a few calls per actor.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from skyrl_mega.telemetry.memory import Reading
 
 GIB = 2**30
 ENGINES_WORK = ("generate", "sync", "eval")
-"""Phases after which engines are asked; a phase in which they wait counts with the next of these."""
+"""Phases followed by a reading of the engines. A phase with idle engines counts with the next of these."""
 WAIT_S = 30.0
-"""For the answers of a step; who has not answered then has no figures in its row."""
+"""Seconds to wait for a step's answers; an actor without an answer adds nothing to the step's row."""
 SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allocations"))
-"""Of a `Reading`, what adds up over a step."""
+"""Fields of `Reading` summed over a step."""
 
 
 @dataclass
 class Meters:
-    """Of one run."""
+    """The meters of a run's actors."""
 
     models: Mapping[str, ActorGroup]
-    """Megatron's actors, by role: each has `measured() -> Reading`."""
+    """Megatron actors by role, each with `measured() -> Reading`."""
     fleet: Fleet
-    """Engines, each with `measured() -> [(Reading, steps)]` of its workers."""
+    """Engines, each with `measured() -> [(Reading, steps)]` over the engine's workers."""
     steps: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
-    """Of (engine, its worker) in the phase `generate` of the last step that was collected: tokens → steps."""
+    """(engine, worker) → Counter of tokens → iterations, for phase `generate` of the last collected step."""
     _asked: list[tuple[str, str, list[Call]]] = field(default_factory=list)
-    """(phase, role, calls) of the step under way."""
+    """(phase, role, calls) of the current step."""
 
     def begin(self, *, after_more: bool) -> None:
-        """A step begins. `after_more`: actors did something since the last one, which belongs to none."""
+        """Begins a step. With `after_more`, first discards readings from work outside of any step."""
         self._asked.clear()
         if after_more:
             self._ask("", engines=True)
             self._asked.clear()
 
     def ended(self, phase: str) -> None:
-        """A phase has ended."""
+        """Asks all actors for a reading after a phase."""
         self._ask(phase, engines=phase in ENGINES_WORK)
 
     def _ask(self, phase: str, *, engines: bool) -> None:
@@ -55,7 +55,8 @@ class Meters:
             self._asked.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
 
     def collect(self) -> dict[str, float]:
-        """The step's metrics, `memory/*`. Whoever died or stands still has none; the next call to it says so."""
+        """Returns the step's metrics, `memory/*`. Dead or hanging actors are skipped; the next call to such an actor
+        will raise."""
         calls = [call for _, _, asked in self._asked for call in asked]
         answers: Mapping[Call, Any] = settle(calls, WAIT_S, after_failure=WAIT_S).answers
         most: dict[str, float] = defaultdict(float)
@@ -78,14 +79,14 @@ class Meters:
         return {**most, **{name: float(count) for name, count in sums.items()}}
 
     def _count(self, given: Mapping[int, list[tuple[Reading, dict[int, int]]]]) -> None:
-        """Adds steps of engines: dynamic sampling generates in several rounds."""
+        """Adds up engine iterations, because dynamic sampling generates in several rounds."""
         for engine, workers in given.items():
             for worker, (_, steps) in enumerate(workers):
                 self.steps.setdefault((engine, worker), Counter()).update(steps)
 
 
 def _metrics(phase: str, role: str, readings: list[Reading]) -> dict[str, float]:
-    """The most of all processes of a role."""
+    """Returns maxima over all processes of a role."""
     if not readings:
         return {}
     found = {

@@ -1,10 +1,10 @@
-"""`asynchrony.mode: one_step`: while a step trains, the batch of the next one is generated, as a whole.
+"""`asynchrony.mode: one_step`: generates the whole batch of the next step while the current step trains.
 
     engines   batch 1, batch 2 ······ sync 1, batch 3 ······ sync 2, batch 4 …
     policy             train on 1 ··········· train on 2 ··········· train on 3 …
 
-Batch n + 1 begins once batch n is there and the engines are up to date with it, and a sync waits for its end: every
-batch is of one version, and the same as long as seeds and engines are.
+Batch n + 1 starts once batch n is complete and the engines run the latest weights. A sync waits for the end of the
+batch. Each batch is therefore of a single weight version, and reproducible as far as seeds and engines are.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from skyrl_mega.trainer.step import Step
 
 @dataclass
 class _Batch:
-    """Of one step."""
+    """The batch of a step, possibly still in generation."""
 
     step: Step
-    """What its generation has recorded."""
+    """Collects metrics and trajectories of the generation."""
     place: dict[str, Any]
-    """The stream's state before its prompts were drawn."""
+    """State of the prompt stream before the batch took prompts."""
     groups: Future[list[Group]]
 
 
 class OneStepAhead:
-    """Generates a step's batch in a thread, while the policy trains on the one before.
+    """Generates the next step's batch in a thread while the policy trains on the current batch.
 
     Args:
-        source: Generates a batch. Its generator is of the thread alone: it has no `refill`, as the policy trains.
+        source: Generates a batch. The generator belongs to the thread alone and must not restart engines by a `refill`,
+            because the policy is training.
         config: The run's settings.
-        look: Raises where the run is to end.
-        refill: Brings engines back to service where none is left.
+        look: Raises an exception if the run must end.
+        refill: Restarts engines after all engines failed.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class OneStepAhead:
         self.source, self.config, self.look, self.refill = source, config, look, refill
         self.stream = source.stream
         self.batches: dict[int, _Batch] = {}
-        """By step: the one that the loop has, and the one that is generated."""
+        """Batches by step number: the loop's current batch and the next."""
         self.versions = Versions(config.asynchrony.max_staleness)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="next-batch")
         self._closing = threading.Event()
-        source.generator.look = self._end_if_closing  # what the run is asked, its own thread finds out
+        source.generator.look = self._end_if_closing  # the main thread checks for signals; this thread only for closing
 
     def next_groups(self, step: Step) -> list[Group]:
-        """The step's batch; the next one's is begun."""
+        """Waits for the step's batch, returns the groups and starts the next batch."""
         self._forget(step.number)
         if step.number not in self.batches:
             self._begin(step.number)
@@ -80,17 +81,17 @@ class OneStepAhead:
         return groups
 
     def before_sync(self, step: Step) -> None:
-        """The batch that is generated is finished with the weights that it began with."""
+        """Waits for the end of the batch in generation, which must not see new weights."""
         if step.number + 1 in self.batches:
             with step.phase("generate") as progress:
                 self._wait(step.number + 1, progress)
 
     def synced(self, version: int) -> None:
-        """The next batch is of these weights."""
+        """Notes the new version; the next batch is generated under these weights."""
         self.versions.add(version)
 
     def prompts_left(self, done: int) -> int:
-        """From the first batch on that no step has learned from."""
+        """Returns the number of prompts from the first batch not yet trained on to the end of the data."""
         waiting = [batch for number, batch in sorted(self.batches.items()) if number > done]
         if not waiting:
             return self.stream.remaining
@@ -98,7 +99,7 @@ class OneStepAhead:
         return self.stream.count * self.stream.epochs - int(place["position"]) + len(place.get("returned", []))
 
     def keep(self, folder: Path, done: int) -> None:
-        """Batches that are whole; one that is not is generated again."""
+        """Saves complete batches. An incomplete batch is generated again after a resume."""
         rows: list[Trajectory] = []
         kept: list[dict[str, Any]] = []
         place = self.stream.state()
@@ -129,7 +130,7 @@ class OneStepAhead:
         kept_rollouts.write(folder, self.config, about, rows)
 
     def restore(self, folder: Path) -> str:
-        """Batches that the run had before it ended."""
+        """Restores the batches saved in a checkpoint."""
         kept = kept_rollouts.read(folder, self.config, self.stream, self.source.prompts)
         if not isinstance(kept, tuple):
             return str(kept or "")
@@ -148,7 +149,7 @@ class OneStepAhead:
         return f"taken up again: what was generated ahead for step {steps}" if steps else ""
 
     def close(self) -> None:
-        """What is generated is abandoned; its thread has ended when this returns."""
+        """Abandons the batch in generation and waits for the end of the thread."""
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
@@ -161,7 +162,7 @@ class OneStepAhead:
             del self.batches[old]
 
     def _more(self, number: int) -> bool:
-        """Whether there is a step after this one."""
+        """Returns True if another step follows this one."""
         limit = self.config.run.steps
         return (limit is None or number < limit) and self.stream.remaining >= self.config.data.prompts_per_step
 
@@ -171,7 +172,7 @@ class OneStepAhead:
         self.batches[number] = _Batch(step, place, self._thread.submit(self.source.next_groups, step))
 
     def _wait(self, number: int, progress: Phase) -> list[Group]:
-        """A batch, once it is there."""
+        """Waits for a batch and returns the groups."""
         while True:
             batch = self.batches[number]
             if not wait([batch.groups], LOOK_EVERY_S).done:
@@ -187,7 +188,7 @@ class OneStepAhead:
 
 
 def _step(number: int) -> Step:
-    """What is generated ahead has no line of its own."""
+    """Returns a step without console output, for generation in the background."""
     return Step(number, Console(StringIO()))
 
 
@@ -196,5 +197,5 @@ def _whole(groups: Future[list[Group]]) -> bool:
 
 
 def _shown(step: Step) -> int:
-    """Groups of a batch that have been played; those of a round are there once all of it is."""
+    """Returns the number of finished groups of a batch. A round's groups appear only at the end of the round."""
     return len({id(t.prompt) for t in step.trajectories})

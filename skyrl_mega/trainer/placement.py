@@ -1,7 +1,8 @@
-"""Reserves from Ray what `cluster.place` says: all places are found before the first actor starts, in one order.
+"""Reserves the resources planned by `cluster.place` from Ray: all places in a fixed order, before the first actor
+starts.
 
-Policy ranks that share a node come first, then the reference's and the critic's, then engines: an engine that was
-placed earlier could be on a node that the policy needs whole.
+Policy ranks on the same node come first, then the reference and the critic, then the engines. An engine placed earlier
+could occupy part of a node needed whole by the policy.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from skyrl_mega.config.schema import Config
 
 @dataclass(frozen=True)
 class Reservations:
-    """What Ray has reserved for the run's groups of actors; None leaves them to Ray."""
+    """Ray reservations for the run's actor groups; None leaves the placement to Ray."""
 
     policy: Placement | None = None
     reference: Placement | None = None
     critic: Placement | None = None
     engines: Placement | None = None
-    """Also None where they have the policy's GPUs: those are known only once its ranks are up."""
+    """Also None if the engines share the policy's GPUs, known only after the ranks started."""
 
 
 def reserve_run(config: Config, device: str) -> Reservations:
-    """On GPUs: whole nodes of consecutive policy ranks, each engine within a node. On CPUs: spread over the nodes.
+    """Reserves places for all actors. On GPUs: whole nodes of consecutive policy ranks, and each engine within a node.
+    On CPUs: spread over the nodes.
 
     Raises:
-        ClusterError: The cluster does not have them.
+        ClusterError: The cluster lacks these resources.
     """
     if device == "cuda":
         planned, engines = place(config), config.rollout.engines
@@ -49,6 +51,6 @@ def reserve_run(config: Config, device: str) -> Reservations:
 
 
 def _reserve_ranks(planned: RunPlacement, devices: Sequence[int]) -> Placement:
-    """One GPU for each rank; those that are planned for one node share one."""
+    """Reserves a GPU per rank; ranks planned for the same node are placed together."""
     together = [len([*ranks]) for _, ranks in groupby(map(planned.node, devices))]
     return reserve(len(devices), gpus=1, together=together)

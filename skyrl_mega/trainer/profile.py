@@ -1,4 +1,4 @@
-"""`telemetry.profile`: a step as one trace, of the driver's phases, engines, environments and policy ranks."""
+"""`telemetry.profile`: records a step as a trace of driver phases, engines, environments and policy ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, Span, Trac
 from skyrl_mega.trainer.step import Step
 
 START_S = 600.0
-"""For a rank to begin: CUPTI takes some seconds."""
+"""Seconds for a rank to start recording: CUPTI needs some."""
 WRITE_S = 3600.0
-"""For a rank to write what it has recorded, which may be gigabytes."""
+"""Seconds for a rank to write a recording, possibly gigabytes."""
 ANSWER_S = 60.0
 
 
 class Profiler:
-    """Records the steps that the settings name. In all others it does nothing.
+    """Records the steps named in the settings; does nothing in other steps.
 
     Args:
-        config: Which steps, and which policy ranks.
-        folder: The run's, which every rank sees.
-        policy: The ranks.
+        config: The steps and policy ranks to record.
+        folder: The run's folder, visible to every rank.
+        policy: The policy's ranks.
         fleet: The engines.
-        generator: Plays the trajectories.
-        say: Tells a person where the trace is.
+        generator: Runs the trajectories.
+        say: Prints the path of the trace.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Profiler:
         self.zero = 0.0
 
     def begin(self, step: int) -> None:
-        """Before the step."""
+        """Starts recording before a step."""
         if step not in self.config.steps:
             return
         self.zero = time.time()
@@ -57,10 +57,10 @@ class Profiler:
         self.generator.spans = []
 
     def end(self, step: Step) -> dict[str, float]:
-        """After the step: writes its trace.
+        """Stops recording after a step and writes the trace.
 
         Returns:
-            On GPUs `perf/launches` and `perf/host_syncs`, the most of the ranks that were recorded.
+            On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks.
         """
         if step.number not in self.config.steps or self.generator.spans is None:
             return {}

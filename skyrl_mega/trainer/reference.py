@@ -1,4 +1,4 @@
-"""The frozen model that the policy's KL is measured against."""
+"""The frozen reference model for the policy's KL term."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ COLUMN = "reference_logprobs"
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """Weights beside the policy's on the same ranks, or ranks of its own in another layout."""
+    """Reference weights on the policy's ranks, or on separate ranks in another layout."""
 
     policy: TrainGroup
     own: TrainGroup | None = None
-    """Ranks of its own."""
+    """Separate ranks of the reference; None on the policy's ranks."""
 
     def keep_logprobs(self, minis: Sequence[Sequences | Referred], *, temperature: float) -> None:
-        """Gives the policy's ranks its log-probs of the mini-batches that they hold, as a column.
+        """Computes the reference's log-probs of the mini-batches and stores them on the policy's ranks as a column.
 
         Args:
-            minis: Those that the policy's ranks hold.
+            minis: The mini-batches currently on the policy's ranks.
             temperature: Divides the logits.
         """
         if self.own is None:

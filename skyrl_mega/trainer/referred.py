@@ -1,9 +1,10 @@
-"""A step whose trajectories are elsewhere: mini-batches of references, and what a trajectory's tokens have in common.
+"""Training steps with tokens in Ray's object store. The driver sends references plus a weight and an advantage per
+sample.
 
-Rewards and lengths decide all of it, so that the driver's work and memory grow with trajectories, not with tokens. It
-is what `batch.make_batch`, `mini_batches` and `token_advantages` make of the tokens themselves.
+Rewards and lengths determine both, so the driver's work and memory grow with the number of trajectories, not of tokens.
+The results are equal to `batch.make_batch`, `mini_batches` and `token_advantages`.
 
-Legend: G groups, N trajectories, S samples of all of them.
+Legend: G groups, N trajectories, S samples in total.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Mini = Sequences | Referred
 
 
 def goes_by_reference(config: Config, groups: list[Group]) -> bool:
-    """Whether a step needs no token on the driver: its trajectories are away, and nothing is estimated or chosen token
-    by token. What is needed all the same is fetched."""
+    """Returns True if the driver needs no tokens: all trajectories are stored remotely, and no estimate or selection
+    works on tokens. Anything else is fetched on access."""
     algorithm = config.algorithm
     by_token = has_critic(config) or of_tokens(algorithm) or columns(algorithm)
     carried = config.reference.layout is not None or config.policy.moe.replay == "rollout"
@@ -43,17 +44,17 @@ def goes_by_reference(config: Config, groups: list[Group]) -> bool:
 
 @dataclass
 class Outcomes:
-    """What a step's trajectories came to."""
+    """Rewards, samples and advantages of a step's trajectories."""
 
     groups: list[Group]
     played: list[Trajectory]
     samples: list[list[Sample]]
     judged: Tensor
-    """bool [N]: whether the environment judged it; one that failed counts for nothing."""
+    """bool [N]: False if the environment failed. A failed trajectory does not count at all."""
     kept: Tensor
-    """bool [N]: whether its tokens are in the loss."""
+    """bool [N]: True if the trajectory's tokens are in the loss."""
     advantages: Tensor
-    """float32 [N]."""
+    """float32 [N]: the advantage of each trajectory."""
 
     @property
     def counts(self) -> Tensor:
@@ -62,12 +63,12 @@ class Outcomes:
 
     @property
     def with_advantage(self) -> float:
-        """Share of the tokens in the loss whose advantage is not 0; 0 without a token."""
+        """Share of tokens in the loss with a nonzero advantage; 0 without tokens."""
         return float(self.counts[self.advantages != 0].sum()) / max(1, int(self.counts.sum()))
 
 
 def outcomes(groups: list[Group], config: Config) -> Outcomes:
-    """Rewards, and the advantages that are estimated from them."""
+    """Computes the rewards and advantages of a step's trajectories."""
     algorithm, limit = config.algorithm, response_limit(config.rollout)
     played = [t for group in groups for t in group.trajectories]
     judged = ~torch.tensor([t.status.failed for t in played], dtype=torch.bool)
@@ -92,7 +93,7 @@ def outcomes(groups: list[Group], config: Config) -> Outcomes:
 
 
 def mini_batches(found: Outcomes, config: Config) -> list[Referred]:
-    """Mini-batches of whole groups, as `batch.mini_batches` cuts them, with weights and advantages."""
+    """Cuts a step into mini-batches of whole groups, with weights and advantages, as `batch.mini_batches` does."""
     size = config.data.mini_batch_prompts or len(found.groups)
     ends_N = torch.tensor([len(group.trajectories) for group in found.groups]).cumsum(0).tolist()
     minis, first = [], 0
@@ -135,14 +136,14 @@ def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: Al
 
 
 def _written(t: Trajectory, sample: Sample) -> int:
-    """Tokens of the policy that a sample trains on."""
+    """Returns the number of policy tokens trained on in a sample."""
     own = [(max(s.start, sample.own), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
     return sum(max(0, end - start) for start, end in own)
 
 
 @singledispatch
 def load_of(mini: Mini) -> Load:
-    """What one forward pass on a mini-batch computes on: its real tokens, whatever they are packed with."""
+    """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
     raise TypeError(type(mini))
 
 
@@ -155,14 +156,14 @@ def _(mini: Referred) -> Load:
 
 
 def weight_of(mini: Mini) -> float:
-    """The sum of its tokens' weights."""
+    """Returns the sum of all token weights."""
     if isinstance(mini, Referred):
         return float((mini.counts * mini.columns["weights"].double()).sum())
     return float(mini["weights"].sum())
 
 
 def learns(mini: Mini, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Whether a mini-batch has anything to learn from; see `batch.teaches`."""
+    """Returns True if a mini-batch contains anything to learn; see `batch.teaches`."""
     if not isinstance(mini, Referred):
         return teaches(mini, algorithm, moe)
     counts = mini.counts > 0
@@ -170,5 +171,5 @@ def learns(mini: Mini, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
 
 
 def importance_mean_of(mini: Mini, algorithm: AlgorithmConfig) -> float:
-    """What its importance weights are divided by; with references nothing is (`goes_by_reference`)."""
+    """Returns the divisor of the importance weights; always 1 for references (`goes_by_reference`)."""
     return 1.0 if isinstance(mini, Referred) else mean_weight(mini, algorithm)

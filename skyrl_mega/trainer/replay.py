@@ -1,6 +1,6 @@
-"""Router replay as the driver sees it: whether every route that is needed is there, and what a step tells of them.
+"""Router replay from the driver's side: checks the completeness of routes and computes replay metrics.
 
-Legend: S samples, T tokens of all of them, M MoE layers, K experts of a token.
+Legend: S samples, T tokens in total, M MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.trainer.batch import drawn
 
 PREFIX = "replay_"
-"""What the names of the ranks' sums begin with: `replay_<what>_<layer>`, by `router_replay.Count`."""
+"""Prefix of the ranks' replay sums: `replay_<what>_<layer>`, by `router_replay.Count`."""
 
 
 def check_routes(batch: Sequences) -> None:
-    """Refuses a batch with a token that counts whose context is not routed: each token before it in its sample, in
-    every layer. Nothing else needs a route: a sample's last token, what stands behind the policy's last word, and
-    trajectories that do not count.
+    """Refuses a batch if a counted token's context lacks routes: all earlier tokens of the sample need a route in every
+    layer. No route is needed for a sample's last token, for tokens after the policy's last counted token, and in
+    trajectories without counted tokens.
 
     Raises:
-        WrongRoutes: The first token without a route, or that the engines gave none at all.
+        WrongRoutes: Names the first token without a route, or says that the engines returned no routes at all.
     """
     if COLUMN not in batch:
         raise WrongRoutes("policy.moe.replay = rollout: the engines gave no routes")
@@ -40,7 +40,7 @@ def check_routes(batch: Sequences) -> None:
 
 
 def _needed(batch: Sequences) -> Tensor:
-    """bool [T]: tokens before the last one of their sample that counts, and that an engine drew."""
+    """Returns bool [T]: tokens before the last counted, engine-sampled token of the same sample."""
     counts = batch["mask"] != 0
     if "drawn" in batch:
         counts &= drawn(batch)
@@ -53,16 +53,15 @@ def _needed(batch: Sequences) -> Tensor:
 
 
 def replay_metrics(updates: Sequence[Mapping[str, float]], compared: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`replay/…` of a step, from the sums of its optimizer steps; {} where nothing was replayed.
+    """Returns the metrics `replay/…` of a step from the sums of the optimizer steps; {} without replay.
 
-    A token counts in every layer; `route_mismatch` is the share of replayed choices that the policy itself would have
-    made in another way.
+    Each token counts once per layer. `route_mismatch` is the share of replayed choices that the policy itself would
+    make differently.
 
     Args:
-        updates: All of them.
-        compared: Those that `route_mismatch` is of. An engine's choices are compared with the weights that drew the
-            tokens, from which later optimizer steps have moved; of the policy's own this movement is all that there is
-            to see.
+        updates: Sums of all optimizer steps.
+        compared: Sums for `route_mismatch`. An engine's choices are compared only under the sampling weights, before
+            optimizer steps change the router. For the policy's own choices exactly this change is measured.
     """
     total, of = _by_layer(updates), _by_layer(compared)
     if not total:
@@ -78,7 +77,7 @@ def replay_metrics(updates: Sequence[Mapping[str, float]], compared: Sequence[Ma
 
 
 def _by_layer(updates: Sequence[Mapping[str, float]]) -> dict[str, dict[int, float]]:
-    """What was counted → layer → its sum over these optimizer steps."""
+    """Returns count name → layer → sum over these optimizer steps."""
     total: dict[str, dict[int, float]] = {}
     for sums in updates:
         for name, value in sums.items():

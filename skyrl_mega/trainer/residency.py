@@ -1,4 +1,4 @@
-"""What of a run is on its devices: one ledger, which moves parts as phases begin (`config/residency.py`)."""
+"""The ledger of model parts on the devices; moves parts at the beginning of phases (`config/residency.py`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from skyrl_mega.megatron.group import TrainGroup
 
 
 class Residency:
-    """Policy, critic and engines take turns in their devices' memory. With `keep` None nothing ever moves.
+    """Shares the devices' memory between policy, critic and engines over time. With `keep` None no part ever moves.
 
     Args:
         keep: `residency.keep`.
-        policy, critic: Their ranks.
+        policy, critic: The model's ranks.
         fleet: The engines.
-        timeout_s: How long a move of a model's parts may take.
+        timeout_s: Time limit for moving a model's parts.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Residency:
         self.models = [(model, parts) for model, parts in ((policy, POLICY), (critic, CRITIC)) if model]
         self.parts = frozenset(ENGINE if fleet else ()).union(*(parts for _, parts in self.models))
         self.phase: str | None = None
-        """The one that was entered last."""
+        """The phase entered last."""
         self._there: frozenset[str] | None = None
-        """Parts on the devices. None: not known, as at the start and in a move, and everybody is told."""
+        """Parts on the devices. None if unknown, as at the start and during a move: then every actor gets the call."""
         self._starting = threading.Lock()
 
     @classmethod
     def of(cls, config: Config, policy: TrainGroup, critic: TrainGroup | None, fleet: Fleet) -> Residency:
-        """That of a run's actors; an engine that is started again gets its memory from it."""
+        """Returns the residency of a run's actors and lets restarted engines ask for memory."""
         made = cls(
             config.residency.keep,
             policy=policy,
@@ -58,16 +58,16 @@ class Residency:
         return made
 
     def enter(self, phase: str) -> dict[str, float]:
-        """Moves what is not as the phase needs it: first what leaves, then what comes, each side by side.
+        """Moves parts for a phase: first all parts leaving a device, then all arriving, each set in parallel.
 
-        A phase that the table does not name finds things as they are.
+        A phase without an entry in the table moves nothing.
 
         Returns:
-            Metrics: seconds, and the bytes that a rank copied at most, off its device and onto it. Empty where nothing
-            moves.
+            Metrics: seconds, and the largest number of bytes copied by a rank off and onto the device. {} if nothing
+            moved.
 
         Raises:
-            ActorFailed: A rank failed, or an engine and none comes back.
+            ActorFailed: A rank failed, or an engine failed and none restarts.
         """
         if self.keep is None or phase not in NEEDS:
             return {}
@@ -78,20 +78,20 @@ class Residency:
         start, self._there = time.perf_counter(), None
         leaving, coming = (self.parts - wanted, wanted) if there is None else (there - wanted, wanted - there)
         out = self._offload(leaving)
-        self.phase = phase  # an engine that starts while others fall asleep is still in the phase before
+        self.phase = phase  # until here a restarting engine belongs to the previous phase
         back = self._onload(coming)
         self._there = wanted
         return {"time/residency": time.perf_counter() - start, "residency/bytes_out": out, "residency/bytes_in": back}
 
     @contextmanager
     def room(self, engine: int) -> Iterator[None]:
-        """An engine can be started again inside, which takes all of its memory (`Fleet.make_room`).
+        """Frees GPU memory for the restart of an engine inside the `with` block (`Fleet.make_room`).
 
-        In a phase in which engines are whole, theirs is free. In any other the loop waits for this one, so that what
-        the policy has on them may leave. It comes back also where the start fails.
+        In phases with whole engines the memory is free already. In any other phase the loop waits for this engine, so
+        the policy's parts may be offloaded. The parts return afterwards, also if the start fails.
         """
         there = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
-        leaves = there - resident("generate", self.keep) - {*CRITIC}  # a critic has devices of its own
+        leaves = there - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices
         moving = leaves if not there.issuperset(ENGINE) else frozenset()
         with self._starting:
             try:
@@ -103,14 +103,14 @@ class Residency:
             self._settled(self._begin("onload", moving))
 
     def _come_back(self, parts: Collection[str], cause: BaseException) -> None:
-        """After a fault, whose cause remains the one that is told."""
+        """Reloads parts after a failure; `cause` stays the reported error."""
         try:
             self._settled(self._begin("onload", parts))
         except ActorFailed as error:
             cause.add_note(f"and then: {error}")
 
     def _offload(self, parts: Collection[str]) -> float:
-        calls = self._begin("offload", parts, every=True)  # what torch keeps for later is given back, too
+        calls = self._begin("offload", parts, every=True)  # on all ranks, to release torch's cached memory as well
         if self.fleet and (asleep := [part for part in ENGINE if part in parts]):
             self.fleet.sleep(asleep)
         return self._settled(calls)
@@ -122,7 +122,7 @@ class Residency:
         return self._settled(calls)
 
     def _begin(self, method: str, parts: Collection[str], *, every: bool = False) -> list[Call]:
-        """A call at each rank of the models that parts are of, or of `every` one."""
+        """Calls `method` on each rank of the models owning these parts; with `every`, on all ranks."""
         calls: list[Call] = []
         for model, own in self.models:
             mine = [part for part in own if part in parts]

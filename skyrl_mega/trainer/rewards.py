@@ -1,4 +1,4 @@
-"""The rewards of environments that give several, by name."""
+"""Rewards by name, for environments with several."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.turns import ROUNDING
 
 PLAIN = ""
-"""The name of what was earned without one: it has no weight, as it has none in the trajectory's reward."""
+"""Name for reward without a name; not weighted, neither here nor in the trajectory's reward."""
 
 
 def by_name(played: Sequence[Trajectory], weights: Mapping[str, float]) -> dict[str, list[float]]:
-    """What each trajectory earned under each name, 0 where it has none such; {} where no environment gives names.
+    """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards.
 
-    What was earned beside them (an answer that was judged with a number alone, parts of an answer) is one of its own,
-    `PLAIN`.
+    Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `PLAIN`.
 
     Args:
         played: The trajectories.
-        weights: `algorithm.reward_weights`, with which the named rewards are in the trajectories'.
+        weights: `algorithm.reward_weights`, the weights of the named rewards in the trajectories' totals.
     """
     names = sorted({name for t in played for name in t.rewards})
     found = {name: [t.rewards.get(name, 0.0) for t in played] for name in names}

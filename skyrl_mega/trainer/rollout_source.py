@@ -1,4 +1,4 @@
-"""Where a step's trajectories come from: prompts in their order, generation, and dynamic sampling."""
+"""Synchronous rollouts: prompts in data order, generation, and dynamic sampling within the step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from skyrl_mega.trainer.step import Step
 
 
 class RolloutSource:
-    """Draws prompts and has the engines answer them."""
+    """Takes prompts from the data and generates a step's trajectories with the engines."""
 
     def __init__(self, config: Config, prompts: list[Prompt], stream: PromptStream, generator: Generator) -> None:
         self.config, self.prompts, self.stream, self.generator = config, prompts, stream, generator
 
     def next_groups(self, step: Step) -> list[Group]:
-        """The step's groups.
+        """Generates and returns the step's groups.
 
-        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are left out, and as many
-        new prompts are drawn, or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step that is
-        then still short takes what it has; `rollout/groups_missing` says how much that is. Where every environment has
-        failed, no more is drawn: nothing that a policy says would be judged, and the run is about to end.
+        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are dropped and replaced by
+        new prompts or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step still short after
+        the last round trains on fewer groups; `rollout/groups_missing` counts the gap. If every environment failed,
+        sampling stops at once: no answer would be judged, and the run is about to end.
 
-        What a step has depends on the run's seed, the step's number, the place in the data and the weights alone: one
-        that is repeated after a resume has the same.
+        The result depends only on the run's seed, the step's number, the position in the data and the weights. A step
+        repeated after a resume is therefore the same.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
@@ -41,7 +41,7 @@ class RolloutSource:
         while not selection.complete and selection.rounds < dynamic.max_rounds:
             groups = self._round(selection.to_draw(self.stream.remaining), selection.rounds, step)
             if not groups:
-                break  # the last epoch has no more prompts
+                break  # fewer prompts are left in the last epoch
             selection.add(groups)
             if all_failed(step.trajectories):
                 break
@@ -50,25 +50,25 @@ class RolloutSource:
         return self._compared(taken, step)
 
     def before_sync(self, step: Step) -> None:
-        """Nothing is under way."""
+        """Does nothing: no rollout is in progress during a sync."""
 
     def synced(self, version: int) -> None:
-        """The next step's trajectories are of these weights."""
+        """Does nothing: the next step generates under the new weights."""
 
     def prompts_left(self, done: int) -> int:
-        """Of the data."""
+        """Returns the number of unused prompts of the data."""
         return self.stream.remaining
 
     def keep(self, folder: Path, done: int) -> None:
-        """There is nothing that no step has learned from."""
+        """Does nothing: each generated group was already trained on."""
 
     def restore(self, folder: Path) -> str:
-        """What a run in another mode had generated ahead is generated again."""
+        """Discards trajectories generated ahead in another mode; the prompts are sampled again first."""
         kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, kept_rollouts.Discarded) else ""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no rollout is in progress between steps."""
 
     def _round(self, count: int, number: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt
@@ -87,11 +87,11 @@ class RolloutSource:
         return groups
 
     def _compared(self, groups: list[Group], step: Step) -> list[Group]:
-        """The groups, each with a greedy answer to its prompt where advantages need one. It is drawn once the step's
-        groups are chosen, in a round of its own, and has the samples' limits."""
+        """Adds a greedy answer to each group if the advantage estimator needs a baseline. Greedy answers are sampled in
+        a separate round after the groups are chosen, under the samples' limits."""
         if not needs_greedy_answer(self.config.algorithm) or not groups or all_failed(step.trajectories):
             return groups
-        each = list({id(group): group for group in groups}.values())  # a copy is its original
+        each = list({id(group): group for group in groups}.values())  # a copied group shares its greedy answer
         with step.phase("generate", total=len(each)) as progress:
             drawn = self.generator.generate(
                 [group.prompt for group in each],
@@ -108,7 +108,7 @@ class RolloutSource:
 
 
 def greedy_metrics(greedy: list[Trajectory]) -> dict[str, float]:
-    """Figures of the step's greedy answers, which are in no figure of its samples."""
+    """Returns metrics of the step's greedy answers; sample metrics exclude greedy answers."""
     rewards = [t.reward for t in greedy if not t.status.failed]
     metrics = {
         "rollout/greedy_tokens": float(sum(t.written for t in greedy)),

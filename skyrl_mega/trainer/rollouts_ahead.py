@@ -1,7 +1,7 @@
-"""What the loop asks of its rollouts, whether they are generated when they are wanted or ahead of that.
+"""The interface between the loop and the rollouts, synchronous or ahead of training.
 
-A version is the number of the step whose sync brought the weights: step n trains, and changes, version n - 1 where
-every step has a sync. What is generated ahead is of older versions, its staleness is the difference.
+A weight version is the number of the step before the sync: step n trains version n - 1 if every step syncs.
+Trajectories generated ahead are of older versions; the difference is the staleness.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from skyrl_mega.trainer.step import Step
 
 
 class Rollouts(Protocol):
-    """Groups of trajectories, step by step."""
+    """Supplies groups of trajectories, step by step."""
 
     def next_groups(self, step: Step) -> list[Group]:
-        """What a step learns from; `step` gets all trajectories that were drawn for it, and metrics."""
+        """Returns the groups for a step's training. Adds all sampled trajectories, and metrics, to `step`."""
 
     def before_sync(self, step: Step) -> None:
-        """The step's weights are about to go to the engines, or others to use them alone."""
+        """Prepares for a sync of the step's weights, or for an evaluation with exclusive use of the engines."""
 
     def synced(self, version: int) -> None:
-        """The engines have these weights, apart from those that failed; also after a sync of no step."""
+        """Notes that all working engines now run weights `version`, also after a sync outside of a step."""
 
     def prompts_left(self, done: int) -> int:
-        """Prompts that the steps after `done` may still have."""
+        """Returns the number of prompts available to the steps after step `done`."""
 
     def keep(self, folder: Path, done: int) -> None:
-        """Writes what no step up to `done` has learned from, and the place in the data, into a checkpoint."""
+        """Writes trajectories not yet trained on by steps up to `done`, and the position in the data, into a
+        checkpoint."""
 
     def restore(self, folder: Path) -> str:
-        """Takes in what `keep` has written, if it has, also in another mode; says what it took, or discarded, and why.
-        Nothing where nothing was there."""
+        """Restores trajectories saved by `keep`, in any mode. Returns a line about the restored or discarded groups,
+        with the reason; empty if nothing was saved."""
 
     def close(self) -> None:
-        """Nothing is generated any more."""
+        """Stops all generation."""
 
 
 class StaleTooFar(RuntimeError):
-    """A step was about to train on tokens of older weights than `asynchrony.max_staleness` allows: a defect."""
+    """A step was about to train on tokens older than `asynchrony.max_staleness` allows: a bug."""
 
 
 @dataclass
 class Versions:
-    """Which weights the engines have had, so that staleness counts syncs: a step without groups has none.
+    """The weight versions of the engines so far. Staleness counts syncs, because a step without groups does not sync.
 
     Args:
         most: `asynchrony.max_staleness`.
@@ -55,27 +56,27 @@ class Versions:
 
     most: int
     known: list[int] = field(default_factory=list)
-    """The newest last, as many as can be told apart."""
+    """Recent versions, the newest last; enough to measure the allowed staleness."""
 
     @property
     def newest(self) -> int:
-        """What the engines have, and the policy trains."""
+        """The version on the engines, also the version in training."""
         return self.known[-1]
 
     def add(self, version: int) -> None:
-        """The engines have these weights now."""
+        """Notes that the engines now run this version."""
         if version not in self.known:
             self.known = [*self.known, version][-self.most - 2 :]
 
     def behind(self, version: int) -> int:
-        """How many syncs ago the engines had these weights for the last time."""
+        """Returns the number of syncs since the engines last ran this version."""
         return sum(known > version for known in self.known)
 
     def measure(self, trajectories: Iterable[Trajectory]) -> dict[str, float]:
-        """`asynchrony/staleness_*` of tokens that are about to be trained on.
+        """Returns `asynchrony/staleness_*` of the trajectories about to be trained on.
 
         Raises:
-            StaleTooFar: One is too old.
+            StaleTooFar: A token is too old.
         """
         tokens = sums = worst = 0
         for t in trajectories:

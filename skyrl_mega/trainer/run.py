@@ -1,4 +1,4 @@
-"""A run: what the loop works with, how far it has come, and what it writes down."""
+"""A training run: parts, progress, and the metrics, trajectories and checkpoints written."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from skyrl_mega.trainer.step import Step
 from skyrl_mega.weights.sync import WeightSync
 
 ROLLOUTS = "rollouts"
-"""The part of a checkpoint that has what was generated ahead."""
+"""Checkpoint folder for trajectories generated ahead of training."""
 
 
 @dataclass
 class Run:
-    """All parts of a run, put together by `setup.open_run`."""
+    """All parts of a run, assembled by `setup.open_run`."""
 
     config: Config
     folder: Path
@@ -55,43 +55,43 @@ class Run:
     trackers: Trackers
     policy: TrainGroup
     reference: ReferenceModel | None
-    """What KL is measured against."""
+    """The frozen model for the KL term; None without a KL coefficient."""
     critic: TrainGroup | None
-    """What advantages are estimated with."""
+    """The value model for advantages; None if the estimator needs none."""
     sync: WeightSync
     rollouts: Rollouts
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
     measurements: Measurements
-    """Memory, speed and traces of its steps."""
+    """Measures memory and speed of steps and records traces."""
     residency: Residency = field(default_factory=Residency)
-    """What of policy, critic and engines is on the devices."""
+    """Moves parts of policy, critic and engines on and off the devices."""
     step: int = 0
-    """RL steps done."""
+    """Completed RL steps."""
     version: int = 0
-    """The step that changed the policy's weights last."""
+    """Number of the last step with an update of the policy's weights."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
-    """`time/checkpoint` of the last one, for the next step's row."""
+    """`time/checkpoint` of the last checkpoint, for the next step's row."""
     save_owed: bool = False
-    """A checkpoint was due and there was no room for it."""
+    """True after a due checkpoint did not fit on the disk."""
     shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
-    """Whether the run is to end early."""
+    """The request to end the run early, if any."""
     place: dict[str, Any] = field(default_factory=dict)
-    """The stream's state after the steps done."""
+    """State of the prompt stream after the completed steps."""
     measured: bool = False
-    """Whether a step of this process has been measured."""
+    """True once this process measured a step."""
     ended_for_memory: int = 0
-    """Sandboxed programs, up to the newest step."""
+    """Sandboxed programs killed for memory, counted up to the newest step."""
     health: Health = field(init=False)
-    """Whether the policy can learn from what the steps bring."""
+    """Checks after each step if the policy can still learn."""
 
     kl: KlReward = field(init=False)
-    """KL in the reward, and its coefficient."""
+    """The KL penalty in the reward, and the coefficient."""
     entropy: EntropyCoefficient = field(init=False)
-    """Of the entropy bonus."""
+    """The coefficient of the entropy bonus."""
 
     def __post_init__(self) -> None:
         self.health = Health(self.config)
@@ -100,28 +100,28 @@ class Run:
 
     @property
     def trained(self) -> dict[str, TrainGroup]:
-        """The models that learn, by the name of their part of a checkpoint."""
+        """The trained models by name of the checkpoint folder."""
         return {POLICY.name: self.policy} | ({CRITIC.name: self.critic} if self.critic else {})
 
     @property
     def temperature(self) -> float:
-        """What log-probs are divided by, as in the sampler; greedy sampling leaves them as they are."""
+        """The divisor of the logits for log-probs, equal to the sampler's; 1 for greedy sampling."""
         return self.config.rollout.sampling.temperature or 1.0
 
     @property
     def finished(self) -> bool:
-        """Whether the steps or the prompts are used up."""
+        """True once no step or no full batch of prompts is left."""
         limit = self.config.run.steps
         return (limit is not None and self.step >= limit) or self.rollouts.prompts_left(
             self.step
         ) < self.config.data.prompts_per_step
 
     def due(self, every: int, step: int) -> bool:
-        """Whether something that happens every `every` steps, and at the end, happens after step `step`."""
+        """Returns True if an action repeated every `every` steps, and at the end of the run, follows step `step`."""
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
     def next_step(self) -> Step:
-        """The step after those done."""
+        """Begins and returns the next step."""
         channel.at_step(self.step + 1)
         self.place = self.stream.state()
         self.measurements.begin(self.step + 1, after_more=bool(self.saving) or not self.measured)
@@ -130,7 +130,7 @@ class Run:
         return Step(self.step + 1, self.console, dict(self.saving), look=look, arrange=arrange, ended=ended)
 
     def complete(self, step: Step) -> None:
-        """The step is done: its metrics are written, and what is wrong with it is said."""
+        """Completes a step: writes the metrics and prints the health findings."""
         self.saving = {}
         step.record(self.measurements.of(step))
         seconds = time.perf_counter() - step.start
@@ -158,10 +158,11 @@ class Run:
             self.console.say(line)
 
     def end_if_engine_differs(self, step: Step) -> None:
-        """Ends the run after a step whose tokens were not the policy's: its row is written, its weights go nowhere.
+        """Ends the run if the engine's log-probs are too far from the policy's. Writes the step's row first; the
+        updated weights are neither synced nor saved.
 
         Raises:
-            EngineDiffers: By how much.
+            EngineDiffers: The difference exceeds a stop bound of `health.mismatch`.
         """
         try:
             end_if_too_far(self.config, step.number, step.metrics)
@@ -170,10 +171,10 @@ class Run:
             raise
 
     def record_rollouts(self, step: Step) -> None:
-        """Measures the step's trajectories and writes them for people to read.
+        """Records metrics of the step's trajectories and writes the trajectories to disk and trackers.
 
         Raises:
-            UserError: The environments of all of them failed, or of more than `environment.max_failed`.
+            UserError: All environments failed, or more than the share `environment.max_failed`.
         """
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
@@ -186,7 +187,7 @@ class Run:
         refuse_broken(step.trajectories, self.config.environment.max_failed)
 
     def evaluate(self, step: Step) -> None:
-        """Scores the evaluation prompts with the engines' weights."""
+        """Scores the evaluation prompts under the engines' weights."""
         self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
             scores = self.evaluator.evaluate(step.number, progress)
@@ -195,7 +196,7 @@ class Run:
         self.last_evaluation = scores
 
     def begin(self) -> None:
-        """What happens before the first step: the evaluation that all later ones are compared with."""
+        """Evaluates the initial policy, the baseline for all later evaluations, if the settings ask for this."""
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console, arrange=self.residency.enter)
             self.evaluate(step)
@@ -203,25 +204,27 @@ class Run:
             self.console.step(0, step.metrics)
 
     def bring_up_to_date(self) -> None:
-        """The engines get the weights of the steps done, apart from a step's own sync."""
+        """Syncs the weights of the completed steps to the engines, outside of a step's own sync."""
         self.residency.enter("sync")
         self.sync.sync(self.version)
         self.rollouts.synced(self.version)
 
     def refill(self) -> None:
-        """No engine was left within a phase, which goes on with those that have come back."""
+        """Restores service after all engines failed during a phase: waits for a restarted engine, syncs the weights and
+        re-enters the phase."""
         phase = self.residency.phase
         self.bring_up_to_date()
         if phase is not None:
             self.residency.enter(phase)
 
     def save_if_due(self) -> None:
-        """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row.
+        """Writes a due checkpoint. The step's row is already on disk, so a kill in between repeats both the step and
+        the row.
 
-        One for which there is no room is said to be so and tried again after the next step.
+        If the disk is full, prints a line; the next step retries.
 
         Raises:
-            NoRoom: It was the last step's.
+            NoRoom: No space is left for the last step's checkpoint.
         """
         if self.save_owed or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
@@ -237,7 +240,7 @@ class Run:
             self.saving = {"time/checkpoint": time.perf_counter() - start}
 
     def save(self) -> None:
-        """Writes a checkpoint from which the run goes on after the steps done."""
+        """Writes a checkpoint of the completed steps."""
         stream = self.place or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
         state["entropy"] = self.entropy.state()
@@ -250,14 +253,14 @@ class Run:
             self.checkpoints.save(self.step, state, parts)
 
     def save_before_leaving(self) -> None:
-        """Writes a checkpoint of the steps done, unless the newest one is just that."""
+        """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step."""
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
             with self.shutdown.finish():
                 self.save()
 
     def restore(self) -> bool:
-        """Goes on from the newest whole checkpoint, if there is one."""
+        """Resumes from the newest intact checkpoint; returns False if there is none."""
         while (newest := self.checkpoints.newest() if self.config.checkpoint.resume else None) is not None:
             try:
                 self._restore(newest)
@@ -267,10 +270,10 @@ class Run:
         return False
 
     def _restore(self, newest: Path) -> None:
-        """Goes on from a checkpoint.
+        """Resumes from this checkpoint.
 
         Raises:
-            Damaged: Ranks have found that a file is not as it was saved; nothing but models has changed.
+            Damaged: A rank found a corrupted file. Until then only the models were changed.
         """
         state: dict[str, Any] = self.checkpoints.state(newest)
         for name, model in self.trained.items():
@@ -285,7 +288,7 @@ class Run:
         self.kl.restore(state)
         self.step, self.version = state["step"], state.get("version", state["step"])
         self.first_evaluation = state["first_evaluation"]
-        if "entropy" in state:  # checkpoints of earlier versions have none
+        if "entropy" in state:  # earlier versions did not save the entropy coefficient
             self.entropy.restore(state["entropy"])
         self.console.say(f"resuming after step {self.step} from {newest}")
         if taken_up:
@@ -299,7 +302,8 @@ def _text(trajectory: Trajectory) -> TrajectoryText:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards of a step's trajectories, lengths and shares. Rewards are those of environments that did not fail."""
+    """Returns the metrics of a step's trajectories: rewards, lengths and shares. Failed environments do not count for
+    rewards."""
     lengths = np.array([t.response_length for t in trajectories])
     judged = [t for t in trajectories if not t.status.failed]
     rewards = np.array([t.reward for t in judged])

@@ -1,7 +1,4 @@
-"""Puts a run together.
-
-Actors up, weights loaded or restored, engines connected, all of it taken down again at the end.
-"""
+"""Assembles a run: starts actors, loads or restores weights, connects engines, and tears everything down at the end."""
 
 from __future__ import annotations
 
@@ -62,8 +59,8 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
-    torch.set_num_threads(1)  # a batch is cut in no time, but threads would spin on cores that ranks and engines need
+    """Opens a run, ready for the first step: the engines hold the policy's weights. Leaves no process behind."""
+    torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
     logs = folder / "logs"
@@ -84,7 +81,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             started = start_actors(setup, placement)
             workers = start_workers(setup)
         policy, reference, critic, fleet = started
-        if placement.policy:  # there is more than one node, or a GPU for each
+        if placement.policy:  # set with several nodes or with GPUs
             say_where(started, workers, console)
 
         timeline = Timeline() if config.telemetry.timeline else None
@@ -111,7 +108,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         stack.callback(run.rollouts.close)
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
-        run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
+        run.trackers.start(config, run.step or None)  # None: repeats the initial evaluation
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
             run.bring_up_to_date()
@@ -121,7 +118,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
 
 def say_where(actors: Actors, workers: Workers | None, console: Console) -> None:
-    """For people: which nodes have what."""
+    """Prints the nodes of policy ranks, engines and environments."""
     console.say(f"policy ranks sit on {actors.policy.group.seating}")
     console.say(f"engines sit on {actors.engines.group.seating}")
     if workers is not None:
@@ -129,7 +126,7 @@ def say_where(actors: Actors, workers: Workers | None, console: Console) -> None
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
-    """Ray for the processes of a run beside its driver."""
+    """Opens a Ray session with enough resources for the run's actors."""
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
     actors = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
@@ -140,7 +137,7 @@ def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
 def generator_of(
     config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None, timeline: Timeline | None = None
 ) -> Generator:
-    """What plays a run's prompts on its engines; those that do so at the same time have one timeline."""
+    """Returns a generator on the run's engines. Concurrent generators share a timeline."""
     return Generator(
         fleet,
         chat,
@@ -157,17 +154,17 @@ def generator_of(
 def rollouts_of(
     source: RolloutSource, stack: ExitStack, look: Callable[[], None], refill: Callable[[], None]
 ) -> Rollouts:
-    """As far ahead of training as `asynchrony` says. Evaluations have the source's generator, too.
+    """Returns rollouts as far ahead of training as `asynchrony` says. Evaluations keep using the source's generator.
 
     Args:
-        source: What `asynchrony.mode=off` has.
-        stack: Ends what is started.
-        look, refill: As the run's.
+        source: The rollouts for `asynchrony.mode=off`.
+        stack: Closes everything started here.
+        look, refill: The run's callbacks.
     """
     config, generator = source.config, source.generator
     if config.asynchrony.mode == "off":
         return source
-    if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
+    if config.asynchrony.mode == "one_step":  # its thread needs a separate generator
         shared = generator.workers, generator.timeline if generator.counts_are_read else None
         own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
         own.recorder, own.slots.use = generator, generator.slots.use
@@ -178,7 +175,7 @@ def rollouts_of(
 
 
 def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:
-    """What is measured of a run's steps."""
+    """Returns the meters, profiler and timelines for a run's steps."""
     config, policy, fleet = setup.config, actors.policy.group, actors.engines
     trained = actors.policy, actors.reference and actors.reference.own, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
@@ -191,7 +188,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:
-    """The order in which the steps take the prompts."""
+    """Returns the order of the training prompts."""
     return PromptStream(
         prompts,
         batch=config.data.prompts_per_step,
@@ -203,9 +200,9 @@ def stream_of(config: Config, prompts: int) -> PromptStream:
 
 
 def sft_warmup(run: Run, chat: Renderer) -> None:
-    """The supervised warm-up, and the checkpoint that makes it unnecessary to repeat.
+    """Runs the supervised warm-up and saves a checkpoint, so a resumed run does not repeat the warm-up.
 
-    A critic without a path of its own takes the policy's weights as they are then.
+    A critic without a separate path starts from the policy's weights after the warm-up.
     """
     run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)
@@ -221,7 +218,8 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
 
 def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and evaluation prompts that fit `rollout.max_prompt_tokens`; says how many do not."""
+    """Loads the training and evaluation prompts within `rollout.max_prompt_tokens` and prints the number of longer
+    prompts."""
     kept: list[list[Prompt]] = []
     for key, files, limit in (
         ("data.train", config.data.train, None),
@@ -254,7 +252,7 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
 
 
 def _shortest(prompts: list[Prompt], chat: Renderer, tools: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Says how many tokens the shortest has; nothing where even that is too long to be tokenised."""
+    """Returns a phrase with the token count of the shortest prompt; empty if even this is too long to tokenize."""
     shortest = min(prompts, key=lambda prompt: sum(len(message["content"]) for message in prompt.messages))
     tokens = chat.prompt(shortest.messages, "the shortest", tools[shortest.env_class])
     return f", the shortest text has {len(tokens)} tokens" if tokens is not None else ""

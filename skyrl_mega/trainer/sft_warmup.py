@@ -1,6 +1,6 @@
 """The supervised warm-up.
 
-A model that starts from nothing first learns from demonstrations, as part of the run and named as such.
+A model without any prior skill first learns from demonstrations, as a named part of the run.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from skyrl_mega.rollout.renderer import Renderer
 def encode(
     demonstrations: list[Demonstration], chat: Renderer, environments: EnvironmentConfig | None = None
 ) -> Sequences:
-    """The demonstrations as a rollout would have them, token by token.
+    """Tokenizes demonstrations exactly as a rollout would.
 
     Args:
-        demonstrations: What is shown.
+        demonstrations: The demonstrations.
         chat: Tokenizer and template.
-        environments: Which environments there are: a prompt shows its environment's tools.
+        environments: The environment settings: a prompt lists the environment's tools.
 
-    Column `mask` is 1 on what is learned: the assistant's messages, each with its tool calls and end token. Prompts and
-    what an environment says between turns are 0.
+    The column `mask` is 1 on the learned tokens: assistant messages with tool calls and end token; 0 on prompts and on
+    environment messages between turns.
     """
     config = environments or EnvironmentConfig()
     names = {d.env_class or config.default or "" for d in demonstrations}
@@ -44,7 +44,7 @@ def encode(
 
 
 def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
-    """Tokens, and which of them are learned (float32)."""
+    """Returns the tokens and the mask of learned tokens (float32)."""
     parts = [(chat.render(demonstration.messages, tools), 0)]
     observations: list[Message] = []
     last = len(demonstration.turns) - 1
@@ -61,9 +61,9 @@ def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, 
 
 
 def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
-    """`warmup.steps` optimizer steps of cross-entropy, then a fresh optimizer for RL.
+    """Runs `warmup.steps` optimizer steps of cross-entropy, then resets the optimizer for RL.
 
-    Returns the last loss, nats per token.
+    Returns the last loss, in nats per token.
     """
     settings = config.warmup
     optimizer = config.policy.optimizer

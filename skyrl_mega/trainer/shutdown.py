@@ -1,12 +1,11 @@
-"""How a run ends early: at once, or as soon as nothing is lost.
+"""Early end of a run: immediate, or graceful with a checkpoint.
 
-    SIGTERM, SIGINT   at once; the next start goes back to the newest checkpoint
-    SIGUSR1           soon: a step that has not touched the policy yet is abandoned, one that has is finished; then a
-                      checkpoint is written. It is what Slurm's --signal should send. A second one at least 5 s later:
-                      at once.
+    SIGTERM, SIGINT   immediate; the next start resumes from the newest checkpoint
+    SIGUSR1           graceful: abandons a step before the first policy update, finishes a later step, then writes a
+                      checkpoint. Slurm's --signal should send this. A second SIGUSR1 after 5 s or more: immediate.
 
-All of them end with exit code 75, and the same command goes on. Signals are the supervisor's (`cluster.supervisor`): it
-asks, and the run looks for that between its calls, and twice a second while it generates.
+The exit code is 75, and the same command resumes the run. The supervisor (`cluster.supervisor`) receives the signals.
+The run polls for requests between calls, and twice per second during generation.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from skyrl_mega.cluster.channel import Asked
 
 
 class Stopped(BaseException):
-    """A signal came; everything is taken down on its way up. No Exception, as none of those who survive errors is
-    to survive it."""
+    """A signal demands the end of the run. Not an Exception, to pass through error handlers."""
 
 
 class GracefulStop(Stopped):
-    """There is time for a checkpoint, and nothing is under way that a checkpoint would have to wait for."""
+    """A graceful end was requested, and no unfinished work stands in the way of a checkpoint."""
 
 
 def ended_by(error: BaseException) -> str:
-    """The signal that something has ended for, such as SIGTERM; nothing where it has failed."""
-    at_once = channel.asked() is Asked.NOW  # whatever fails from then on follows from that
+    """Returns the name of the signal behind `error`, such as SIGTERM; empty if the run failed by itself."""
+    at_once = channel.asked() is Asked.NOW  # any later failure is a consequence of the immediate stop
     return channel.signalled() if at_once or isinstance(error, Stopped) else ""
 
 
 class ShutdownRequest:
-    """Whether the run has been asked to end.
+    """The request to end the run, if any.
 
     Args:
-        asked: Tells what is asked by now.
+        asked: Returns the present request.
     """
 
     def __init__(self, asked: Callable[[], Asked] = channel.asked) -> None:
@@ -45,7 +43,7 @@ class ShutdownRequest:
         self._finishing = False
 
     def look(self) -> None:
-        """Raises Stopped where that is asked, and GracefulStop unless something is being finished."""
+        """Raises Stopped for an immediate end, or GracefulStop for a graceful end outside of `finish`."""
         asked = self._asked()
         if asked is Asked.NOW:
             raise Stopped
@@ -54,14 +52,14 @@ class ShutdownRequest:
 
     @property
     def at_once(self) -> bool:
-        """Whether it is to end without finishing anything: whatever fails from then on follows from that."""
+        """True after a request for an immediate end; any later failure is a consequence."""
         return self._asked() is Asked.NOW
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """What is inside is begun only if no signal has come, and then finished.
+        """Runs the body to completion, unless a graceful end was requested before.
 
-        GracefulStop is raised before or after it.
+        Raises GracefulStop before or after the body, never inside.
         """
         self.look()
         with self.finish():
@@ -70,7 +68,7 @@ class ShutdownRequest:
 
     @contextmanager
     def finish(self) -> Iterator[None]:
-        """What is inside is finished, also where a signal has come; but not where it is to end at once."""
+        """Runs the body to completion despite a request for a graceful end. An immediate end still interrupts."""
         self._finishing = True
         try:
             yield

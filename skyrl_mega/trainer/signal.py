@@ -1,4 +1,4 @@
-"""What there is to learn from in a step. Pure."""
+"""Measures of the learning signal in a step's rewards and advantages. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from skyrl_mega.trainer.turns import Turns
 
 
 def with_advantage(batch: Batch) -> float:
-    """Share of the tokens in the loss whose advantage is not 0; 0 without a token.
+    """Returns the share of tokens in the loss with a nonzero advantage; 0 without tokens.
 
     Args:
-        batch: With the columns `mask` and `advantages`.
+        batch: Includes the columns `mask` and `advantages`.
     """
     counts = batch["mask"] != 0
     return float((counts & (batch["advantages"] != 0)).sum()) / max(1, int(counts.sum()))
 
 
 def differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
-    """Whether trajectories earned rewards that differ, by more than rounding, as advantages compare them.
+    """Returns True if trajectories earned different rewards, beyond rounding, in the comparison made by advantages.
 
     Args:
-        rewards: For each of what is compared, one of each trajectory.
-        tolerance: Those that differ by no more are the same.
+        rewards: A list per compared quantity, with a reward per trajectory.
+        tolerance: Largest difference that still counts as equal.
     """
     return any(
         bool(informative_groups(torch.tensor([each], dtype=torch.float64), tolerance=tolerance))
@@ -41,11 +41,12 @@ def differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
 
 
 def compared(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
-    """What the estimator compares of a prompt's trajectories whose environments did not fail, as `differ` takes it.
+    """Returns the lists of rewards compared by the estimator within a prompt, in the form expected by `differ`.
+    `judged` excludes trajectories with failed environments.
 
-    gdpo: each reward that has a name and a weight. grpo_turns: the answers' rewards, turn by turn; an answer that was
-    not given is one that earned the mean of all, whose advantage is 0. optimal_token_baseline: what was earned from an
-    answer on, of the trajectories that have one in that turn. All others: the trajectories' rewards.
+    gdpo: a list per named reward with a nonzero weight. grpo_turns: the answers' rewards by turn; a missing answer
+    counts as the mean of all, with advantage 0. optimal_token_baseline: the reward from a turn on, for trajectories
+    with an answer in this turn. Every other estimator: the trajectories' rewards.
     """
     weights = algorithm.reward_weights
     if algorithm.advantage == "gdpo" and (named := by_name(judged, weights)):
@@ -62,5 +63,5 @@ def compared(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[l
 
 
 def as_compared(reward: float) -> float:
-    """A reward in six digits, without what rounding leaves of it, for counts of those that are the same."""
+    """Rounds a reward to six digits, and rounding noise to 0, to count equal rewards."""
     return 0.0 if abs(reward) <= LEAST else float(f"{reward:.6g}")

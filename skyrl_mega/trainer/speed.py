@@ -1,7 +1,7 @@
-"""How much of what the hardware could do a step has done: model FLOPs, and bytes that decoding reads.
+"""Hardware utilization of a step: model FLOPs, and bytes read while decoding.
 
-The peak rates are `cluster.rates.tflops` and `memory_gb_s`. Those of a CPU are not known: there the shares are left
-out, and what was reached is told by itself.
+The peak rates are `cluster.rates.tflops` and `memory_gb_s`. A CPU's peak is unknown: there only absolute rates are
+given, no shares.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from skyrl_mega.planner.flops import Load, causal_pairs, flops
 from skyrl_mega.rollout.trajectory import Kind, Trajectory
 
 Steps = Mapping[int, int]
-"""Tokens → steps of an engine worker with so many."""
+"""Tokens per iteration → number of iterations of an engine worker."""
 
 
 def load_of(mini: Sequences) -> Load:
-    """What one forward pass on a mini-batch computes on: its real tokens, whatever they are packed with."""
+    """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
     asked = mini["weights"] != 0
     if "mask" in mini:
         asked = asked & (mini["mask"] != 0)
@@ -31,12 +31,12 @@ def load_of(mini: Sequences) -> Load:
 def of_training(
     config: Config, d: Decoder, loads: Mapping[str, Load], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """`perf/mfu`, and `perf/mfu_logprobs` of the pass before, where there was one.
+    """Returns `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob pass.
 
     Args:
-        config: The settings, the device decided.
+        config: The settings, with the device chosen.
         d: The model.
-        loads: By phase, of forward passes; an optimizer step is worth three.
+        loads: Work by phase, in forward passes; an optimizer step counts as three.
         seconds: `time/<phase>`.
     """
     found: dict[str, float] = {}
@@ -55,14 +55,14 @@ def of_training(
 def of_decoding(
     config: Config, d: Decoder, workers: Sequence[Steps], played: Sequence[Trajectory], seconds: float
 ) -> dict[str, float]:
-    """What engines did in the phase `generate`.
+    """Returns the engines' metrics for the phase `generate`.
 
     Args:
-        config: The settings, the device decided.
+        config: The settings, with the device chosen.
         d: The model.
-        workers: Of each worker of every engine, its steps.
-        played: The trajectories that they wrote.
-        seconds: The phase's.
+        workers: Iterations of each worker of every engine.
+        played: The generated trajectories.
+        seconds: Duration of the phase.
     """
     written, attended = responses(played)
     found = {"perf/decode_tokens_per_s_per_engine": written / seconds / config.rollout.engines}
@@ -81,7 +81,7 @@ def of_decoding(
 
 
 def responses(played: Sequence[Trajectory]) -> tuple[float, float]:
-    """Tokens that engines wrote, and over all of these the tokens that each attended to: those before it."""
+    """Returns the number of tokens written by engines, and the total number of tokens read by attention for these."""
     written, attended = 0, 0.0
     for t in played:
         begin = 0

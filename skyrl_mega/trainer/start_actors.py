@@ -1,4 +1,4 @@
-"""Starts a run's actors: policy, reference and critic with their weights, and engines."""
+"""Starts a run's actors: policy, reference and critic with weights, and engines."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from skyrl_mega.trainer.reference import ReferenceModel
 
 @dataclass(frozen=True)
 class Setup:
-    """What all of a run's actors are started with."""
+    """Everything needed to start a run's actors."""
 
     config: Config
     hf: dict[str, Any]
-    """config.json of the model."""
+    """The model's config.json."""
     model: Path
-    """Its Hugging Face directory."""
+    """The model's Hugging Face directory."""
     device: str
     """cpu or cuda."""
     folder: Path
-    """The run's."""
+    """The run's folder."""
     stack: ExitStack
-    """Ends the actors when it is closed."""
+    """Shuts the actors down on close."""
     say: Callable[[str], None]
 
     @property
     def logs(self) -> Path:
-        """Where the actors' output goes."""
+        """Folder for the actors' output."""
         return self.folder / "logs"
 
     @property
     def timeout_s(self) -> float:
-        """How long a start may take."""
+        """Time limit of a start, in seconds."""
         return self.config.cluster.start_timeout_s
 
 
 class Actors(NamedTuple):
-    """What was started."""
+    """The started actors."""
 
     policy: TrainGroup
     reference: ReferenceModel | None
@@ -75,10 +75,9 @@ class Actors(NamedTuple):
 
 
 def start_actors(setup: Setup, placement: Reservations) -> Actors:
-    """Policy, reference and critic with their weights, and engines, side by side.
+    """Starts policy, reference and critic with weights, and the engines, in parallel.
 
-    On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and no other process
-    may be taking some of it meanwhile.
+    On shared GPUs the engines start first: vLLM measures the free memory, and no other process may allocate meanwhile.
     """
     config = setup.config
     layout, rollout = config.policy.layout, config.rollout
@@ -91,7 +90,7 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
             booting = background.submit(boot, beside(group.where, rollout.engines, gpus=rollout.tensor))
             engines = booting.result()
             if asleep := [part for part in ENGINE if part not in kept(config.residency.keep)]:
-                engines.sleep(asleep)  # what the models are built with takes their place
+                engines.sleep(asleep)  # frees memory for building the models
         else:
             booting = background.submit(boot, placement.engines)
             group = spawn()
@@ -109,9 +108,10 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
 def make_room(
     policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int
 ) -> Iterator[None]:
-    """Has the policy ranks on an engine's GPUs give back what torch keeps for later, before the engine starts again.
+    """Has the policy ranks on an engine's GPUs release torch's cached memory before the engine restarts.
 
-    A rank does so between two calls: one that is busy for longer keeps it, and the engine may then not fit.
+    A rank can do so only between two calls. If a rank stays busy beyond the timeout, a line says so, and the engine may
+    not fit.
     """
     ranks = range(engine * tensor, (engine + 1) * tensor)
     calls = [policy.submit(rank, "empty_cache") for rank in ranks]
@@ -125,7 +125,7 @@ def make_room(
 def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
-    """Actors of a Megatron model, each alone and without weights."""
+    """Starts the actors of a Megatron model, not yet connected and without weights."""
     config = setup.config
     parallel = layout_of(role, layout, ranks)
     architecture(setup.hf).check_layout(setup.hf, parallel, f"{role.name}.layout")
@@ -154,26 +154,26 @@ def spawn_ranks(
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:
-    """Environment variables of a Megatron rank."""
+    """Returns the environment variables of a Megatron rank."""
     if device == "cpu":
         return {"OMP_NUM_THREADS": str(config.policy.threads)}
-    # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
+    # Megatron orders its kernels on one connection. CUDA reads this on context creation, in `set_device`.
     exact = POLICY_ENVIRONMENT if config.run.deterministic else {}
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | precision_environment(config.policy.precision) | exact
 
 
 def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims:
-    """The layout of a role's ranks."""
+    """Returns the parallel layout of a role's ranks."""
     return ParallelDims.from_config(layout, ranks, key=f"{role.name}.layout")
 
 
 def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
-    """A role's settings of layers, optimizer and micro-batches."""
+    """Returns a role's settings for layers, optimizer and micro-batches."""
     return policy_settings(replace(config, policy=critic_model(config)) if role is CRITIC else config)
 
 
 def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
-    """Joins a role's actors and builds the model in them, without weights."""
+    """Connects a role's actors to a process group and builds the model on all, without weights."""
     timeout = config.cluster.start_timeout_s
     host = group.where[0].address
     port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
@@ -183,9 +183,9 @@ def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: Layo
 
 
 def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
-    """The reference for KL, with its weights.
+    """Starts the reference model for KL, with weights.
 
-    None without a coefficient; on the policy's own ranks unless it has a layout of its own.
+    Returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
     """
     config = setup.config
     if not config.algorithm.kl.coefficient:
@@ -202,7 +202,7 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
 
 
 def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None:
-    """The critic with the weights that it starts from; None where advantages need none."""
+    """Starts the critic with the initial weights; returns None if advantages need no critic."""
     config = setup.config
     if not has_critic(config):
         return None
@@ -213,13 +213,14 @@ def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None
 
 
 def longer(config: Config) -> dict[str, Any]:
-    """vLLM's arguments for a model whose sequences may be longer than its config.json says (`model.max_length`)."""
+    """Returns vLLM arguments for sequences longer than the model's config.json allows (`model.max_length`)."""
     longest = config.model.max_length
     return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
 
 
 def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
-    """vLLM engines. With dummy weights the first sync brings the policy's; with `auto` they are the directory's."""
+    """Starts the vLLM engines. With `dummy` weights the first sync delivers the policy's weights; `auto` loads the
+    model directory."""
     config = setup.config
     spec = EngineSpec(
         path=str(setup.model),
@@ -229,7 +230,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         max_length=length_limit(config.rollout),
         weights=weights,
         seed=config.run.seed,
-        routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # else there is no policy to take them
+        routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",
         extra=longer(config),
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),

@@ -1,4 +1,4 @@
-"""Starts the processes that play trajectories (`environment.processes`)."""
+"""Starts the rollout workers (`environment.processes`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_mega.trainer.start_actors import Setup
 
 
 def start_workers(setup: Setup) -> Workers | None:
-    """The run's workers; None where trajectories are played in the driver's threads."""
+    """Starts the run's rollout workers; returns None if trajectories run in threads of the driver."""
     config = setup.config
     many = config.environment.processes
     if not many:
@@ -52,8 +52,8 @@ def start_workers(setup: Setup) -> Workers | None:
 
 
 def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
-    """The node of each worker: an equal share for each node without GPUs, or for all where each has some. With a
-    retrieval service on loopback all are on the driver's."""
+    """Returns the node of each rollout worker: spread evenly over nodes without GPUs, or over all nodes if each
+    contains some. With a retrieval service on loopback all are on the driver's node."""
     many = environment.processes
     if on_driver_node(environment):
         return [driver_node()] * many

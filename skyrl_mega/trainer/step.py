@@ -1,4 +1,4 @@
-"""One RL step under way: its number, metrics and phases."""
+"""An RL step in progress: number, metrics and phases."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from skyrl_mega.telemetry.trace import Span, day
 
 @dataclass
 class Step:
-    """One RL step: its number, its metrics, and its phases."""
+    """An RL step with metrics, phases and trajectories."""
 
     number: int
     console: Console
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
-    """All that were drawn, also those that dynamic sampling left out."""
+    """All trajectories sampled for the step, including groups dropped by dynamic sampling."""
     greedy: list[Trajectory] = field(default_factory=list)
-    """Answers that samples are compared with: in the file of trajectories, and in no figure of samples."""
+    """Greedy baseline answers, written with the trajectories but excluded from all sample metrics."""
     look: Callable[[], None] = lambda: None
-    """Raises where the run is to end."""
+    """Raises an exception if the run must end."""
     ended: Callable[[str], None] = lambda phase: None
-    """Told of every phase that has ended, and of moves before one as `residency`."""
+    """Callback after each phase; receives the phase's name, or `residency` after moves between host and device."""
     arrange: Callable[[str], Mapping[str, float]] = lambda phase: {}
-    """Brings about what a phase needs, and measures it; sums over the step."""
+    """Moves model parts to or from the devices before a phase; returns metrics, summed over the step."""
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
-    """Its phases, and the moves before them."""
+    """Spans of phases and of the moves before phases."""
     loads: dict[str, Load] = field(default_factory=dict)
-    """By phase what the policy's ranks computed on, in forward passes: an optimizer step is worth three."""
+    """Work of the policy's ranks by phase, in forward passes; an optimizer step counts as three."""
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
+        """Times a phase as `time/<name>` and shows the progress. Times of repeated phases add up."""
         self.look()
         start = time.perf_counter()
         if moved := self.arrange(name):
             self._add(moved)
             self.spans.append(Span("residency", day(start), day(time.perf_counter()), {"for": name, **moved}))
-            self.ended("residency")  # what a phase has is not what left or came before it
+            self.ended("residency")  # separates the memory peak of the moves from the peak of the phase
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
@@ -54,7 +54,7 @@ class Step:
         self.ended(name)
 
     def computed(self, phase: str, load: Load, passes: float = 1.0) -> None:
-        """The policy's ranks have computed so many forward passes on this in a phase."""
+        """Counts `passes` forward passes of the policy's ranks over `load` in a phase."""
         self.loads[phase] = self.loads.get(phase, Load()) + load * passes
 
     def _add(self, metrics: Mapping[str, float]) -> None:

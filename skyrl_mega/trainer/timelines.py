@@ -1,4 +1,4 @@
-"""`telemetry.timeline`: what every engine, environment slot and policy rank did when, a small file for each step."""
+"""`telemetry.timeline`: activity of every engine, environment slot and policy rank over time, a small file per step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from skyrl_mega.trainer.step import Step
 
 
 class Timelines:
-    """Writes each step's timeline down.
+    """Writes the timeline of each step.
 
     Args:
-        folder: The run's.
-        timeline: Is told what engines and environments do.
-        engines: How many there are.
-        slots: Calls of environments that may be under way at once.
+        folder: The run's folder.
+        timeline: Receives the activity of engines and environments.
+        engines: Number of engines.
+        slots: Largest number of concurrent environment calls.
     """
 
     def __init__(self, folder: Path, timeline: Timeline, *, engines: int, slots: int) -> None:
         self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
 
     def end(self, step: Step) -> dict[str, float]:
-        """After the step: writes its file, and returns `idle/*`."""
+        """Writes the file of a finished step and returns the metrics `idle/*`."""
         made = self._made(step)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / step_timeline.name_of(step.number)
@@ -41,7 +41,7 @@ class Timelines:
         taken = self.timeline.take()
         start, phases = taken.end - (time.perf_counter() - step.start), list(step.spans)
         shown = start
-        if checkpoint := step.metrics.get("time/checkpoint"):  # it was written between the step before and this one
+        if checkpoint := step.metrics.get("time/checkpoint"):  # written between the previous step and this one
             shown = max(taken.start, start - checkpoint)
             phases = [Span("checkpoint", shown, start), *phases]
         return StepTimeline(

@@ -1,4 +1,4 @@
-"""Trains from a configuration: opens the run, runs the loop, and starts again after a fault."""
+"""Trains from a configuration: opens the run, runs the loop, and restarts the run after a fault."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, folder: Path, console: Console) -> None:
-    """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
+    """Runs the training that `config` describes and writes all results to `folder`. Expects checked inputs.
 
-    What its engines survive it goes on through. After any other fault it is taken down and starts again from its
-    newest checkpoint, `run.restarts` times at most. Before a step has been completed it does so only where a node is
-    lost: what has not worked for another reason is not tried again.
+    The run itself survives engine failures. After any other fault everything is torn down and restarted from the newest
+    checkpoint, at most `run.restarts` times. Before the first completed step only a lost node leads to a restart: any
+    other early fault would repeat.
 
     Raises:
-        UserError: What only shows once the data and the model are read.
-        ActorFailed, ClusterError: An actor died, raised or did not answer, or nodes that were waited for did not come;
-            names the root cause.
-        Stopped: A signal came.
+        UserError: A fault of the inputs appeared only after reading data and model.
+        ActorFailed, ClusterError: An actor died, raised or did not answer, or missing nodes did not join. Names the
+            root cause.
+        Stopped: A signal arrived.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
     from skyrl_mega.cluster.whole import refuse_folder
@@ -47,7 +47,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
                     worked = worked or opened.step > before
             return
         except (ActorFailed, ClusterError) as error:
-            ShutdownRequest().look()  # a signal that everything had is the cause then
+            ShutdownRequest().look()  # a signal to all processes makes actors fail, too: then the signal is the cause
             if not left or isinstance(error, NodesMissing) or not (worked or isinstance(error, NodeLost)):
                 raise
             left -= 1
@@ -56,7 +56,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 
 def finish(run: Run) -> None:
-    """All steps that are left, and what comes after them."""
+    """Runs the remaining steps, exports the model if asked, writes the report page and prints the summary."""
     from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop

@@ -1,4 +1,4 @@
-"""The policy's answers of a step: how many tokens each has, and what the environment gave for it."""
+"""The policy's answers of a step: tokens and reward of each."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from skyrl_mega.rollout.trajectory import Kind, Trajectory
 
 ROUNDING = 1e-9
-"""What a sum of rewards may differ by, relative to it, and nothing was earned."""
+"""Relative rounding error of reward sums; smaller remainders count as 0."""
 
 
 class Turns(NamedTuple):
-    """R answers of N trajectories, those of a trajectory one after another. All have at least one token."""
+    """R answers of N trajectories, ordered by trajectory. No answer is empty."""
 
     answers: Tensor
-    """int64 [N]: answers of each trajectory; 0 where the policy said nothing."""
+    """int64 [N]: answers per trajectory; 0 if the policy wrote nothing."""
     tokens: Tensor
-    """int64 [R]: tokens that the policy wrote."""
+    """int64 [R]: policy tokens per answer."""
     rewards: Tensor
-    """float64 [R]: those of a trajectory sum to its reward."""
+    """float64 [R]: reward per answer; these add up to the trajectory's reward."""
 
     @classmethod
     def of(cls, played: list[Trajectory]) -> Turns:
-        """The answers of these trajectories."""
+        """Collects the answers of these trajectories."""
         found = [_answers(t) for t in played]
         flat = [answer for answers in found for answer in answers]
         return cls(
@@ -36,15 +36,16 @@ class Turns(NamedTuple):
 
 
 def _answers(t: Trajectory) -> list[tuple[int, float]]:
-    """Tokens and reward of each answer with a token; one without leaves its reward to the one before it, or the first.
+    """Returns (tokens, reward) of each nonempty answer. The reward of an empty answer goes to the previous answer, or
+    to the first.
 
-    What no step was given of the trajectory's reward is the last one's.
+    Any part of the trajectory's reward not assigned to a step goes to the last answer.
     """
     steps = [s for s in t.steps if s.kind is Kind.RESPONSE]
     told = [(s.end - s.start, s.reward or 0.0) for s in steps] or [(t.written, t.reward)]
     rest = t.reward - sum(reward for _, reward in told)
     if abs(rest) <= ROUNDING * max(1.0, abs(t.reward)):
-        rest = 0.0  # an answer that earned as much as another must not differ from it
+        rest = 0.0  # rounding must not make answers with equal rewards differ
     found: list[tuple[int, float]] = []
     owed = 0.0
     for tokens, reward in told:

@@ -1,5 +1,5 @@
-"""What a loss needs of a whole mini-batch, which no micro-batch shows: tokens that are chosen, and the mean of the
-importance weights. All of it is with the weights that sampled."""
+"""Statistics over a whole mini-batch that no single micro-batch can compute: selected tokens and the mean importance
+weight. All are computed under the sampling weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl_mega.megatron.sequences import Sequences
 
 
 def chosen(minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequence[int]) -> dict[str, list[Tensor]]:
-    """Columns of tokens that the loss treats apart: bool [T] for each mini-batch; {} where it does not.
+    """Returns the token selections of the loss as columns, bool [T] for each mini-batch; {} without a selection.
 
     Args:
-        minis: With weights, advantages and what `selection.columns_needed` names.
-        algorithm: Says which tokens.
-        seed: Of what is drawn; a mini-batch's number follows.
+        minis: Mini-batches with weights, advantages and the columns in `selection.columns_needed`.
+        algorithm: Defines the selections.
+        seed: Seed of random selections; the mini-batch's index is appended.
     """
     found: dict[str, list[Tensor]] = {}
     if algorithm.loss in ("clip_cov", "kl_cov"):
@@ -32,7 +32,7 @@ def chosen(minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequenc
 
 
 def mean_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
-    """What the importance weights of a mini-batch are divided by: 1 without `importance_normalize`."""
+    """Returns the divisor of a mini-batch's importance weights; 1 without `importance_normalize`."""
     if not algorithm.importance_normalize:
         return 1.0
     old, engine = mini["old_logprobs"], mini["rollout_logprobs"]
@@ -66,5 +66,5 @@ def _by_entropy(mini: Sequences, share: float) -> Tensor:
 
 
 def _at(counts_T: Tensor, chosen_P: Tensor) -> Tensor:
-    """bool [T]: those of the tokens that count which are chosen."""
+    """Scatters selections over the counted tokens, bool [P], into all tokens: bool [T]."""
     return torch.zeros_like(counts_T).masked_scatter(counts_T, chosen_P)

@@ -1,6 +1,6 @@
-"""What a run notices about itself: steps that teach the policy nothing, and figures that have gone wrong. Pure.
+"""Health checks of a run: steps without anything to learn, and abnormal metrics. Pure functions.
 
-`seen.py` is what a watcher looks at; `rollouts.py`, `training.py` and `mismatch.py` are the watchers, a function each;
-`watch.py` asks all of them after every step, and decides what is said, and when a run that cannot learn ends
+`seen.py` is the watchers' view of a step. `rollouts.py`, `training.py` and `mismatch.py` contain the watchers, a
+function each. `watch.py` runs all watchers after every step, decides on the messages, and ends a run unable to learn
 (docs/health.md).
 """

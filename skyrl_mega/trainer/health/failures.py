@@ -1,4 +1,4 @@
-"""Environments that fail: where all do, or too many, the run ends; else each way is told, and all are counted."""
+"""Failures of environments: ends the run if all or too many fail, else counts and reports each kind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.seen import plain
 
 WAYS = 3
-"""Kinds of failures of which an example is told."""
+"""Number of failure kinds reported with an example."""
 DIFFERS = r"'[^']*'|\"[^\"]*\"|[\d.]+"
-"""What differs between errors of one kind: what is quoted, and numbers."""
+"""Varying parts of error texts of the same kind: quoted text and numbers."""
 
 
 def failures(trajectories: Sequence[Trajectory]) -> str | None:
-    """Returns how many failed and in which ways, the most frequent ones with an example; None if none failed."""
+    """Returns the number of failures and the most frequent kinds, with an example of each; None without failures."""
     failed = [t for t in trajectories if t.status.failed]
     if not failed:
         return None
@@ -34,19 +34,19 @@ def failures(trajectories: Sequence[Trajectory]) -> str | None:
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the environment of every trajectory failed; one that works is enough to go on."""
+    """Returns True if the environment of every trajectory failed; a single success is enough to continue."""
     return bool(trajectories) and all(t.status.failed for t in trajectories)
 
 
 def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None:
-    """Ends the run when the environment of every trajectory failed, or of more than may.
+    """Ends the run if all environments failed, or more than the allowed share.
 
     Args:
-        trajectories: Of one step.
-        most: Share of them that may fail (`environment.max_failed`).
+        trajectories: Trajectories of a step.
+        most: Largest allowed share of failures (`environment.max_failed`).
 
     Raises:
-        UserError: Which environments, how many, what the first one or most of them said, and where.
+        UserError: Names the environments, the number of failures, and the first or most frequent error, with the place.
     """
     if all_failed(trajectories):
         first = trajectories[0]
@@ -67,7 +67,8 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
 
 
 def _way(t: Trajectory) -> tuple[str, str]:
-    """Returns what failures of one kind have in common: the error without what differs in it, and the place."""
+    """Returns the features shared by failures of the same kind: the error text without the varying parts, and the
+    place."""
     return re.sub(DIFFERS, "…", str(t.metadata.get("error"))), str(t.metadata.get("at"))
 
 

@@ -1,6 +1,6 @@
-"""Watchers of what lies between engine and policy, and the stop: tokens that were sampled are no longer the policy's.
+"""Watchers of the mismatch between engine and policy, and the stop for tokens no longer sampled from the policy.
 
-docs/parity.md says where differences come from and how large they are.
+docs/parity.md explains the sources and usual sizes of differences.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from skyrl_mega.trainer.health.seen import Finding, Row, Seen, figure, twice
 
 MEAN = "mismatch/logprob_abs_mean"
 NAMES = {"mean": MEAN, "p99": P99}
-"""Ends of the settings below `health.mismatch` → the metric."""
+"""Suffix of the settings in `health.mismatch` → metric."""
 CALLED = {"mean": "in the mean", "p99": "at the 99th percentile"}
 
 ALARM_MEAN = {"float32": 0.01, "bfloat16": 0.05, "fp8": 0.1}
-"""Nats by what the engine computes in. One precision differs by 1e-7 in float32, by about 0.01 in bfloat16, and a large
-mixture of experts by a few times that, as rounding sends some tokens to other experts."""
+"""Alarm threshold in nats, by the engine's precision. Usual differences within the same precision are 1e-7 in float32,
+about 0.01 in bfloat16, and a few times more for a large mixture of experts, where rounding changes the routing of some
+tokens."""
 TAIL = 10.0
-"""Times the alarm of the mean: that of the 99th percentile."""
+"""Ratio of the alarm at the 99th percentile to the alarm of the mean."""
 ROUTES = "replay/route_mismatch_layer_"
 ALARM_ROUTES = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.5}
-"""Share of a layer's choices of experts. Rounding decides between experts that are nearly alike: arXiv:2510.11370 sees
-about a tenth of the routers choose otherwise in bfloat16."""
+"""Alarm threshold for the share of a layer's expert choices. Rounding decides between nearly equal experts:
+arXiv:2510.11370 reports about a tenth of router choices differing in bfloat16."""
 STALE = 0.1
-"""Nats by which the policy may have moved away from what was generated ahead (`asynchrony.max_staleness` above 0)."""
+"""Nats added for a policy ahead of the rollouts (`asynchrony.max_staleness` above 0)."""
 STUCK = 0.3
-"""Nats a token from which nothing is learned, whatever the precision."""
+"""Nats per token from which nothing can be learned, in any precision."""
 STOP = 1.0
-"""Nats that no precision explains: the two call different tokens likely."""
+"""Nats beyond any effect of precision: engine and policy prefer different tokens."""
 TIMES, LEAST = 10.0, 1e-3
-"""Times the usual mismatch, from so many nats on."""
+"""Multiple of the usual mismatch, and the smallest alarm in nats."""
 
 
 class EngineDiffers(RuntimeError):
@@ -43,10 +44,10 @@ class EngineDiffers(RuntimeError):
 
 
 def bound(config: Config, kind: str, of: str) -> float:
-    """Nats from which the mean or the 99th percentile is told of, or ends the run; infinite where it never does.
+    """Returns the threshold in nats for an alarm, or for the end of the run; infinite if disabled.
 
     Args:
-        config: The settings; what they leave open follows from the engine's precision.
+        config: The settings; defaults depend on the engine's precision.
         kind: `alarm` or `stop`.
         of: `mean` or `p99`.
     """
@@ -59,10 +60,11 @@ def bound(config: Config, kind: str, of: str) -> float:
 
 
 def sampled_apart(config: Config) -> float:
-    """Nats by which the engine's log-probs may lie above the policy's because it draws from a part of its distribution.
+    """Returns the possible excess in nats of the engine's log-probs over the policy's, due to sampling from a part of
+    the distribution.
 
-    What top_p keeps has a probability of top_p at least, so that log-probs rise by −ln top_p at most; of top_k nothing
-    is known.
+    The tokens kept by top_p have a total probability of at least top_p, so log-probs rise by at most −ln top_p. For
+    top_k no bound is known.
     """
     sampling = config.rollout.sampling
     if sampling.temperature == 0:
@@ -73,7 +75,7 @@ def sampled_apart(config: Config) -> float:
 
 
 def mismatch_high(seen: Seen) -> Finding | None:
-    """Engine and policy differ by more than their numbers explain."""
+    """Reports a difference between engine and policy too large for the precision."""
     found = list(past(seen.config, "alarm", seen.metrics))
     if not found:
         return None
@@ -85,8 +87,8 @@ def mismatch_high(seen: Seen) -> Finding | None:
 
 
 def mismatch_rises(seen: Seen) -> Finding | None:
-    """The engine's log-probs drift away from the policy's: it generates with other weights, or in other numbers. Where
-    it is ahead of training that is so in every step, and more or less of it."""
+    """Reports a drift of the engine's log-probs from the policy's: other weights or another precision. Does not apply
+    to generation ahead of training, with a varying difference in every step."""
     if generates_ahead(seen.config.asynchrony):
         return None
     usual, now = seen.usual(MEAN), seen.figure(MEAN)
@@ -97,7 +99,7 @@ def mismatch_rises(seen: Seen) -> Finding | None:
 
 
 def routes_differ(seen: Seen) -> Finding | None:
-    """In some layers the policy would send too many tokens to other experts than the engine did."""
+    """Reports layers in which the policy would send too many tokens to other experts than the engine did."""
     if seen.config.policy.moe.replay != "rollout":
         return None
     given = seen.config.health.mismatch.alarm_routes
@@ -120,7 +122,7 @@ def _layers(metrics: Row) -> list[str]:
 
 
 def past(config: Config, kind: str, metrics: Row) -> Iterator[str]:
-    """Each figure of a step that is past its bound, with the bound. One that is no number is past any."""
+    """Yields a phrase for each metric of a step past the threshold. NaN and infinity are past any threshold."""
     for of, name in NAMES.items():
         now, most = figure(metrics, name), bound(config, kind, of)
         if now is not None and now >= most and most < math.inf:
@@ -129,10 +131,10 @@ def past(config: Config, kind: str, metrics: Row) -> Iterator[str]:
 
 
 def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
-    """Ends a run whose engine is not the policy's any more; its last update is to be neither synchronised nor saved.
+    """Ends the run if engine and policy differ too far. The last update must be neither synced nor saved.
 
     Raises:
-        EngineDiffers: By how much, and what to look at.
+        EngineDiffers: Gives the differences and a page to read.
     """
     if found := list(past(config, "stop", metrics)):
         raise EngineDiffers(

@@ -1,4 +1,4 @@
-"""Watchers of what the policy wrote and what it earned. Each says what it found in a step, or None."""
+"""Watchers of the policy's texts and rewards. Each returns a finding about a step, or None."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from skyrl_mega.trainer.health.seen import Finding, Seen, example, figure, plain
 from skyrl_mega.trainer.signal import as_compared
 
 MANY = 32
-"""Groups, or turns, of one step in which a coincidence is out of the question."""
+"""Number of groups or turns in a step large enough to rule out a coincidence."""
 LONG = 3
-"""Steps without a break after which it is with any number."""
+"""Number of consecutive steps large enough to rule out a coincidence for any number of groups."""
 SOME = 8
-"""Trajectories of a step without which nothing is said of all of them."""
+"""Smallest number of trajectories for a statement about all."""
 NEARLY_ALL = 0.95
 TINY = 1e-6
 ONLY_THE_BEST = "pass_at_k"
-"""The estimator with which an answer gains only where it alone is the best."""
+"""Estimator with an advantage only for a single best answer."""
 CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
 def environment_fails(seen: Seen) -> Finding | None:
-    """Environments raise, take too long or break the contract. Where all of them do, the run ends at once."""
+    """Reports environments that raise, exceed the time limit or break the contract. If all do, the run ends."""
     text = failures(seen.trajectories)
     return Finding("environment_fails", text) if text else None
 
 
 def close_fails(seen: Seen) -> Finding | None:
-    """Environments raise when they are closed: trajectories are whole, and what they hold may not be released."""
+    """Reports environments that raise in `close`: the trajectories are complete, but resources may leak."""
     errors = [t.metadata["close_error"] for t in seen.trajectories if "close_error" in t.metadata]
     if not errors:
         return None
@@ -40,7 +40,7 @@ def close_fails(seen: Seen) -> Finding | None:
 
 
 def truth_fails(seen: Seen) -> Finding | None:
-    """A row's own solution fails where it is run: no answer to the row can be right."""
+    """Reports rows with a failing reference solution: no answer to such a row can be right."""
     wrong = [t for t in seen.judged if t.metadata.get("gold_error")]
     if not wrong:
         return None
@@ -53,13 +53,13 @@ def truth_fails(seen: Seen) -> Finding | None:
 
 
 def ended_for_memory(seen: Seen) -> Finding | None:
-    """Sandboxed programs were ended, perhaps for what others took: their rewards say little."""
+    """Reports sandboxed programs killed for memory, perhaps used by other programs: the rewards say little."""
     count = seen.figure("environment/ended_for_memory")
     return Finding("ended_for_memory", told(count)) if count else None
 
 
 def everything_cut(seen: Seen) -> Finding | None:
-    """No response ends by itself: nobody sees an answer, or the filter of overlong responses leaves none."""
+    """Reports steps in which no response ends by itself: no answer is visible, or the overlong filter leaves none."""
     cut = [t for t in seen.judged if t.status in CUT]
     if len(seen.judged) < SOME or len(cut) < NEARLY_ALL * len(seen.judged):
         return None
@@ -89,7 +89,7 @@ def everything_cut(seen: Seen) -> Finding | None:
 
 
 def nothing_parsed(seen: Seen) -> Finding | None:
-    """The environment found nothing in any answer: an entry of its metadata is null in all, and all earn the same."""
+    """Reports an environment unable to parse any answer: a metadata entry is null, the reward equal for all answers."""
     notes = [t.metadata for t in seen.judged]
     if len(notes) < SOME or len({as_compared(t.reward) for t in seen.judged}) > 1:
         return None
@@ -107,7 +107,7 @@ def nothing_parsed(seen: Seen) -> Finding | None:
 
 
 def duplicated_samples(seen: Seen) -> Finding | None:
-    """The samples of a prompt are all the same text, for every prompt: there is nothing to compare."""
+    """Reports steps with identical samples for every prompt: there is nothing to compare."""
     if not compares_samples(seen.config.algorithm) or not _all(seen, "rollout/answers_differ"):
         return None
     return Finding(
@@ -121,10 +121,11 @@ def duplicated_samples(seen: Seen) -> Finding | None:
 
 
 def equal_rewards(seen: Seen) -> Finding | None:
-    """No group has rewards that differ: nothing to learn from, unless advantages come from elsewhere.
+    """Reports steps without unequal rewards in any group: there is nothing to learn unless advantages have another
+    source.
 
-    Its name is `rewards_by_prompt` where they differ between prompts though the answers to one do too, and
-    `nothing_left` where all earn the most that was ever earned.
+    The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
+    and `nothing_left` if all answers earn the highest reward of the run.
     """
     if not _all(seen, "rollout/groups_differ"):
         return None
@@ -155,7 +156,7 @@ def equal_rewards(seen: Seen) -> Finding | None:
 
 
 def no_advantage(seen: Seen) -> Finding | None:
-    """Rewards differ, and yet no token has an advantage: baselines are what each answer earned, failed or cancel."""
+    """Reports unequal rewards without any advantage: baselines equal each reward, failed, or cancel."""
     steps = seen.in_a_row(
         lambda row: figure(row, "policy/advantage_fraction") == 0.0 and bool(figure(row, "rollout/groups_differ"))
     )
@@ -171,14 +172,14 @@ def no_advantage(seen: Seen) -> Finding | None:
         "no_advantage",
         f"no token has an advantage (algorithm.advantage={name}), though rewards differ {of}{why}; "
         f"{example(seen.judged[0])}",
-        stuck=name != ONLY_THE_BEST,  # which wants no more than one that is right
+        stuck=name != ONLY_THE_BEST,  # it needs no more than one right answer
         luck=True,
         explains=("gradient_vanished",),
     )
 
 
 def nothing_sampled(seen: Seen) -> Finding | None:
-    """Dynamic sampling used all of its rounds and found too few groups; `groups_missing` where it found some."""
+    """Reports dynamic sampling without enough groups after all rounds; named `groups_missing` if some were found."""
     missing, rounds = seen.figure("rollout/groups_missing"), seen.figure("rollout/rounds")
     wanted, most = seen.config.data.prompts_per_step, seen.config.algorithm.dynamic_sampling.max_rounds
     if not missing or rounds != most or missing < wanted / 2:
@@ -198,7 +199,7 @@ def nothing_sampled(seen: Seen) -> Finding | None:
 
 
 def stop_string_never_comes(seen: Seen) -> Finding | None:
-    """No turn has one of the strings that are to end it."""
+    """Reports steps without a stop string in any turn."""
     steps = seen.lasting("rollout/stop_strings", 0.0)
     if not steps or (len(seen.turns) < MANY and steps < LONG):
         return None
@@ -211,7 +212,7 @@ def stop_string_never_comes(seen: Seen) -> Finding | None:
 
 
 def more_cut(seen: Seen) -> Finding | None:
-    """Responses run into their limit that did not do so before."""
+    """Reports a sudden rise of truncated responses."""
     name = "rollout/truncated_fraction"
     now, before = seen.last(name, 2), seen.past[:-1]
     known = [value for row in before if (value := row.get(name)) is not None]
@@ -225,13 +226,13 @@ def more_cut(seen: Seen) -> Finding | None:
 
 
 def _advantages(seen: Seen) -> str:
-    """What equal rewards leave to learn from."""
+    """Returns a phrase about the learning signal left with equal rewards."""
     share = seen.figure("policy/advantage_fraction")
     return f"the advantages of {share:.0%} of the tokens come from elsewhere" if share else "no advantage"
 
 
 def _all(seen: Seen, share: str) -> bool:
-    """Whether a share of groups is 0, and not by coincidence: of many groups, or in several steps."""
+    """Returns True if a share of groups is 0 and not by coincidence: in many groups, or for several steps."""
     steps = seen.lasting(share, 0.0)
     return bool(seen.groups) and (steps >= LONG or (steps > 0 and seen.compared >= MANY))
 

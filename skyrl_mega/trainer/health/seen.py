@@ -1,4 +1,4 @@
-"""A step as the watchers see it: its trajectories, its metrics, and the metrics of the steps before."""
+"""A step from the watchers' point of view: trajectories, metrics, and the metrics of earlier steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from skyrl_mega.rollout.trajectory import Trajectory, policy_texts
 from skyrl_mega.trainer.signal import compared, differ
 
 LONGEST = 80
-"""Characters of what a policy wrote that are shown."""
+"""Largest number of characters shown of a policy's text."""
 USUAL = 20
-"""Steps whose median is the usual value of a metric."""
+"""Number of steps for the usual value of a metric, the median."""
 ONSET = 2
-"""The newest steps before this one, which the usual value leaves out: what has just begun is not yet usual."""
+"""Newest earlier steps excluded from the usual value: a change just begun is not usual yet."""
 SPEED = "perf/generate_tokens_per_s"
 KNOWN = 5
-"""Steps without which nothing is usual."""
+"""Smallest number of steps for a usual value."""
 NEAR = 3
-"""Steps among which two must be far off."""
+"""Window of steps in which two must be abnormal."""
 
 Row = Mapping[str, float | None]
 """Metrics of a step."""
@@ -34,44 +34,44 @@ Row = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a watcher found in a step."""
+    """An observation of a watcher in a step."""
 
     kind: str
-    """Its name: a metric `health/<kind>`, and a row of docs/health.md."""
+    """Name: the metric `health/<kind>`, and a row of docs/health.md."""
     text: str
-    """The evidence, on one line: counts, and a sample."""
+    """Evidence on a single line: counts, and a sample."""
     stuck: bool = False
-    """Whether the policy learns nothing from such a step: `run.patience` counts these."""
+    """True if the policy learns nothing from such a step; `run.patience` counts these."""
     luck: bool = False
-    """Whether bad luck may explain it, so that `run.patience_groups` are needed too."""
+    """True if bad luck may be the reason; then `run.patience_groups` are required, too."""
     explains: tuple[str, ...] = ()
-    """Kinds that follow from this one and are not told beside it."""
+    """Kinds implied by this finding, and therefore suppressed."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A step, and what came before it."""
+    """A step and the history before."""
 
     config: Config
     number: int
     metrics: Row
     trajectories: Sequence[Trajectory]
-    """All that were drawn, the samples of a prompt one after another."""
+    """All sampled trajectories, ordered by prompt."""
     past: Sequence[Row] = field(default_factory=tuple)
-    """Rows of the newest steps before this one, in order."""
+    """Metrics of the latest earlier steps, in order."""
     first: Sequence[Row] = field(default_factory=tuple)
-    """Rows of the run's first steps."""
+    """Metrics of the run's first steps."""
 
     @cached_property
     def judged(self) -> list[Trajectory]:
-        """The trajectories whose environment did not fail."""
+        """Trajectories without a failed environment."""
         return [t for t in self.trajectories if not t.status.failed]
 
     @cached_property
     def groups(self) -> list[list[Trajectory]]:
-        """The judged samples of each prompt, where there are two to compare.
+        """The judged samples of each prompt with at least two.
 
-        Where advantages do not compare them (`reinforce`), everything is compared with everything.
+        If advantages do not compare samples (`reinforce`), all trajectories form a single group.
         """
         if not compares_samples(self.config.algorithm):
             return [self.judged] if len(self.judged) > 1 else []
@@ -82,24 +82,24 @@ class Seen:
 
     @property
     def compared(self) -> int:
-        """Groups of the step, each of which may have had something to learn from; answers, where there are none."""
+        """Number of groups with a chance of a signal; number of answers if there are no groups."""
         return len(self.groups or self.judged if compares_samples(self.config.algorithm) else self.judged)
 
     @property
     def taught(self) -> bool:
-        """Whether a token of the step had an advantage, be the rewards of its group equal: lengths, an answer's own
-        reward, a critic or KL in the reward give one too. A loss of the user's own need not look at advantages."""
+        """True if any token received a nonzero advantage, even with equal rewards in the group: from lengths, rewards
+        of single answers, a critic or KL in the reward. With a user-defined loss a gradient is enough."""
         own = self.config.algorithm.loss not in LOSSES
         return bool(self.figure("policy/advantage_fraction") or (own and self.figure("policy/grad_norm")))
 
     @property
     def tells_apart(self) -> bool:
-        """Whether there was something to learn from: rewards that differ in a group, or an advantage."""
+        """True if there was something to learn: unequal rewards in a group, or an advantage."""
         return self.taught or bool(self.figure("rollout/groups_differ"))
 
     def shares(self) -> dict[str, float]:
-        """Metrics that watchers compare over steps: share of the groups with rewards that differ, with answers that
-        differ, and of turns with a stop string in them. Those that cannot be measured are left out."""
+        """Returns metrics compared over several steps: shares of groups with unequal rewards, of groups with unequal
+        answers, and of turns with a stop string. Unmeasurable shares are left out."""
         found: dict[str, float] = {}
         if self.groups:
             found["rollout/groups_differ"] = _share(
@@ -114,54 +114,54 @@ class Seen:
 
     @cached_property
     def turns(self) -> list[str]:
-        """What the policy said in every turn of the step."""
+        """The policy's text in every turn of the step."""
         return [text for t in self.judged for text in policy_texts(t)]
 
     def stopped(self, text: str) -> bool:
-        """Whether a turn has one of `rollout.sampling.stop` in it."""
+        """Returns True if a turn contains a string of `rollout.sampling.stop`."""
         return any(stop in text for stop in self.config.rollout.sampling.stop)
 
     def figure(self, name: str) -> float | None:
-        """`figure` of this step."""
+        """Returns a metric of this step; see `figure`."""
         return figure(self.metrics, name)
 
     def usual(self, name: str) -> float | None:
-        """The median of a metric over the steps before, zeros left out; None before there are enough."""
+        """Returns the median of a metric over earlier steps, ignoring zeros; None with too few steps."""
         known = [figure(row, name) for row in self.past[: len(self.past) - ONSET]][-USUAL:]
         values = [value for value in known if value and math.isfinite(value)]
         return median(values) if len(values) >= KNOWN else None
 
     def start(self, name: str) -> float | None:
-        """The median of a metric over the run's first steps; None before there are enough."""
+        """Returns the median of a metric over the run's first steps; None with too few steps."""
         values = [value for row in self.first if (value := figure(row, name)) is not None and math.isfinite(value)]
         return median(values) if len(values) >= KNOWN else None
 
     def last(self, name: str, steps: int) -> list[float]:
-        """A metric of this step and of those before it, the newest first; of so many steps at most that have it."""
+        """Returns the newest values of a metric, this step's first; at most `steps` values."""
         rows = [self.metrics, *reversed(self.past)]
         return [value for row in rows if (value := figure(row, name)) is not None][:steps]
 
     def lasting(self, name: str, value: float) -> int:
-        """For how many steps up to this one, without a break, a metric has had this value."""
+        """Returns the number of latest consecutive steps with this value of a metric."""
         return self.in_a_row(lambda row: figure(row, name) == value)
 
     def in_a_row(self, holds: Callable[[Row], bool]) -> int:
-        """For how many steps up to this one, without a break, something has held."""
+        """Returns the number of latest consecutive steps satisfying a condition."""
         return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
 
 
 def shown(text: str, longest: int = LONGEST) -> str:
-    """A text on one line, quoted, without characters that a terminal would obey; the end of it where it is long."""
+    """Returns a text on a single line, quoted and without terminal control characters; of a long text only the end."""
     return f"'{plain(text if len(text) <= longest else '…' + text[-longest:])}'"
 
 
 def plain(text: str) -> str:
-    """A text on one line, with characters that a terminal would obey written out."""
+    """Returns a text on a single line, with terminal control characters written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def example(t: Trajectory) -> str:
-    """What a trajectory's last turn said, what it earned, and what its environment noted."""
+    """Returns a phrase with a trajectory's last turn, reward, and environment metadata."""
     said = next(reversed(list(policy_texts(t))), "")
     noted = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
     note = f", metadata {shown(json.dumps(noted, ensure_ascii=False, default=str)[:LONGEST])}" if noted else ""
@@ -169,7 +169,7 @@ def example(t: Trajectory) -> str:
 
 
 def figure(row: Row, name: str) -> float | None:
-    """A metric of a row; None where it was not measured. What is not finite is infinite."""
+    """Returns a metric of a row; None if not measured, infinity if not finite."""
     if name not in row:
         return None
     value = row[name]
@@ -177,7 +177,7 @@ def figure(row: Row, name: str) -> float | None:
 
 
 def twice(seen: Seen, name: str, far: float, at_all: float) -> bool:
-    """Whether a metric is that far off now and once more in the last steps, or by far now."""
+    """Returns True if a metric is at least `far` now and once more within the last steps, or at least `at_all` now."""
     now = seen.figure(name)
     if now is None or now < far:
         return False

@@ -1,7 +1,7 @@
-"""Watchers of the figures of training. Each says what it found in a step, or None.
+"""Watchers of training metrics. Each returns a finding about a step, or None.
 
-What has no natural bound is compared with its own past: the median of the steps before, or of the run's first ones.
-One step far off is noise, so that most of them want a second one within three.
+A metric without natural bounds is compared with the past: the median of earlier steps, or of the run's first. A single
+abnormal step is noise, so most watchers require two within three steps.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from skyrl_mega.telemetry.table import number
 from skyrl_mega.trainer.health.seen import NEAR, SPEED, Finding, Seen, twice
 
 COLLAPSED = 0.05
-"""Share of its value at the start below which entropy has collapsed, where rewards have not risen meanwhile."""
+"""Share of the initial entropy that counts as collapsed, unless rewards rose meanwhile."""
 RISEN = 0.05
-"""Rise of the mean reward from the start that explains a low entropy: the policy has become sure, and is right."""
+"""Rise of the mean reward since the start that justifies low entropy: the policy became certain, and is right."""
 NO_ENTROPY = 1e-4
-"""Nats, where a start is not known yet."""
+"""Threshold in nats while the initial entropy is unknown."""
 VANISHED = 1e-3
 """Share of the usual gradient norm."""
 NO_GRADIENT = 1e-9
 SPIKE, HUGE = 20.0, 1000.0
-"""Times the usual gradient norm: twice within three steps, and once."""
+"""Multiples of the usual gradient norm: for two steps within three, and for a single step."""
 KL_OLD, KL_TIMES, KL_LEAST, KL_MOST = 0.5, 20.0, 0.5, 10.0
-"""Nats that the policy moves within a step; times the usual KL to the reference, from so many nats on, and at all."""
+"""Nats the policy may move within a step; multiple of the usual KL to the reference; lower and upper bound of this
+alarm in nats."""
 CLIPPED = 0.9
 SLOW = 0.2
 """Share of the usual speed."""
 
 
 def not_finite(seen: Seen) -> Finding | None:
-    """A figure of the optimizer step is no number."""
+    """Reports NaN or infinity in a metric of the optimizer step."""
     names = [f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "ratio")]
     found = [name for name in names if seen.figure(name) == math.inf]
     if not found:
@@ -41,7 +42,7 @@ def not_finite(seen: Seen) -> Finding | None:
 
 
 def entropy_collapsed(seen: Seen) -> Finding | None:
-    """The policy says one thing only, and it is not what earns more."""
+    """Reports collapsed entropy without a rise of the reward."""
     now, start = seen.last("policy/entropy", 2), seen.start("policy/entropy")
     least = NO_ENTROPY if start is None else COLLAPSED * start
     if len(now) < 2 or max(now) >= least or seen.figure("policy/entropy") is None:
@@ -56,7 +57,7 @@ def entropy_collapsed(seen: Seen) -> Finding | None:
 
 
 def gradient_vanished(seen: Seen) -> Finding | None:
-    """Rewards differ, and the gradient is nothing."""
+    """Reports a vanishing gradient despite unequal rewards."""
     now, usual = seen.last("policy/grad_norm", 2), seen.usual("policy/grad_norm")
     least = max(NO_GRADIENT, VANISHED * (usual or 0.0))
     if seen.figure("policy/grad_norm") is None or not seen.figure("rollout/groups_differ"):
@@ -70,7 +71,7 @@ def gradient_vanished(seen: Seen) -> Finding | None:
 
 
 def gradient_spikes(seen: Seen) -> Finding | None:
-    """The gradient is many times what it usually is, once more or by far."""
+    """Reports a gradient norm many times above the usual, twice within three steps or once by far."""
     usual = seen.usual("policy/grad_norm")
     if not usual or not twice(seen, "policy/grad_norm", SPIKE * usual, HUGE * usual):
         return None
@@ -80,7 +81,7 @@ def gradient_spikes(seen: Seen) -> Finding | None:
 
 
 def kl_explodes(seen: Seen) -> Finding | None:
-    """The policy runs away: from where it was before the step, or from the reference."""
+    """Reports a policy moving too far from the state before the step, or from the reference."""
     usual = seen.usual("policy/kl")
     least = max(KL_LEAST, KL_TIMES * usual) if usual else KL_MOST
     for name, far, at_all, of in (
@@ -94,7 +95,8 @@ def kl_explodes(seen: Seen) -> Finding | None:
 
 
 def everything_clipped(seen: Seen) -> Finding | None:
-    """Nearly every token's ratio is clipped: those have no gradient, but for losses that keep one."""
+    """Reports a clipped ratio for nearly all tokens: clipped tokens get no gradient, except in losses with a gradient
+    for clipped tokens."""
     if seen.config.algorithm.loss in ("cispo", "sapo") or not twice(seen, "policy/clip_fraction", CLIPPED, math.inf):
         return None
     share, a = seen.figure("policy/clip_fraction"), seen.config.algorithm
@@ -107,7 +109,7 @@ def everything_clipped(seen: Seen) -> Finding | None:
 
 
 def slow(seen: Seen) -> Finding | None:
-    """Generation has a fraction of its usual speed, for three steps."""
+    """Reports generation at a fraction of the usual speed for three steps."""
     usual, now = seen.usual(SPEED), seen.last(SPEED, NEAR)
     if not usual or len(now) < NEAR or max(now) >= SLOW * usual or seen.figure(SPEED) is None:
         return None

@@ -1,4 +1,4 @@
-"""All watchers after every step: what is said, what is measured, and when a run that cannot learn ends."""
+"""Runs all watchers after every step: decides on messages, metrics, and the end of a run unable to learn."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from skyrl_mega.trainer.health import mismatch, rollouts, training
 from skyrl_mega.trainer.health.seen import ONSET, SPEED, USUAL, Finding, Row, Seen
 
 PREFIX = "health: "
-"""How a line begins that says what was found."""
+"""Prefix of lines about findings."""
 AGAIN = 10
-"""Steps for which what was said of a kind is not said again."""
+"""Steps before a finding of the same kind is printed again."""
 KEPT = USUAL + ONSET + 28
-"""Rows that are remembered."""
+"""Number of remembered rows."""
 FIRST = 10
-"""Rows that are the run's start."""
+"""Number of rows taken as the run's start."""
 STUCK, STUCK_GROUPS = "health/stuck_steps", "health/stuck_groups"
-"""What is counted of the steps, without a break up to the newest one, from which nothing was learned."""
+"""Metrics counting the latest consecutive steps, and groups, without anything learned."""
 
 
 class CannotLearn(RuntimeError):
-    """The run has had `run.patience` steps, with `run.patience_groups`, from which the policy learned nothing."""
+    """The policy learned nothing during `run.patience` steps with `run.patience_groups` groups."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done about a step."""
+    """The result of the health checks of a step."""
 
     metrics: dict[str, float]
-    """Figures under `health/`, for its row."""
+    """Metrics `health/…` for the step's row."""
     lines: list[str]
-    """What a person is told."""
+    """Lines for the console."""
     stuck: int
-    """Steps up to this one, without a break, from which nothing was learned."""
+    """Number of latest consecutive steps without anything learned."""
 
 
 @dataclass
 class Health:
-    """What a run remembers of itself."""
+    """The run's memory of metrics and findings."""
 
     config: Config
     past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: list[Row] = field(default_factory=list)
     stuck: int = 0
     groups: int = 0
-    """Of the stuck steps, up to as many as are evidence enough; a step that luck does not explain is that by itself."""
+    """Groups in the stuck steps, up to `run.patience_groups`. A step not explained by bad luck counts as the full
+    number."""
     said: dict[str, int] = field(default_factory=dict)
-    """Kind → the step in which it was told last."""
+    """Kind → last step with a printed line."""
     told: dict[str, str] = field(default_factory=dict)
-    """Kind → its newest evidence."""
+    """Kind → newest evidence."""
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Steps that were done before this process: rows of metrics.jsonl. A resumed run goes on where it was, but a
-        run that had ended for want of patience has all of it again."""
+        """Reads earlier steps from rows of metrics.jsonl, so that a resumed run continues the counts. A run that ended
+        for lack of patience starts with full patience again."""
         for row in rows:
             if row.get("step"):
                 self._keep(row)
@@ -67,7 +68,7 @@ class Health:
             self.stuck = self.groups = 0
 
     def see(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
-        """Looks at a step that is done."""
+        """Checks a finished step and returns the verdict."""
         seen = Seen(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
         measured = {**seen.shares(), **(_speed(metrics) if self.config.asynchrony.mode == "off" else {})}
         seen = Seen(self.config, number, {**metrics, **measured}, trajectories, seen.past, seen.first)
@@ -81,10 +82,10 @@ class Health:
         return Verdict(measured, lines, self.stuck)
 
     def end_if_stuck(self, number: int) -> None:
-        """Ends a run that has had no step to learn from for `run.patience` steps with `run.patience_groups`.
+        """Ends the run if nothing was learned for `run.patience` steps with `run.patience_groups` groups.
 
         Raises:
-            CannotLearn: Says why.
+            CannotLearn: Gives the reasons.
         """
         if self._out_of_patience:
             why = "; ".join(
@@ -134,7 +135,7 @@ class Health:
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """What all watchers find in a step, less what follows from another finding."""
+    """Returns the findings of all watchers in a step, except findings implied by another finding."""
     watchers = (*rollouts.WATCHERS, *training.WATCHERS, *mismatch.WATCHERS)
     found = [finding for watcher in watchers if (finding := watcher(seen))]
     explained = {kind for finding in found for kind in finding.explains}
