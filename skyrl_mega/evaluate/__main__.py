@@ -7,7 +7,7 @@ from skyrl_mega.evaluate import GOES_ON
 
 
 def sandboxes_left() -> None:
-    """Removes the folders of sandboxed programs that a killed driver could not remove."""
+    """Removes sandbox folders left by a killed driver."""
     from skyrl_mega.envs.sandbox import folders
 
     folders.sweep(tempfile.gettempdir())
@@ -15,6 +15,6 @@ def sandboxes_left() -> None:
 
 if __name__ == "__main__":
     driver.start(GOES_ON, sandboxes_left)
-    from skyrl_mega.cli.evaluate import main  # only the driver needs what it imports
+    from skyrl_mega.cli.evaluate import main  # deferred: only the driver needs the imports
 
     driver.run(main)

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint in place of engines: the conversation goes to it as messages, `/chat/completions`.
+"""An OpenAI-compatible endpoint in place of engines: receives conversations as messages through `/chat/completions`.
 
-Messages are what every such endpoint takes, whoever serves it. It renders them with a template of its own, and says how
-many tokens that was but not which: in a trajectory's tokens they are UNKNOWN, so that budgets count the same way.
+Every such endpoint accepts messages and renders these with a template of its own. It reports the number of tokens but
+not the tokens. A trajectory therefore contains UNKNOWN tokens, so that budgets count the same way.
 """
 
 from __future__ import annotations
@@ -30,42 +30,43 @@ from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
 MOST_TOKENS = 2**22
-"""That an answer may say it had: each is counted in memory."""
+"""Largest credible token count of an answer; a trajectory keeps an entry in memory per token."""
 UNKNOWN = -1
-"""A token that is counted and not known."""
+"""Placeholder for a counted but unknown token."""
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Pauses between attempts grow twofold from the one to the other; each is drawn between half and all of that."""
+"""Pause before the first and the longest pause before a later retry. Pauses double, each randomized between half and
+full length."""
 WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 TOO_LONG = ("context_length_exceeded", "context length", "maximum model length", "max_model_len")
-"""How endpoints say that a conversation does not fit."""
+"""Phrases in an endpoint's error for a conversation beyond the context length."""
 
 
 class EndpointFailed(RuntimeError):
-    """The endpoint gave no answer in all attempts, or one of another form. Names its URL and the last cause."""
+    """The endpoint did not answer in any attempt, or answered in an unknown form. Names the URL and the last cause."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Whom to ask."""
+    """Address and model of an endpoint."""
 
     url: str
-    """Up to and without `/chat/completions`."""
+    """Base address, without `/chat/completions`."""
     model: str
-    """The name that it serves the model under."""
+    """Name of the model at the endpoint."""
     key: str | None = field(default=None, repr=False)
-    """Sent as a bearer token."""
+    """Bearer token."""
     key_variable: str = "OPENAI_API_KEY"
-    """Where the key came from, for errors."""
+    """Environment variable of the key, for errors."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of every request; null takes a field out."""
+    """Additional fields of every request; null removes a field."""
 
     @classmethod
     def of(cls, url: str, model: str | None, key_variable: str, key: str | None, extra: str) -> Endpoint:
-        """From the command line.
+        """Parses the command-line options.
 
         Raises:
-            UserError: An address that is none, no model's name, or fields that are no JSON object.
+            UserError: The address is invalid, the model's name is missing, or the fields are no JSON object.
         """
         try:
             parsed = httpx.URL(url)
@@ -98,7 +99,7 @@ class Endpoint:
 
     @property
     def near(self) -> bool:
-        """Whether it is on this machine; then no proxy is asked."""
+        """True if the endpoint is on this machine; requests then bypass proxies."""
         host = httpx.URL(self.url).host
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -107,35 +108,35 @@ class Endpoint:
 
 
 class Reply(NamedTuple):
-    """What the endpoint said."""
+    """An answer of the endpoint."""
 
     text: str
-    """With the stop string that ended it, where there was one."""
+    """The text, including the stop string at the end, if any."""
     cut: bool
     prompt_tokens: int
-    """Tokens of the conversation before it."""
+    """Tokens of the conversation before the answer."""
     tokens: int
 
 
 class Client:
-    """Asks an endpoint, with bounded retries. Lives in one event loop.
+    """Sends requests to an endpoint, with bounded retries. Belongs to a single event loop.
 
     Args:
-        endpoint: Whom to ask.
-        sampling: How all replies are drawn.
-        timeout_s: Seconds for one attempt.
-        http: A client of its own; `connected` makes one.
+        endpoint: The endpoint.
+        sampling: Sampling settings of all requests.
+        timeout_s: Time limit per attempt, in seconds.
+        http: The HTTP client.
     """
 
     def __init__(self, endpoint: Endpoint, sampling: SamplingConfig, timeout_s: float, http: httpx.AsyncClient) -> None:
         self.endpoint, self.sampling, self.timeout_s, self.http = endpoint, sampling, timeout_s, http
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], max_tokens: int, seed: int) -> Reply | None:
-        """The next message; None where the conversation is longer than the endpoint's context.
+        """Returns the next message, or None if the conversation exceeds the endpoint's context.
 
         Raises:
-            UserError: It refused the request, the key or the model's name.
-            EndpointFailed: No answer in ATTEMPTS attempts, or one of another form.
+            UserError: The endpoint refused the request, the key or the model's name.
+            EndpointFailed: No answer in ATTEMPTS attempts, or an answer in an unknown form.
         """
         sampling = self.sampling
         body: dict[str, Any] = {
@@ -184,7 +185,7 @@ class Client:
                     raise UserError(f"--endpoint {url} refused, {cause}; {self._mend(response.status_code)}")
                 wanted = _retry_after(response)
             if attempt < ATTEMPTS:
-                # Drawn, so that many do not come back at once.
+                # randomized, so that many clients do not retry at the same moment
                 await asyncio.sleep(max(min(wanted, LONGEST_PAUSE_S), pause * random.uniform(0.5, 1.0)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise EndpointFailed(f"{url} gave no answer in {ATTEMPTS} attempts; the last: {cause}")
@@ -196,7 +197,7 @@ class Client:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON ({error})") from error
 
     def _hidden(self, said: str) -> str:
-        """What it said, without the key: some repeat it."""
+        """Replaces the key in an error text: some endpoints repeat the key."""
         return said.replace(self.endpoint.key, "***") if self.endpoint.key else said
 
     def _mend(self, status: int) -> str:
@@ -209,10 +210,10 @@ class Client:
 
 
 class MessageAgent(Agent):
-    """Plays trajectories with an endpoint.
+    """Runs trajectories against an endpoint.
 
     Args:
-        client: Where replies come from.
+        client: The client.
         config: Environments and budgets.
     """
 
@@ -223,17 +224,18 @@ class MessageAgent(Agent):
         self.reward_weights = config.algorithm.reward_weights
 
     def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
-        """None: the next reply says how many they were."""
+        """Returns no tokens: the next reply tells the number."""
         return []
 
     def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
-        """None: the next reply says how many they were."""
+        """Returns no tokens: the next reply tells the number."""
         return []
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
-        """The endpoint's reply; none, cut off, where the conversation does not fit into its context."""
+        """Returns the endpoint's reply, or an empty, truncated reply if the conversation exceeds the endpoint's
+        context."""
         t, start = opened.trajectory, opened.seconds
-        reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: what all take
+        reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: valid everywhere
         if reply is None:
             return PolicyTurn("", 0, "length")
         append(t, [UNKNOWN] * max(0, reply.prompt_tokens - len(t.context)), 0)
@@ -248,19 +250,19 @@ class MessageAgent(Agent):
 
 @dataclass(frozen=True)
 class EndpointSource:
-    """Agents that ask an endpoint."""
+    """Source of agents for an endpoint."""
 
     endpoint: Endpoint
     config: Config
 
     @property
     def at_once(self) -> int:
-        """Conversations, and so requests, at once."""
+        """Number of concurrent conversations, thus of requests."""
         return evaluation_concurrency(self.config, endpoint=True)
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:
-        """An agent for one event loop."""
+        """Opens an agent for an event loop."""
         timeout = self.config.rollout.request_timeout_s
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {},
@@ -272,20 +274,20 @@ class EndpointSource:
             yield MessageAgent(Client(endpoint, evaluation_sampling(self.config), timeout, http), self.config)
 
     def refill(self) -> None:
-        """There is nobody to start again."""
+        """Does nothing: there are no engines to restart."""
 
 
 def with_template_options(endpoint: Endpoint, rollout: RolloutConfig) -> Endpoint:
-    """The endpoint, told `rollout.chat_template_options` in each request as vLLM and SGLang take them."""
+    """Returns the endpoint with `rollout.chat_template_options` added to each request, as vLLM and SGLang expect."""
     options = rollout.chat_template_options
     return replace(endpoint, extra={"chat_template_kwargs": options, **endpoint.extra}) if options else endpoint
 
 
 def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
-    """A reply with the stop string that ended it; endpoints leave it out.
+    """Returns a reply with the final stop string, left out by endpoints.
 
-    vLLM (`stop_reason`) and SGLang (`matched_stop`) say which it was. Of others, a reply that stopped while a tag was
-    open gets back the stop string that closes this tag.
+    vLLM (`stop_reason`) and SGLang (`matched_stop`) report the stop string. For other endpoints, a reply stopped inside
+    an open tag gets the stop string closing this tag.
     """
     if choice.get("finish_reason") != "stop":
         return text
@@ -299,16 +301,16 @@ def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
 
 
 def _conversation(t: Trajectory) -> list[dict[str, Any]]:
-    """Messages from the last prompt on: an environment may have put a new conversation in the place of the old."""
+    """Returns the messages from the last prompt on: an environment may have replaced the conversation."""
     last = max(i for i, step in enumerate(t.steps) if step.kind is Kind.PROMPT)
     return t.messages[sum(step.messages for step in t.steps[:last]) :]
 
 
 def _reply(answer: Any, stops: Sequence[str]) -> Reply:
-    """The parts of an answer that are used, each of its type.
+    """Extracts the used parts of an answer and checks the types.
 
     Raises:
-        Malformed: One is of another.
+        Malformed: A part is of another type.
     """
     choice, usage = answer["choices"][0], answer["usage"]
     text, finish = choice["message"].get("content"), choice["finish_reason"]
@@ -321,7 +323,7 @@ def _reply(answer: Any, stops: Sequence[str]) -> Reply:
 
 
 def _message(response: httpx.Response, data: bytes) -> str:
-    """What the endpoint said of an error, on one line."""
+    """Returns the endpoint's error message on a single line."""
     try:
         said = parse_json(data)
         error = said.get("error", said)
@@ -332,7 +334,7 @@ def _message(response: httpx.Response, data: bytes) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the endpoint asks for; 0 when it does not say (or says a date)."""
+    """Returns the delay in seconds asked for by the endpoint; 0 if absent or a date."""
     try:
         seconds = float(response.headers.get("Retry-After", "0"))
     except ValueError:

@@ -21,19 +21,19 @@ from skyrl_mega.trainer.start_workers import start_workers
 
 @dataclass(frozen=True)
 class EngineSource:
-    """Agents on engines."""
+    """Source of agents on engines."""
 
     generator: Generator
     config: Config
 
     @property
     def at_once(self) -> int:
-        """Trajectories at once."""
+        """Number of concurrent trajectories."""
         return evaluation_concurrency(self.config, endpoint=False)
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[AgentLike]:
-        """An agent for one event loop."""
+        """Opens an agent for an event loop."""
         agent = self.generator.agent(evaluation_sampling(self.config))
         try:
             yield agent
@@ -41,14 +41,14 @@ class EngineSource:
             agent.router.close()
 
     def refill(self) -> None:
-        """Waits for an engine that is up again; it has its weights from the directory."""
+        """Waits for a restarted engine; weights are loaded from the directory at the start."""
         fleet = self.generator.fleet
         fleet.serve(fleet.present())
 
 
 @contextmanager
 def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
-    """Engines that serve `model.path`; they end with this block."""
+    """Starts engines with the weights in `model.path` and shuts all down at the end of the `with` block."""
     device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
     say: Callable[[str], None] = console.say
     with ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""What an evaluation's figures depend on, as a flat mapping: two evaluations that differ in it are not to be mixed."""
+"""The settings that an evaluation's scores depend on, as a flat mapping. Samples under different settings must not be
+mixed."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from skyrl_mega.config.secrets import masked
 from skyrl_mega.evaluate.endpoint import Endpoint
 
 PLACES, BLOCK = 16, 64 * 1024
-"""Of a weight file so many blocks of so many bytes are read, and not all of 60 GB: training changes every one."""
+"""Number and size in bytes of the blocks read per weight file, instead of 60 GB: training changes every block."""
 WHOLE = (".json", ".jinja", ".txt", ".model")
-"""Files of a model's directory that are read whole: settings, tokenizer, template."""
+"""Suffixes of files read completely: settings, tokenizer, template."""
 
 
 def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
-    """Setting → value, JSON values only. Who computes, how fast and for how many samples is no part of it.
+    """Returns setting → JSON value. Excludes hardware, speed and number of samples.
 
     Args:
         config: The settings.
-        endpoint: What is asked in place of `model.path`.
+        endpoint: The endpoint in place of `model.path`, if any.
     """
     sampling, environment = evaluation_sampling(config), config.environment
     if endpoint is None:
@@ -62,25 +63,26 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
 
 
 def shown(options: Any, key: str = "") -> Any:
-    """Options as JSON values; a digest of them where some are secrets."""
+    """Returns options as JSON values, or a digest if any are secret."""
     plain = json.loads(json.dumps(options, default=str))
     return plain if masked(plain, key) == plain else digest(plain)
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values of an identity are the same, wherever they came from: either may be shown as a digest."""
+    """Returns True if two values of an identity are equal, with either possibly in the form of a digest."""
     return one == other or digest(one) == other or one == digest(other)
 
 
 def digest(value: Any) -> str:
-    """The same for the same value, and slow to guess from."""
+    """Returns a deterministic digest, slow to reverse by guessing."""
     text = json.dumps(value, sort_keys=True)
     found = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
     return f"scrypt {found.hex()}"
 
 
 def fingerprint(model: Path) -> str:
-    """A digest of a Hugging Face directory's content, wherever it lies: small files whole, weights in places."""
+    """Returns a digest of a Hugging Face directory's content, independent of the path: small files whole, weights in
+    blocks."""
     digest = hashlib.sha256()
     for file in sorted(model.iterdir()):
         if file.suffix in WHOLE:

@@ -1,4 +1,4 @@
-"""The samples that are missing, drawn."""
+"""Sampling of the missing trajectories."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from skyrl_mega.trainer.health.failures import failures
 
 
 class Source(Protocol):
-    """Where a policy's words come from: `engines.EngineSource`, `endpoint.EndpointSource`."""
+    """Source of the policy's answers: `engines.EngineSource` or `endpoint.EndpointSource`."""
 
     @property
     def at_once(self) -> int:
-        """Trajectories under way at once."""
+        """Number of concurrent trajectories."""
 
     def agent(self) -> AbstractAsyncContextManager[AgentLike]:
-        """An agent. All agents of a source are used in the same event loop."""
+        """Opens an agent. All agents of a source must be used in the same event loop."""
 
     def refill(self) -> None:
-        """Waits until somebody serves again, after NobodyServes."""
+        """Waits until an engine serves again, after NobodyServes."""
 
 
 def draw_missing(
@@ -38,19 +38,20 @@ def draw_missing(
     progress: Callable[[int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Draws samples and keeps each as it ends. Where all engines have died, goes on with the rest when one is back.
+    """Samples all `draws` and saves each sample as soon as finished. After a failure of all engines, continues once an
+    engine restarted.
 
     Args:
-        source: Who is asked.
-        draws: What is asked.
-        results: Takes them.
-        metrics: Those that an environment declares, by its name.
-        progress: Called with the number of samples done.
-        say: Told of the first sample whose environment failed; none has a score.
+        source: Source of agents.
+        draws: The samples to generate.
+        results: Stores the samples.
+        metrics: Returns the metrics declared by an environment, by the environment's name.
+        progress: Called with the number of finished samples.
+        say: Prints a line about the first sample with a failed environment; failed samples get no score.
 
     Raises:
-        ActorFailed, EndpointFailed: No response; the root cause. What has ended is kept.
-        UserError: The endpoint refused.
+        ActorFailed, EndpointFailed: No response; gives the root cause. Finished samples are kept.
+        UserError: The endpoint refused a request.
     """
     done = failed = 0
 
@@ -75,7 +76,8 @@ def draw_missing(
 
 
 async def _play(source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None]) -> None:
-    """So many trajectories at once, each opened when it begins: environments hold files, processes, memory."""
+    """Runs up to `source.at_once` trajectories concurrently. Each environment opens only at the start of its
+    trajectory, because environments hold files, processes and memory."""
     left = iter(draws)
     async with source.agent() as agent:
 

@@ -1,7 +1,7 @@
-"""Published results, row by row, to stand beside ours. All are shares of 1 but DAPO's average score, a reward.
+"""Published results for comparison with ours. All are shares of 1 except DAPO's average score, a reward.
 
 Sources: the result tables of SkyRL's documentation (SearchR1, DAPO, SkyRL-SQL, SkyRL-Agent, GSM8K), of Search-R1
-(arXiv:2503.09516) and of DAPO (arXiv:2503.14476). Sizes are those of the full sets that they are measured on.
+(arXiv:2503.09516) and of DAPO (arXiv:2503.14476). Sizes refer to the full test sets of the publication.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 IN, OUT = "†", "*"
-"""In-domain and out-of-domain sets."""
+"""Marks of in-domain and out-of-domain sets."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A set of a published table."""
+    """A test set in a published table."""
 
     title: str
     names: tuple[str, ...]
-    """What our sets may be called, as `plain` has it."""
+    """Possible names of our corresponding set, in the form returned by `plain`."""
     size: int
     """Examples of the full set."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A model of a published table."""
+    """A model in a published table."""
 
     title: str
     values: tuple[float | None, ...]
-    """By row."""
+    """Scores by row."""
     average: float | None = None
-    """The average that was published with it."""
+    """The published average."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A published table of one score."""
+    """A published table of a score."""
 
     title: str
     score: str
-    """Which of ours stands beside it: `accuracy`, `pass` or `reward`."""
+    """Our corresponding score: `accuracy`, `pass` or `reward`."""
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     note: str = ""
@@ -159,16 +159,16 @@ PUBLISHED: dict[str, tuple[Table, ...]] = {
         ),
     ),
 }
-"""By the name that `--published` takes."""
+"""Tables by the name given to `--published`."""
 
 
 def plain(name: str) -> str:
-    """A set's name without case and signs, and without the `searchR1_` that SkyRL's users have before it."""
+    """Normalizes a set's name: lower case letters and digits, without the prefix `searchR1_` of SkyRL's users."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("searchr1")
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The published results that have a row for one of these sets."""
+    """Returns the names of published results with a row for any of these sets."""
     ours = {plain(name) for name in names}
     return [
         key for key, tables in PUBLISHED.items() if any(ours & set(row.names) for table in tables for row in table.rows)

@@ -1,4 +1,4 @@
-"""Tables that a person reads, in Markdown that lines up, and the same figures for programs."""
+"""Result tables: aligned Markdown for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SETS, EXAMPLES, AVERAGE = "mean over sets", "mean over examples", "average, as p
 
 
 def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> str:
-    """All tables as Markdown.
+    """Returns all tables as Markdown.
 
     Args:
-        sets: In the order of their rows.
-        published: Names in PUBLISHED, of tables to stand below.
-        about: A line that says what was evaluated, and how.
+        sets: The sets, in row order.
+        published: Names in PUBLISHED of tables to append.
+        about: A line about the evaluated model and settings.
     """
     parts = [about, own_table(sets)]
     for name in published:
@@ -28,7 +28,7 @@ def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> s
 
 
 def own_table(sets: Sequence[SetScores]) -> str:
-    """A row for each set, then the two means, and what is to be known of them."""
+    """Returns our table: a row for each set, the two means, and notes."""
     further = sorted({name for s in sets for name in s.scores} - {"reward", "accuracy", "pass"})
     names = ["reward", "accuracy", "pass", *further]
     n = max(s.samples for s in sets)
@@ -65,7 +65,7 @@ def own_table(sets: Sequence[SetScores]) -> str:
 
 
 def _failed(s: SetScores, means: bool) -> str:
-    """How many of a set's samples have no score; with the means over sets, where the table has them."""
+    """Returns a note about a set's samples without a score. `means`: the table contains means over sets."""
     every = s.prompts * s.samples
     count = round(s.failed * every)
     if count == every:
@@ -76,10 +76,10 @@ def _failed(s: SetScores, means: bool) -> str:
 
 
 def beside(table: Table, sets: Sequence[SetScores]) -> str:
-    """A published table, row for row, with our column first; sets that were not run are dashes.
+    """Returns a published table with our results as the first column and dashes for sets not run.
 
-    The means are over the rows that were run (over all of them, when none was), in every column, so that they can be
-    compared. In published columns the mean over examples weighs by the full sets' sizes, in ours by what was run.
+    To be comparable, the means in every column cover the rows run, or all rows if none was run. Published means over
+    examples weigh by the full sets' sizes, ours by the examples run.
     """
     run = _run(table, sets)
     counted = [i for i, row in enumerate(table.rows) if row in run] or list(range(len(table.rows)))
@@ -113,7 +113,7 @@ def beside(table: Table, sets: Sequence[SetScores]) -> str:
 
 
 def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any]:
-    """The same figures, for JSON."""
+    """Returns the results as JSON values."""
     metrics = list(dict.fromkeys(m for s in sets for m in s.scores))
     return {
         "sets": [asdict(s) for s in sets],
@@ -124,7 +124,7 @@ def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up: the first to the left, figures to the right."""
+    """Returns a Markdown table with aligned columns: the first to the left, numbers to the right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
@@ -164,7 +164,7 @@ def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
 
 
 def _weighted(column: Column, rows: Sequence[int], weights: Sequence[int]) -> float | None:
-    """The mean of a column's rows; None where one of them was not published."""
+    """Returns the weighted mean of a column's rows; None if a value was not published."""
     given = [column.values[i] for i in rows]
     if any(value is None for value in given):
         return None

@@ -1,7 +1,8 @@
-"""An evaluation's folder: every sample as it ends, so that a killed evaluation goes on with those that are missing.
+"""An evaluation's folder: saves every sample as soon as finished, so that a killed evaluation resumes with the missing
+samples.
 
-`samples/<set>.jsonl` takes a line for each sample. It is what a resumed evaluation reads; `<set>.parquet` is made from
-it at the end.
+`samples/<set>.jsonl` gets a line per sample and is read by a resumed evaluation. `<set>.parquet` is created from these
+lines at the end.
 """
 
 from __future__ import annotations
@@ -49,36 +50,36 @@ SCHEMA = pa.schema(
         ("extras", pa.string()),
     ]
 )
-"""`uid` is the row in the set's file. `response_tokens` counts what the policy wrote, without observations. `metrics`,
-`metadata`, `seconds` and `extras` are JSON."""
+"""Columns of a sample. `uid` is the row in the set's file. `response_tokens` counts tokens of the policy, without
+observations. `metrics`, `metadata`, `seconds` and `extras` are JSON."""
 ROWS_AT_ONCE = 1000
 LARGEST = 2**24
-"""Bytes of an evaluation.json."""
+"""Largest size in bytes of an evaluation.json."""
 
 
 class Sample(NamedTuple):
-    """What of a sample is kept in memory."""
+    """The part of a sample kept in memory."""
 
     reward: float
     accuracy: float
     metrics: dict[str, float]
     status: Status
     tokens: int
-    """That the policy wrote."""
+    """Tokens written by the policy."""
     place: int
-    """Byte of its line."""
+    """Byte offset of the sample's line."""
 
 
 Key = tuple[int, int]
-"""uid, sample."""
+"""(uid, sample number)."""
 
 
 def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
-    """A finished sample as a row of SCHEMA.
+    """Returns a finished sample as a row of SCHEMA.
 
     Args:
         t: The sample.
-        metrics: Those that its environment declares; one that it did not report counts as 0.
+        metrics: Metrics declared by the sample's environment; unreported metrics count as 0.
     """
     t = fetch_arrays(t)
     scores = {name: float(t.metadata.get(name) or 0.0) for name in metrics}
@@ -106,7 +107,7 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 class Results:
-    """The samples of all sets that are there, but for those that an earlier start lost to the infrastructure. Made by
+    """Present samples of all sets, except samples lost to infrastructure failures in an earlier start. Created by
     `opened`."""
 
     def __init__(self, folder: Path, sets: Sequence[PromptSet], samples: int) -> None:
@@ -122,15 +123,15 @@ class Results:
                 for place, row in _rows(file)
                 if self._asked(s.name, row, prompts, samples)
             }
-            again = Status.ERROR_INFRASTRUCTURE  # its service may be well now; a later line stands over an earlier one
+            again = Status.ERROR_INFRASTRUCTURE  # the service may work now; later lines win
             self.samples[s.name] = {key: one for key, one in there.items() if one.status is not again}
 
     def missing(self, draws: Iterator[Draw]) -> list[Draw]:
-        """Those of which there is no sample."""
+        """Returns the draws without a sample."""
         return [d for d in draws if (d.prompt.uid, d.sample) not in self.samples[d.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Keeps a sample; when this returns, it survives this process."""
+        """Saves a sample; from then on a crash of this process does not lose it."""
         if name not in self._files:
             self._files[name] = self._file(name).open("ab", buffering=0)
         place = self._files[name].seek(0, os.SEEK_END)
@@ -139,7 +140,7 @@ class Results:
         self.samples[name][row["uid"], row["sample"]] = _sample(row, place)
 
     def write_parquet(self) -> None:
-        """`<set>.parquet`, in the order of the prompts; each appears whole or not at all."""
+        """Writes `<set>.parquet` in prompt order, each atomically."""
         for name, samples in self.samples.items():
             file = self.folder / f"{name}.parquet"
             with partial_file(file) as partial:
@@ -151,7 +152,7 @@ class Results:
                 os.replace(partial, file)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes all files."""
         for file in self._files.values():
             file.close()
 
@@ -159,14 +160,14 @@ class Results:
         return self.folder / "samples" / f"{name}.jsonl"
 
     def _asked(self, name: str, row: Mapping[str, Any], prompts: Mapping[int, Prompt], samples: int) -> bool:
-        """Whether a line's sample is one of those that are asked for now.
+        """Returns True if a line's sample belongs to the present evaluation.
 
         Raises:
-            UserError: It was drawn for another prompt.
+            UserError: The sample was drawn for another prompt.
         """
         prompt = prompts.get(row["uid"])
         if prompt is None or row["sample"] >= samples:
-            return False  # of a larger limit, or of more samples
+            return False  # from an evaluation with a larger limit or more samples
         same = (prompt.messages, prompt.env_class, trajectory_io.plain_json(prompt.extras))
         if same != (row["prompt_messages"], row["env_class"], row["extras"]):
             raise UserError(
@@ -178,11 +179,11 @@ class Results:
 
 @contextmanager
 def opened(folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet], samples: int) -> Iterator[Results]:
-    """The folder, ours until the context ends, with what an earlier evaluation of the same identity left in it.
+    """Opens and locks the folder, including samples of an earlier evaluation with the same identity.
 
     Raises:
-        UserError: It cannot be made, somebody else is at work in it, or it holds an evaluation of another model or with
-            other settings.
+        UserError: The folder cannot be created, is in use by another process, or contains an evaluation of another
+            model or with other settings.
     """
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -202,7 +203,7 @@ SINCE: Mapping[str, Any] = {
     "rollout.chat_template_options": {},
     "rollout.max_input_tokens": None,
 }
-"""What an evaluation had that was begun before there were these settings."""
+"""Values assumed for an evaluation begun before these settings existed."""
 
 
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -229,7 +230,7 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line's place and content. Half a last line, which a kill may leave, is cut off."""
+    """Yields offset and content of every line. Removes an incomplete last line, left by a kill."""
     if not file.exists():
         return
     place = 0
@@ -243,10 +244,10 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
-    """A line's sample.
+    """Parses and checks a line's sample.
 
     Raises:
-        UserError: It is none.
+        UserError: The line is not a valid sample.
     """
     try:
         row = parse_json(line)

@@ -1,11 +1,11 @@
-"""Scores of sets of samples, each with its standard error, and the two means over sets.
+"""Scores of sets of samples, each with a standard error, and the two means over sets.
 
-The n samples of a prompt are not independent, so a prompt is the unit: a score is the mean over prompts of the mean
-over a prompt's samples, and its standard error is that of P independent prompts, s / √P. That is what a bootstrap over
-prompts tends to, and with one sample and 0/1 scores the binomial one.
+The n samples of a prompt are not independent, so the prompt is the unit: a score is the mean over prompts of the mean
+over a prompt's samples, and the standard error is s / √P for P independent prompts. A bootstrap over prompts tends to
+the same value; for single samples with 0/1 scores this is the binomial error.
 
-A sample whose environment failed has no score, as in training: a prompt's are those of its other samples, and a prompt
-without others counts nowhere.
+A sample with a failed environment gets no score, as in training: only the prompt's other samples count, and a prompt
+without others does not count at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyrl_mega.evaluate.results import Key, Sample
 
 @dataclass(frozen=True)
 class Score:
-    """A figure and how far it may be off."""
+    """A value with the standard error."""
 
     value: float
     error: float | None
@@ -30,34 +30,34 @@ class Score:
 
 @dataclass(frozen=True)
 class SetScores:
-    """What a set came to."""
+    """Scores of a set."""
 
     name: str
     prompts: int
     samples: int
-    """Of each prompt."""
+    """Samples per prompt."""
     scores: dict[str, Score]
-    """`reward`, `accuracy` and `pass` (a prompt with a right sample), then what the environment reports further. None
-    at all where every sample failed."""
+    """`reward`, `accuracy` and `pass` (a prompt with a right sample), then further metrics of the environment. Empty if
+    every sample failed."""
     truncated: float
-    """Share of samples that a budget ended."""
+    """Share of samples ended by a budget."""
     failed: float
-    """Share of samples whose environment failed; they are in none of the scores."""
+    """Share of samples with a failed environment, excluded from all scores."""
     tokens: float
-    """Mean number of tokens that the policy wrote."""
+    """Mean number of tokens written by the policy."""
     left_out: int = 0
-    """Prompts that were too long to be asked."""
+    """Prompts skipped as too long."""
     unjudged: int = 0
-    """Prompts of which every sample failed."""
+    """Prompts with failures in all samples."""
 
 
 def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> SetScores:
-    """Scores of one set; every prompt has equally many samples, some of which may have failed.
+    """Computes the scores of a set. Every prompt needs the same number of samples, failed ones included.
 
     Args:
-        name: The set's.
-        samples: By prompt and number of the sample.
-        left_out: Prompts that were not asked.
+        name: Name of the set.
+        samples: Samples by (uid, sample number).
+        left_out: Number of skipped prompts.
     """
     by_prompt: dict[int, list[Sample]] = {}
     for (uid, _), sample in sorted(samples.items(), key=lambda item: item[0]):
@@ -86,13 +86,13 @@ def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> S
 
 
 def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Every set counts the same; of the sets that have this score. None without any, and where a set has no score at
-    all: the mean would be that of other sets than the table's."""
+    """Returns the mean over the sets with this score, weighting sets equally. None without any, and if any set lacks
+    all scores: the mean would cover other sets than the table."""
     return _combined(sets, [(1.0, s.scores[metric]) for s in sets if metric in s.scores])
 
 
 def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Every prompt that has a score counts the same: sets are weighted by how many they have. None as above."""
+    """Returns the mean over all scored prompts, weighting sets by the number of these. None as in `mean_over_sets`."""
     return _combined(sets, [(float(s.prompts - s.unjudged), s.scores[metric]) for s in sets if metric in s.scores])
 
 

@@ -1,4 +1,4 @@
-"""What is asked: named sets of prompts, and the samples of each."""
+"""The input of an evaluation: named sets of prompts, and the samples of each."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ NAME = re.compile(r"[\w+-][\w.+-]*")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts that are scored together."""
+    """Prompts scored together."""
 
     name: str
-    """Also the name of its files."""
+    """The set's name, also used for file names."""
     prompts: list[Prompt]
     left_out: int = 0
-    """Prompts that were longer than `rollout.max_prompt_tokens`."""
+    """Number of prompts longer than `rollout.max_prompt_tokens`."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One sample that is to be drawn."""
+    """A sample to generate."""
 
     set: str
     prompt: Prompt
     sample: int
     name: str
-    """Decides its random stream: run seed, set, row and sample, so that nothing depends on what was drawn before."""
+    """Seed name from run seed, set, row and sample, so that a sample does not depend on earlier samples."""
 
 
 def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
-    """The sets of an evaluation, each cut to `evaluation.limit` prompts.
+    """Loads the sets of an evaluation, each cut to `evaluation.limit` prompts.
 
     Args:
         config: The settings.
-        given: `NAME=file.parquet`: all rows of the file are the set NAME. Or `file.parquet`: its rows are parted into
-            sets by their `data_source`. Without any, `data.eval` is parted that way.
+        given: `NAME=file.parquet`: all rows of the file form the set NAME. `file.parquet`: rows are split into sets by
+            `data_source`. If empty, `data.eval` is split the same way.
 
     Raises:
-        UserError: No set, a name that cannot be, a name twice, or a row that is wrong.
+        UserError: No set, an invalid or repeated name, or an invalid row.
     """
     if not given and not config.data.eval:
         raise UserError("data.eval is empty: allowed is a list of parquet files; or give --set NAME=file.parquet")
@@ -70,10 +70,10 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
 def that_fit(
     sets: Sequence[PromptSet], chat: Renderer, longest: int, environments: EnvironmentConfig | None = None
 ) -> list[PromptSet]:
-    """The sets without prompts of more than `longest` tokens, which are counted.
+    """Removes and counts prompts of more than `longest` tokens.
 
     Raises:
-        UserError: Nothing of a set is left.
+        UserError: A set would be empty.
     """
     kept, config = [], environments or EnvironmentConfig()
     for s in sets:
@@ -92,7 +92,8 @@ def that_fit(
 
 
 def draws(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[Draw]:
-    """Every sample of every prompt; those of one prompt follow each other, as engines keep its prefix."""
+    """Yields every sample of every prompt; samples of the same prompt follow each other to share the engine's cached
+    prefix."""
     for s in sets:
         for prompt in s.prompts:
             for sample in range(samples):

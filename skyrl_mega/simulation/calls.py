@@ -1,9 +1,9 @@
-"""Calls of environments, and environments that are open, in virtual time: so many at once, and how many calls run on
-average.
+"""Environment calls and open environments in virtual time, with bounds on concurrency and a measure of the average
+load.
 
-Where each simulated trajectory stands for several, so does a place for a call and a slot. Few places are no whole
-number of such: there is then one more, and each stays taken for longer than it is used, so that as many calls end in a
-second. The trajectory itself goes on at once, so that none takes longer where nobody waits for a place.
+If each simulated trajectory represents several, so does each place for a call or a slot. The bound is then rounded up,
+and each place stays occupied for longer than used, so that the call throughput stays exact. The trajectory itself
+continues at once: without contention no call takes longer.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualTime
 
 EXACT = 1e-9
-"""Of a place that a quotient is too large by, as floating point numbers are."""
+"""Tolerance for floating-point error in a quotient of places."""
 OWN = "own"
-"""Among a trajectory's seconds: those in which it did not wait for a place for a call."""
+"""Key in `Trajectory.seconds`: the time of a trajectory without waiting for a call's place."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """So many at once."""
+    """A bound on concurrent use."""
 
     count: int
     held: float = 1.0
-    """How many times as long one is taken as it is used, 1 at least."""
+    """Factor, at least 1, of the time a place stays occupied over the time of use."""
 
     @classmethod
     def of(cls, whole: int, factor: float) -> Places:
-        """Where each user stands for so many: 5 of 4 users are 2 places, taken for 1.6 times as long."""
+        """Scales a bound for users representing `factor` real users: 5 places with factor 4 become 2, occupied 1.6
+        times as long."""
         count = math.ceil(whole / factor - EXACT)
         return cls(count, max(1.0, count * factor / whole))
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of environments."""
+    """Bounds on environments."""
 
     calls: Places
-    """At once."""
+    """Concurrent calls."""
     slots: Places | None
-    """Open at once."""
+    """Concurrently open environments; None without a bound."""
     at_once: float
-    """Calls that there can be, whole or not: an open trajectory has one at a time."""
+    """Possible concurrent calls, perhaps fractional: an open trajectory runs at most a single call at a time."""
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
-        """Where each trajectory stands for so many.
+        """Scales the bounds for trajectories representing `factor` real trajectories.
 
-        What may differ: trajectories of one length take their slots in rounds, and where slots are just fewer than a
-        half, a third or a quarter of them, all that there are need a round more than those that are simulated.
+        A known inaccuracy: trajectories of equal length take slots in rounds. With slots slightly below a half, a third
+        or a quarter of the trajectories, the real run needs another round, the simulated run does not.
         """
         workers, slots = environment.workers, environment.slots
         calls, opened = Places.of(workers, factor), slots and Places.of(slots, factor)
         if not slots or not opened:
             return cls(calls, None, workers / factor)
-        if slots <= workers:  # no call waits
+        if slots <= workers:  # calls never wait then
             calls = Places(max(calls.count, opened.count))
         return cls(calls, opened, min(workers, slots) / factor)
 
 
 class Calls:
-    """Has calls wait for one another.
+    """Runs environment calls under the bound on concurrency.
 
     Args:
-        places: For them.
-        loop: Says what time it is.
+        places: The bound.
+        loop: The virtual clock.
     """
 
     def __init__(self, places: Places, loop: VirtualTime) -> None:
@@ -80,10 +81,10 @@ class Calls:
         self._free = asyncio.Semaphore(places.count)
         self._now, self._seen, self._seconds = 0, 0.0, 0.0
         self._over = 0.0
-        """Seconds for which places were free too early, as what ends does so at a tick."""
+        """Seconds of occupation lost so far by rounding to ticks."""
 
     async def take(self, seconds: float) -> float:
-        """One that takes so long, once there is a place; seconds that it waited for that."""
+        """Waits for a place, runs a call of this duration, and returns the seconds of waiting."""
         start = self.loop.time()
         await self._free.acquire()
         waited = self.loop.time() - start
@@ -96,12 +97,12 @@ class Calls:
         return waited
 
     def measured(self) -> float:
-        """Seconds of all calls up to now."""
+        """Returns the total seconds of all calls up to now."""
         self._change(0)
         return self._seconds
 
     def _give_back(self, after: float) -> None:
-        """A place, after so many seconds."""
+        """Frees a place after this many seconds."""
         after += self._over
         tick = self.loop.tick_s
         whole = round(after / tick) * tick if tick else after
@@ -118,11 +119,11 @@ class Calls:
 
 
 class HeldSlots(SlotAgent):
-    """A slot is taken for longer than a trajectory takes that has it.
+    """Environment slots that stay occupied for longer than their trajectory takes.
 
     Args:
-        player: Who plays; a trajectory's seconds tell of `OWN`.
-        slots: So many.
+        player: Runs the trajectories; must report `OWN` in their seconds.
+        slots: The bound on slots.
     """
 
     def __init__(self, player: Player, slots: Places) -> None:
@@ -131,7 +132,8 @@ class HeldSlots(SlotAgent):
         self._later: set[asyncio.Task[Any]] = set()
 
     async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
-        """As the base class. Time in which a trajectory waits for a call is not made longer: its slot's others wait."""
+        """Runs a trajectory as the base class does. Waiting for calls does not lengthen the occupation: other slots
+        wait, too."""
         now = asyncio.get_running_loop().time
         slot = AsyncExitStack()
         await slot.enter_async_context(self.slots.hold(self))

@@ -1,4 +1,4 @@
-"""How long things take in a run that is simulated: as the planner estimates them, and for fewer trajectories."""
+"""Durations in a simulated run, taken from the planner's estimates and scaled to fewer trajectories."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.workload import Length
 
 MOST = 512
-"""Trajectories of a step that are simulated each for itself."""
+"""Largest number of individually simulated trajectories per step."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long things take."""
+    """Durations of a run's parts."""
 
     engines: int
     speed: Speed
-    """Of an engine."""
+    """Speed of an engine."""
     train_s: float
-    """All that the policy does in a step, for each token of its batch."""
+    """Seconds of all policy work in a step, per token of the batch."""
     sync_s: float
-    """Also of what moves between a GPU and host memory (`residency.keep`)."""
+    """Seconds of a weight sync, including moves between GPU and host memory (`residency.keep`)."""
 
     @classmethod
     def planned(cls, config: Config, d: Decoder, parallel: ParallelDims, length: Length) -> Rates:
-        """As the planner estimates them, for trajectories of this mean length in place of `cluster.rates`'."""
+        """Returns the planner's estimates for trajectories of this mean length instead of `cluster.rates`'s."""
         at = _of_length(config, parallel, length)
         made, memory = replace(batch(at, parallel), generated=length.written), engine_memory(at, d)
         found, decode = step_time(at, d, parallel), decoding(at, d, made.mean)
@@ -49,32 +49,32 @@ class Rates:
 
 
 def steps_under_way(config: Config) -> int:
-    """Steps whose groups may be played at the same time."""
+    """Returns the number of steps with groups in progress at the same time."""
     return config.asynchrony.max_staleness + 1 if config.asynchrony.mode == "full" else 1
 
 
 def _of_length(config: Config, parallel: ParallelDims, length: Length) -> Config:
-    """The settings with another mean length of a trajectory."""
+    """Returns the settings with another mean length of trajectories."""
     rates = config.cluster.rates
     share = rates.length_share * length.total / batch(config, parallel).mean
     return replace(config, cluster=replace(config.cluster, rates=replace(rates, length_share=share)))
 
 
 def prompts_played(config: Config) -> int:
-    """Prompts of a step that stand for all of its."""
+    """Returns the number of simulated prompts per step, representing all prompts."""
     return min(config.data.prompts_per_step, max(1, MOST // config.data.samples_per_prompt))
 
 
 def smaller(config: Config, rates: Rates) -> tuple[Config, Rates]:
-    """A step of `MOST` trajectories at most, each of which stands for several, on engines that stand for several.
+    """Scales a step down to at most `MOST` trajectories on fewer engines, each representing several.
 
-    An engine of which n sequences run writes and reads as many tokens a second as the real ones do for which it stands,
-    while they run the sequences for which those n stand; and a step trains on as many.
+    A simulated engine with n running sequences writes and reads at the total rate of the represented real engines with
+    the represented sequences. The training time of a step stays the same.
     """
     data, prompts = config.data, prompts_played(config)
     factor = data.prompts_per_step / prompts
     merged = max(n for n in range(1, min(int(factor), rates.engines) + 1) if rates.engines % n == 0)
-    each = factor / merged  # sequences of a real engine, where a simulated one has one
+    each = factor / merged  # real sequences per simulated sequence, on each real engine
     speed = Speed(
         seconds=(0.0, *(_slower(rates.speed, n * each) for n in range(1, -int(-rates.speed.places // each) + 1))),
         prefill_s=rates.speed.prefill_s * each,
@@ -87,7 +87,7 @@ def smaller(config: Config, rates: Rates) -> tuple[Config, Rates]:
 
 
 def _slower(speed: Speed, running: float) -> float:
-    """Seconds of one token of each of so many sequences, which take turns where there are more than places."""
+    """Returns the seconds per token of each of `running` sequences; sequences beyond the places take turns."""
     inside = min(running, speed.places)
     low = int(inside)
     part = inside - low

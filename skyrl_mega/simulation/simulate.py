@@ -1,7 +1,8 @@
-"""A run in virtual time: the real service, router and admission, with engines, tools and a policy that only take time.
+"""Simulation of a run in virtual time: the real rollout service, router and admission, with simulated engines, tools
+and policy.
 
-How long these take is the planner's estimate (`simulation.rates`) and a workload; what waits for what, and for how
-long, is found by the code that runs.
+Durations come from the planner's estimates (`simulation.rates`) and from a workload. The real code determines all
+waiting.
 """
 
 from __future__ import annotations
@@ -31,43 +32,43 @@ from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.step import Step
 
 FIRST = 9
-"""The first step that is measured, in every mode, so that all have the same prompts. Those before it, as many as it
-takes to be in full swing, are not all played."""
+"""First measured step, equal in all modes so that all get the same prompts. Most earlier steps are skipped; only enough
+for a steady state are simulated."""
 TICKS = 16
-"""In which as many trajectories as `MOST` write an answer; fewer have shorter ticks."""
+"""Clock ticks in the time `MOST` trajectories write an answer; with fewer trajectories ticks are shorter."""
 FINEST = 256
-"""Tokens by which an answer is counted on average, where it has more: there are thousands of answers in a step."""
+"""Largest average number of units per answer; longer answers count tokens in larger units, for speed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the steps that were measured."""
+    """Averages over the measured steps."""
 
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     policy_waits: float
-    """Share of the time in which the policy has nothing to do, 0 to 1; a sync counts as work."""
+    """Share of time, 0 to 1, with an idle policy; a sync counts as work."""
     engines_idle: float
-    """Share of the time in which an engine has no request and no sync goes on, on average."""
+    """Average share of time with an engine without requests, outside of syncs."""
     engines_filled: float
-    """Sequences that an engine runs, as a share of those that it could, on average; of none during a sync."""
+    """Average number of running sequences per engine, as a share of the maximum; zero during a sync."""
     staleness: float
-    """Syncs, mean over tokens."""
+    """Mean staleness over tokens, in syncs."""
     staleness_max: float
     calls_filled: float
-    """Calls of environments that run, as a share of those that may (`environment.workers`, and no more than
-    `environment.slots`), on average. A step takes at least this share of its seconds for them, whatever the GPUs do."""
+    """Average number of running environment calls, as a share of the maximum (the smaller of `environment.workers` and
+    `environment.slots`). A lower bound for the share of a step spent on calls, independent of GPUs."""
 
 
 def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, seed: int = 0) -> Outcome:
-    """So many steps, after as many as it takes to be in full swing.
+    """Simulates `steps` steps from a steady state.
 
     Args:
-        config: `asynchrony` and `data` are read.
-        rates: How long things take.
-        workload: What trajectories are like.
-        steps: That are measured.
-        seed: Draws them, but for recorded ones: in every mode the same ones.
+        config: The settings, mainly `asynchrony`, `data` and `environment`.
+        rates: Durations of the run's parts.
+        workload: Distribution of trajectories.
+        steps: Number of measured steps.
+        seed: Seed of the trajectories, unless recorded; the same in every mode.
     """
     whole = config
     config, rates = smaller(_alone(config), rates)
@@ -113,24 +114,24 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         engines_filled=(ended[1] - begun[2]) / of_engines / rates.speed.places,
         staleness=sum(m["asynchrony/staleness_mean"] for m in stale) / steps,
         staleness_max=max(m["asynchrony/staleness_max"] for m in stale),
-        calls_filled=min(1.0, (ended[2] - begun[3]) / span / bounds.at_once),  # a place may be taken into the next step
+        calls_filled=min(1.0, (ended[2] - begun[3]) / span / bounds.at_once),  # places may stay occupied longer
     )
 
 
 def grain_of(workload: Workload) -> int:
-    """Tokens that one of a simulated trajectory stands for."""
+    """Returns the number of real tokens represented by a simulated token."""
     length = workload.length
     return max(1, int(length.written / length.answers / FINEST))
 
 
 def _tick(config: Config, rates: Rates, workload: Workload) -> float:
-    """Seconds to which the clock is exact."""
+    """Returns the resolution of the clock in seconds."""
     answer_s = rates.speed.seconds[-1] * workload.length.written / workload.length.answers
     return answer_s / TICKS * config.data.prompts_per_step * config.data.samples_per_prompt / MOST
 
 
 def _counted_by(grain: int, speed: Speed) -> Speed:
-    """An engine's, for tokens that stand for so many."""
+    """Returns an engine's speed for tokens representing `grain` real tokens each."""
     return Speed(tuple(s * grain for s in speed.seconds), speed.prefill_s * grain, speed.cache_tokens / grain)
 
 
@@ -140,12 +141,12 @@ def _synced(fleet: SimulatedFleet, rollouts: Asynchronous, version: int) -> None
 
 
 def _before(asynchrony: AsynchronyConfig) -> int:
-    """Steps until a run is in full swing."""
+    """Returns the number of steps until a steady state."""
     return asynchrony.max_staleness + (2 if asynchrony.mode == "full" else asynchrony.mode == "one_step")
 
 
 def _alone(config: Config) -> Config:
-    """A copy in which `off` is `full` without staleness, which is the same, and every group has a signal."""
+    """Returns settings with `off` as `full` without staleness, an equivalent, and without dynamic sampling."""
     asynchrony, algorithm = config.asynchrony, config.algorithm
     most = 0 if asynchrony.mode == "off" else asynchrony.max_staleness
     return replace(
@@ -157,10 +158,10 @@ def _alone(config: Config) -> Config:
 
 
 class _Players:
-    """In the place of a generator."""
+    """Replaces the generator."""
 
     slots: Places | None = None
-    """For trajectories; None has no bound."""
+    """Bound on concurrent trajectories; None without."""
 
     def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, calls: Calls) -> None:
         self.fleet, self.workload, self.data, self.seed = fleet, workload, data, seed
@@ -168,7 +169,7 @@ class _Players:
         self.rollout = RolloutConfig()
 
     def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
-        """One for all trajectories."""
+        """Returns the agent for all trajectories."""
         engine = self.fleet.engines[0]
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
         player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
@@ -183,12 +184,12 @@ class _Opened:
 
 
 class Whole:
-    """Counts in units, so that nothing short is favoured: what is left over is of the next part, and the first one
-    begins anywhere within a unit.
+    """Counts amounts in whole units without bias: each remainder goes to the next amount, and the first remainder is
+    random.
 
     Args:
-        unit: What is counted by.
-        random: Draws where it begins.
+        unit: The unit.
+        random: Source of the first remainder.
     """
 
     def __init__(self, unit: float, random: Random) -> None:
@@ -196,7 +197,7 @@ class Whole:
         self.over = 0.0 if unit == 1 else random.random()
 
     def units(self, of: float) -> int:
-        """Of the next part."""
+        """Returns the whole units of the next amount."""
         self.over += of / self.unit
         whole = int(self.over)
         self.over -= whole
@@ -204,10 +205,10 @@ class Whole:
 
 
 class _Player:
-    """An agent that knows how long everything takes."""
+    """An agent with known durations."""
 
     calls: Calls
-    """Of environments."""
+    """Bound on concurrent environment calls."""
 
     def __init__(
         self, router: Router, workload: Workload, data: DataConfig, seed: int, grain: int, tick: float
@@ -216,19 +217,19 @@ class _Player:
         self.grain, self.tick = grain, tick
 
     def group(self, name: str) -> int:
-        """A group's place among all of the run; its samples have names that say the step and their place in it."""
+        """Returns the group's number within the run, from a sample's name with step and position."""
         _, step, _, place = map(int, name.split("/"))
         return step * self.data.prompts_per_step + place // self.data.samples_per_prompt
 
     async def open(self, prompt: Prompt, sample: int) -> _Opened:
-        """At once."""
+        """Opens an environment, in no time."""
         return _Opened(prompt, sample)
 
     async def close(self, opened: _Opened) -> None:
-        """At once."""
+        """Closes an environment, in no time."""
 
     async def play(self, opened: _Opened, name: str) -> Trajectory:
-        """All turns."""
+        """Runs all turns of a trajectory."""
         t = Trajectory(
             opened.prompt,
             opened.sample,

@@ -12,20 +12,20 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 Answer = TypeVar("Answer")
 Given = TypeVarTuple("Given")
 LONGEST_S = 1e8
-"""Three years: whoever waits for longer waits for ever."""
+"""Three years: a longer wait counts as endless."""
 
 
 class WaitsForEver(RuntimeError):
-    """Somebody waits, and nothing is left that could end that."""
+    """A coroutine waits for an event that can no longer happen."""
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """Its clock jumps to the next timer when nothing else is left to do. It waits for no thread.
+    """An event loop whose clock jumps to the next timer when idle. Threads are not waited for.
 
     Args:
-        longest_s: Seconds after which it is taken for granted that somebody waits for ever.
-        tick_s: Seconds to whose multiples the end of each waiting is rounded, up or down, so that much happens at once,
-            which is faster. 0: none.
+        longest_s: Seconds after which a wait counts as endless.
+        tick_s: Timers are rounded to multiples of this, up or down, so that many events coincide, for speed. 0: no
+            rounding.
     """
 
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:
@@ -33,7 +33,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Seconds since its beginning."""
+        """Returns the seconds since the start."""
         return self.now
 
     def call_at(
@@ -43,7 +43,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         *args: *Given,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As the base class, at the nearest tick; what lies beyond the end of time is not called."""
+        """Schedules a callback at the nearest tick; callbacks beyond `longest_s` are dropped."""
         if when > self.longest_s:
             return asyncio.TimerHandle(when, callback, args, self, context)
         if self.tick_s:
@@ -57,7 +57,7 @@ class _Jump(selectors.SelectSelector):
         self.loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout == 0:  # something is to be done anyway, and asking the system takes as long as doing it
+        if timeout == 0:  # callbacks are ready, and polling the system takes as long as running them
             return []
         ready = super().select(0)
         if not ready:
@@ -68,19 +68,19 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop:
-    """A `rollout.event_loop.ServiceLoop` whose other thread is the same one: time passes while that waits."""
+    """A `rollout.event_loop.ServiceLoop` on a single thread: virtual time passes while the caller waits."""
 
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:
         self.loop = VirtualTime(longest_s, tick_s)
         self._event = asyncio.Event()
         self._over = 0.0
-        """Seconds that `sleep` has rounded off, so far."""
+        """Seconds rounded off by `sleep` so far."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.loop.now = 0.0  # also where somebody waited for ever
+        self.loop.now = 0.0  # also after an endless wait
         while left := asyncio.all_tasks(self.loop):
             for task in left:
                 task.cancel()
@@ -90,34 +90,34 @@ class VirtualLoop:
 
     @property
     def now(self) -> float:
-        """Seconds since its beginning."""
+        """Seconds since the start."""
         return self.loop.now
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Its result; what else is under way goes on meanwhile."""
+        """Runs a coroutine and returns the result; other tasks continue meanwhile."""
         return self.loop.run_until_complete(work)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        """Begins it, and does not wait."""
+        """Starts a coroutine without waiting."""
         return self.loop.create_task(work)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls it in the loop, soon."""
+        """Calls a function soon, in the loop."""
         self.loop.call_soon(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Returns once that is so, or so many seconds have passed.
+        """Waits until `ready` holds or `seconds` passed.
 
-        A tick at least passes: else who looks more often than the clock ticks would look for ever at the same time.
+        At least a tick passes: otherwise a caller polling faster than the clock ticks would see the same time forever.
         """
         self.run(self._wait(ready, max(seconds, self.loop.tick_s)))
 
     def changed(self) -> None:
-        """From the loop: whoever waits looks again."""
+        """Makes a waiting caller check again; called from the loop."""
         self._event.set()
 
     def sleep(self, seconds: float) -> None:
-        """Lets time pass, in whole ticks: what is over, or lacking, is of the next time."""
+        """Advances the time in whole ticks; the remainder is added to the next call."""
         if tick := self.loop.tick_s:
             self._over += seconds
             seconds = round(self._over / tick) * tick

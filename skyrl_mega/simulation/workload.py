@@ -1,4 +1,4 @@
-"""What trajectories are like: how many turns, how many tokens in each, how long the environment takes."""
+"""Distributions of trajectories: number of turns, tokens of each turn, and seconds in the environment."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from skyrl_mega.rollout.trajectory import Kind, Step
 from skyrl_mega.telemetry.run_dir import by_step
 
 LONGEST = 40
-"""Characters of an option that an error shows."""
+"""Characters of an option shown in an error."""
 HIGHEST_SIGMA = 3.0
-"""With it the largest of a thousand values is a hundred times the mean."""
+"""Largest allowed sigma: the largest of a thousand values is then a hundred times the mean."""
 
 
 class Turn(NamedTuple):
-    """One answer of the policy."""
+    """An answer of the policy."""
 
     read: int
-    """Tokens that are new to the engine before it."""
+    """Tokens before the answer that are new to the engine."""
     written: int
     env_s: float
-    """Seconds of the environment after it."""
+    """Seconds in the environment after the answer."""
 
 
 class Length(NamedTuple):
-    """Of a trajectory, on average."""
+    """Average length of a trajectory."""
 
     read: float
     """Tokens of the prompt and of the environment."""
     written: float
     """Tokens of the policy."""
     answers: float
-    """Turns in which it writes."""
+    """Turns with text of the policy."""
 
     @property
     def total(self) -> float:
-        """Tokens."""
+        """Tokens in total."""
         return self.read + self.written
 
 
@@ -53,22 +53,22 @@ class LogNormal:
     """A long-tailed distribution.
 
     Args:
-        mean: Of the values themselves, not of their logarithms.
-        sigma: Standard deviation of the natural logarithm. 0: always the mean; 1: one in a hundred is six times as
-            large.
+        mean: Mean of the values themselves, not of the logarithms.
+        sigma: Standard deviation of the natural logarithm. 0: always the mean; 1: a value in a hundred is six times the
+            mean.
     """
 
     mean: float
     sigma: float
 
     def draw(self, random: Random) -> float:
-        """A value."""
+        """Returns a random value."""
         if not self.mean:
             return 0.0
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
     def mean_up_to(self, most: float) -> float:
-        """The mean of values of which those above `most` count as that."""
+        """Returns the mean of values capped at `most`."""
         if not self.mean or not self.sigma:
             return min(self.mean, most)
         z = math.log(most / self.mean) / self.sigma
@@ -77,16 +77,16 @@ class LogNormal:
 
     @classmethod
     def parsed(cls, text: str, option: str, lowest: float, highest: float, key: str = "") -> LogNormal:
-        """From `MEAN` or `MEAN,SIGMA`.
+        """Parses `MEAN` or `MEAN,SIGMA`.
 
         Args:
-            text: That.
-            option: Its name, for the error.
-            lowest, highest: Means that are allowed.
-            key: Setting that the highest comes from.
+            text: The text.
+            option: Name of the option, for the error.
+            lowest, highest: Bounds of the mean.
+            key: Setting behind the upper bound.
 
         Raises:
-            UserError: It is something else.
+            UserError: The text is malformed or out of bounds.
         """
         try:
             mean, sigma = (float(part) for part in [*text.split(","), "0"][:2])
@@ -103,21 +103,21 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Trajectories of so many turns, whose tokens and seconds are drawn each for itself."""
+    """Trajectories with a fixed number of turns and independent random lengths and durations."""
 
     prompt: int
     tokens: LogNormal
-    """Written in all turns."""
+    """Tokens written in all turns together."""
     environment: LogNormal
-    """Seconds of one turn."""
+    """Seconds in the environment per turn."""
     turns: int
     most: int
-    """Tokens that a trajectory may write."""
+    """Limit on the tokens of a trajectory."""
     longest_s: float = math.inf
-    """Seconds after which a turn of the environment is ended."""
+    """Time limit of an environment turn, in seconds."""
 
     def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
-        """A sample of a group, which says nothing of the others."""
+        """Returns a random trajectory, independent of the group's others."""
         written = max(self.turns, min(self.most, round(self.tokens.draw(random))))
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
@@ -128,26 +128,26 @@ class Drawn:
 
     @property
     def length(self) -> Length:
-        """On average."""
+        """Average length of a trajectory."""
         return Length(self.prompt, max(self.turns, self.tokens.mean_up_to(self.most)), self.turns)
 
     @property
     def environment_s(self) -> float:
-        """Seconds of the environment in a trajectory, on average."""
+        """Average seconds in the environment per trajectory."""
         return self.turns * self.environment.mean_up_to(self.longest_s)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Trajectories as a run has had them, group by group: those of a hard prompt are all long, and a step waits for
-    the longest."""
+    """Recorded trajectories of a run, by group: samples of a hard prompt are all long, and a step waits for the
+    longest."""
 
     groups: Sequence[Sequence[list[Turn]]]
 
     def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
-        """A sample of a group. All groups come before one comes again."""
+        """Returns a sample of a group. Groups repeat only after all were used."""
         found = self.groups[group % len(self.groups)]
-        again = group // len(self.groups)  # a group of more samples has others to say then
+        again = group // len(self.groups)  # a repeated group starts with another sample
         return found[(sample + again) % len(found)]
 
     @property
@@ -157,22 +157,22 @@ class Recorded:
 
     @property
     def length(self) -> Length:
-        """On average."""
+        """Average length of a trajectory."""
         turns = [turn for played in self.played for turn in played]
         sums = sum(turn.read for turn in turns), sum(turn.written for turn in turns), len(turns)
         return Length(*(value / len(self.played) for value in sums))
 
     @property
     def environment_s(self) -> float:
-        """Seconds of the environment in a trajectory, on average."""
+        """Average seconds in the environment per trajectory."""
         return sum(turn.env_s for played in self.played for turn in played) / len(self.played)
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
-        """Those that a run has written, of all its steps, in an order of their own.
+        """Reads the trajectories of all steps of a run, in a fixed random order.
 
         Raises:
-            UserError: There are none, or a file is of something else.
+            UserError: A file is unreadable, or there are no trajectories.
         """
         found = []
         for file in by_step(folder / "trajectories", ".parquet").values():
@@ -191,7 +191,7 @@ class Recorded:
                 f"--like {folder}: there are no trajectories; give a run's folder, of a run with "
                 "telemetry.trajectories_every=1"
             )
-        Random(0).shuffle(found)  # a few steps are then of the whole run
+        Random(0).shuffle(found)  # so that few simulated steps cover the whole run
         return cls(found)
 
 
@@ -199,7 +199,7 @@ Workload = Drawn | Recorded
 
 
 def turns_of(steps: Sequence[Step]) -> list[Turn]:
-    """A trajectory's answers."""
+    """Returns a trajectory's answers as turns."""
     turns, read = [], 0
     for step in steps:
         if step.kind is Kind.RESPONSE:
