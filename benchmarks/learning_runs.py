@@ -70,7 +70,7 @@ class Session:
         source = RolloutSource(config, old.rollouts.prompts, stream, old.rollouts.generator)
         evaluator = Evaluator(config, old.evaluator.prompts, old.evaluator.generator, old.console.say)
         parts = {"stream": stream, "rollouts": source, "evaluator": evaluator, "reference": reference}
-        fresh = {"step": 0, "first_evaluation": {}, "last_evaluation": {}, "saving": {}, "place": {}}
+        fresh = {"step": 0, "first_evaluation": {}, "last_evaluation": {}, "checkpoint_metrics": {}, "stream_state": {}}
         return replace(old, config=config, folder=folder, **parts, **fresh)
 
 

@@ -89,7 +89,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     from skyrl_mega.rollout import trajectory_io
     from skyrl_mega.rollout.by_reference import attach_arrays
     from skyrl_mega.rollout.trajectory import Group
-    from skyrl_mega.trainer import referred
+    from skyrl_mega.trainer import remote_batch
     from skyrl_mega.trainer.run import rollout_metrics
 
     torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
@@ -111,7 +111,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         rollout_metrics(played)
         groups = [Group(played[i].prompt, played[i : i + GROUP]) for i in range(0, len(played), GROUP)]
         config.data.mini_batch_prompts = -(-len(groups) // MINIS)
-        minis = referred.mini_batches(referred.outcomes(groups, config), config)
+        minis = remote_batch.mini_batches(remote_batch.make_remote_batch(groups, config), config)
         policy.hold_parts(minis, drawn=False)
         for mini in range(len(minis)):
             policy.train(mini, temperature=1.0, loss="ppo")

@@ -18,7 +18,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.config.values import Rule
 from skyrl_mega.data.fingerprint import fingerprint
-from skyrl_mega.trainer.checkpoints import newest_whole
+from skyrl_mega.trainer.checkpoints import newest_intact
 
 FIXED = {
     "run.seed": "it orders the data, of which the checkpoint knows the place",
@@ -39,7 +39,7 @@ def checkpoint_of(config: Config) -> Path | None:
     """Returns the checkpoint from which a run with these settings resumes; None without one."""
     if not config.checkpoint.resume:
         return None
-    return newest_whole(Path(config.run.directory) / config.run.name / "checkpoints")
+    return newest_intact(Path(config.run.directory) / config.run.name / "checkpoints")
 
 
 def changes(config: Config) -> list[str]:

@@ -21,7 +21,7 @@ from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_no
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.unused_settings import unused_notes
-from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ended_by
+from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
 
 if TYPE_CHECKING:
     from skyrl_mega.telemetry.console import Console
@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.telemetry.trackers import registry
 
     changed = resuming.changes(config)
-    with Console(as_json=args.json, ended_by=ended_by) as console, run_folder(config, console.say) as folder:
+    with Console(as_json=args.json, ended_by=ending_signal) as console, run_folder(config, console.say) as folder:
         console.log_to(folder / "logs" / "run.log")
         if changed:
             console.say(resuming.changes_text(changed))
@@ -175,7 +175,7 @@ def _train(config: Config, folder: Path, console: Console) -> int:
     """Trains and returns the exit code; on a fault prints its cause and the log folder."""
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
     from skyrl_mega.report.overview import write_at_end
-    from skyrl_mega.trainer.checkpoints import resumes_from
+    from skyrl_mega.trainer.checkpoints import describe_resume
     from skyrl_mega.trainer.health.mismatch import EngineDiffers
     from skyrl_mega.trainer.health.watch import CannotLearn
     from skyrl_mega.trainer.train import train
@@ -186,7 +186,7 @@ def _train(config: Config, folder: Path, console: Console) -> int:
         if ShutdownRequest().at_once:
             raise Stopped from error
         console.say(f"fault: {error}")
-        console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
+        console.say(f"  logs  {folder / 'logs'}; {describe_resume(folder / 'checkpoints')}")
         if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
             _keep_traceback(folder)
         write_at_end(folder, console.say)  # writes or updates the report, with the fault

@@ -37,7 +37,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
     with opened(file, overrides, as_json=as_json) as run:
         run.residency.enter("train")  # so that engines have slept before the comparison
         with run.console.phase("second sync"):
-            run.bring_up_to_date()
+            run.sync_engines()
         run.residency.enter("sync")
         with run.console.phase("compare"):
             return run.sync.check()

@@ -14,8 +14,8 @@ import torch
 from skyrl_mega.cli.weights_check import opened
 from skyrl_mega.config.derived import cutoff_note
 from skyrl_mega.trainer.batch import Batch, make_batch
-from skyrl_mega.trainer.health.mismatch import bound
-from skyrl_mega.trainer.health.seen import shown
+from skyrl_mega.trainer.health.mismatch import threshold
+from skyrl_mega.trainer.health.step_view import quoted
 from skyrl_mega.trainer.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def compare(
         run.policy.hold([batch])
         logprobs = {ENGINE: batch["rollout_logprobs"].double(), POLICY: _policy(run)}
         with run.console.phase("second sync"):
-            run.bring_up_to_date()
+            run.sync_engines()
         logprobs[AGAIN] = aligned(batch, _sample(run, prompts, samples))
         if transformers:
             with run.console.phase("transformers"):
@@ -106,7 +106,7 @@ def compare(
         if "drawn" in batch.columns:
             counts &= batch["drawn"].bool()
         pairs = pairs_of({name: values[counts].numpy() for name, values in logprobs.items()})
-        alarm = bound(run.config, "alarm", "mean")
+        alarm = threshold(run.config, "alarm", "mean")
         verdict, agree = verdict_of(pairs, alarm, cutoff_note(run.config))
         decode = _source(run).generator.chat.text
         return Comparison(pairs, worst_of(batch, logprobs, counts, worst, decode), verdict, agree)
@@ -166,7 +166,7 @@ def worst_of(
     for at in distance.topk(min(most, int(counts.sum()))).indices.tolist():
         sample = int(np.searchsorted(starts, at, side="right")) - 1
         begin = max(int(starts[sample]), at - BEFORE)
-        text = shown(decode(batch.tokens[begin : at + 1].tolist()))
+        text = quoted(decode(batch.tokens[begin : at + 1].tolist()))
         values = {name: float(values[at]) for name, values in logprobs.items()}
         chosen.append(Worst(sample, at - int(starts[sample]), text, values))
     return chosen

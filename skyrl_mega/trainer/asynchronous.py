@@ -20,7 +20,7 @@ from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.rollout.service import Done, RolloutService, Ticket
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.telemetry.console import Phase
-from skyrl_mega.trainer import kept_rollouts
+from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.rollouts_ahead import Versions
@@ -54,9 +54,9 @@ class Asynchronous:
         self.versions = Versions(config.asynchrony.max_staleness)
         self.steps = 0
         """Steps before the current one."""
-        self.asked = 0
+        self.requested = 0
         """Groups requested over the whole run."""
-        self.again: list[Ticket] = []
+        self.interrupted: list[Ticket] = []
         """Groups in progress at the end of the interrupted run, to be resumed."""
         self.done: dict[int, Done] = {}
         """Finished groups not yet taken by a step, by number."""
@@ -81,10 +81,10 @@ class Asynchronous:
             while (chosen := self._choose()) is None:
                 self._wait(progress)
         self.taken = step.number, chosen, self.left_out
-        groups = [one.group for one in chosen]
-        step.trajectories += [t for one in (*chosen, *self.left_out) for t in one.group.trajectories]
+        groups = [finished.group for finished in chosen]
+        step.trajectories += [t for finished in (*chosen, *self.left_out) for t in finished.group.trajectories]
         if self.config.algorithm.dynamic_sampling.enabled:
-            step.record(self._sampled(groups))
+            step.record(self._sampling_metrics(groups))
         self.left_out = []
         step.record(self.versions.measure(t for group in groups for t in group.trajectories))
         step.record(
@@ -109,70 +109,73 @@ class Asynchronous:
         number, taken, _ = self.taken
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
-    def keep(self, folder: Path, done: int) -> None:
+    def save(self, folder: Path, done: int) -> None:
         """Saves finished groups and, for unfinished groups, the finished samples and the turns played so far."""
-        journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.recorded])
+        journal.write(
+            journal.file_of(folder, "again"), [turn for ticket in self.interrupted for turn in ticket.recorded]
+        )
         self.service.write_turns(folder)  # first: a trajectory that ends in the meantime is then saved as finished
         number, taken, left_out = self.taken
         left_out = [*(left_out if number > done else ()), *self.left_out]
-        failed = [one for one in left_out if _failed(one)]
-        left_out = [one for one in left_out if not _failed(one)]
-        kept = [*(taken if number > done else ()), *self.done.values(), *left_out]
+        failed = [finished for finished in left_out if _failed(finished)]
+        left_out = [finished for finished in left_out if not _failed(finished)]
+        saved = [*(taken if number > done else ()), *self.done.values(), *left_out]
         # A run that ended because of failed environments must not restore the failures, or it would end again.
-        again = [replace(one.ticket, played={}, recorded=()) for one in failed]
-        under_way = [*self.again, *self.service.so_far(), *again]
-        rows = [t for one in kept for t in one.group.trajectories]
-        groups = kept_rollouts.places([one.group for one in kept], rows)
-        begun = [_begun(ticket, rows) for ticket in under_way]
-        about = {
+        to_repeat = [replace(finished.ticket, played={}, recorded=()) for finished in failed]
+        under_way = [*self.interrupted, *self.service.so_far(), *to_repeat]
+        rows = [t for finished in saved for t in finished.group.trajectories]
+        groups = saved_rollouts.group_indices([finished.group for finished in saved], rows)
+        unfinished = [_unfinished_entry(ticket, rows) for ticket in under_way]
+        state = {
             "stream": self.stream.state(),
-            "prompts": [*(one.ticket.index for one in kept), *(ticket.index for ticket in under_way)],
-            "asked": self.asked,
-            "named": -(-self.asked // self.wanted),
-            "versions": self.versions.known,
-            "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
+            "prompts": [*(finished.ticket.index for finished in saved), *(ticket.index for ticket in under_way)],
+            "asked": self.requested,
+            "named": -(-self.requested // self.wanted),
+            "versions": self.versions.recent,
+            "done": [[finished.ticket.number, finished.ticket.index, finished.ticket.version] for finished in saved],
             "groups": groups,
-            "left_out": [one.ticket.number for one in left_out],
-            "under_way": begun,
+            "left_out": [finished.ticket.number for finished in left_out],
+            "under_way": unfinished,
         }
-        kept_rollouts.write(folder, self.config, about, rows)
+        saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
         """Restores the finished and the requested groups of the interrupted run."""
-        kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
-        if not isinstance(kept, tuple):
-            if kept is not None:  # groups already trained on used these names and random streams: never reuse them
-                self.asked = kept.named * self.wanted
-            return str(kept or "")
-        about, rows = kept
-        said = journal.read_all(folder)
-        self.asked, self.versions.known = about["asked"], about["versions"]
-        for number, index, version, samples in about["under_way"]:
+        saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
+        if not isinstance(saved, tuple):
+            if saved is not None:  # groups already trained on used these names and random streams: never reuse them
+                self.requested = saved.named_steps * self.wanted
+            return str(saved or "")
+        state, rows = saved
+        turns_by_name = journal.read_all(folder)
+        self.requested, self.versions.recent = state["asked"], state["versions"]
+        for number, index, version, samples in state["under_way"]:
             ticket = self._ticket(number, index, version)
-            played = {sample: rows[row] for sample, row in samples}
-            left = [name for sample, name in enumerate(ticket.names) if sample not in played]
-            turns = [one for name in left for one in said.get(name, ())]
-            self.again.append(replace(ticket, played=played, recorded=turns))
-        groups = kept_rollouts.grouped(about["groups"], rows)
-        for (number, index, version), group in zip(about["done"], groups, strict=True):
-            one = Done(self._ticket(number, index, version), group)
-            if number in about.get("left_out", ()):
-                self.left_out.append(one)
+            finished_samples = {sample: rows[row] for sample, row in samples}
+            missing = [name for sample, name in enumerate(ticket.names) if sample not in finished_samples]
+            turns = [turn for name in missing for turn in turns_by_name.get(name, ())]
+            self.interrupted.append(replace(ticket, played=finished_samples, recorded=turns))
+        groups = saved_rollouts.rebuild_groups(state["groups"], rows)
+        for (number, index, version), group in zip(state["done"], groups, strict=True):
+            finished = Done(self._ticket(number, index, version), group)
+            if number in state.get("left_out", ()):
+                self.left_out.append(finished)
             else:
-                self.done[number] = one
-        return self._taken_up(len(groups))
+                self.done[number] = finished
+        return self._restored_line(len(groups))
 
-    def _taken_up(self, done: int) -> str:
+    def _restored_line(self, finished_groups: int) -> str:
         """Describes the restored groups, finished and unfinished, in a line for the console."""
-        again = self.again
-        if not done and not again:
+        interrupted = self.interrupted
+        if not finished_groups and not interrupted:
             return ""
-        played, turns = (
-            sum(len(each) for each in of) for of in ([t.played for t in again], [t.recorded for t in again])
+        trajectories, turns = (
+            sum(len(each) for each in of) for of in ([t.played for t in interrupted], [t.recorded for t in interrupted])
         )
         return (
-            f"taken up again: {kept_rollouts.counted(done)} generated ahead, and {len(again):,} under way, of which "
-            f"{played:,} trajectories are done and {turns:,} turns of others"
+            f"taken up again: {saved_rollouts.count_groups(finished_groups)} generated ahead, and "
+            f"{len(interrupted):,} under way, of which {trajectories:,} trajectories are done and {turns:,} turns of "
+            "others"
         )
 
     def close(self) -> None:
@@ -181,21 +184,24 @@ class Asynchronous:
     @property
     def _waiting(self) -> int:
         """Groups requested and not yet taken."""
-        return len(self.done) + len(self.service.under_way) + len(self.again)
+        return len(self.done) + len(self.service.under_way) + len(self.interrupted)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         """Requests as many groups as the staleness bound allows, interrupted groups first."""
-        steps, limit = self.versions.most + 1, self.config.run.steps
+        steps, limit = self.versions.max_staleness + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
-        again, self.again = self.again, []  # all at once: their age is unchanged, and a step waits for the oldest
-        room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way) - len(again))
-        room = 0 if self._given_up else room
-        self.asked = max(self.asked, self.steps * self.wanted)  # a synchronous run used these names before
+        # All at once: their age is unchanged, and a step waits for the oldest.
+        interrupted, self.interrupted = self.interrupted, []
+        free = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way) - len(interrupted))
+        free = 0 if self._gave_up else free
+        self.requested = max(self.requested, self.steps * self.wanted)  # a synchronous run used these names before
         newest = self.versions.newest
-        tickets = [ticket if ticket.played or ticket.recorded else replace(ticket, version=newest) for ticket in again]
-        fresh = self.stream.take(max(0, min(room, self.stream.remaining)))
-        tickets += [self._ticket(self.asked + i, index, newest) for i, index in enumerate(fresh)]
-        self.asked += len(fresh)
+        tickets = [
+            ticket if ticket.played or ticket.recorded else replace(ticket, version=newest) for ticket in interrupted
+        ]
+        fresh = self.stream.take(max(0, min(free, self.stream.remaining)))
+        tickets += [self._ticket(self.requested + i, index, newest) for i, index in enumerate(fresh)]
+        self.requested += len(fresh)
         self.service.submit(tickets, [self.prompts[ticket.index] for ticket in tickets])
 
     def _ticket(self, number: int, index: int, version: int) -> Ticket:
@@ -207,22 +213,22 @@ class Asynchronous:
 
     def _choose(self) -> list[Done] | None:
         """Returns the groups for the step, or None if the step must wait."""
-        self._ask()
+        self._request()
         chosen = sorted(self.done.values(), key=_age)[: self.wanted]
-        over = not self.service.under_way and self.stream.remaining <= 0 and not self.again
-        if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not over and not self._given_up):
+        exhausted = not self.service.under_way and self.stream.remaining <= 0 and not self.interrupted
+        if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not exhausted and not self._gave_up):
             return None
-        for one in chosen:
-            del self.done[one.ticket.number]
+        for finished in chosen:
+            del self.done[finished.ticket.number]
         return sorted(chosen, key=_number)
 
     def _leaves_too_many(self, chosen: list[Done]) -> bool:
         """Returns True if a group not chosen would become too old before a later step could take it."""
-        taken = {one.ticket.number for one in chosen}
-        waiting = [*(one.ticket for one in self.done.values()), *self.service.under_way.values()]
-        left = [self.versions.behind(ticket.version) for ticket in waiting if ticket.number not in taken]
-        most = self.versions.most
-        return any(sum(b >= syncs for b in left) > (most - syncs) * self.wanted for syncs in range(most + 1))
+        taken = {finished.ticket.number for finished in chosen}
+        waiting = [*(finished.ticket for finished in self.done.values()), *self.service.under_way.values()]
+        left = [self.versions.syncs_since(ticket.version) for ticket in waiting if ticket.number not in taken]
+        limit = self.versions.max_staleness
+        return any(sum(b >= syncs for b in left) > (limit - syncs) * self.wanted for syncs in range(limit + 1))
 
     def _wait(self, progress: Phase) -> None:
         self.look()
@@ -233,45 +239,45 @@ class Asynchronous:
 
     def collect(self, wait_s: float) -> None:
         """Collects finished groups; waits up to `wait_s` seconds for the first."""
-        for one in self.service.done(wait_s):
+        for finished in self.service.done(wait_s):
             algorithm = self.config.algorithm
-            if not algorithm.dynamic_sampling.enabled or with_signal([one.group], algorithm):
-                self.done[one.ticket.number] = one
+            if not algorithm.dynamic_sampling.enabled or with_signal([finished.group], algorithm):
+                self.done[finished.ticket.number] = finished
             else:
-                self.left_out.append(one)
+                self.left_out.append(finished)
 
     @property
-    def _given_up(self) -> bool:
+    def _gave_up(self) -> bool:
         """True if so many groups lacked a signal that the step proceeds with fewer groups."""
-        most = self.config.algorithm.dynamic_sampling.max_rounds * self.wanted
-        drawn: list[Trajectory] = [t for one in self.left_out for t in one.group.trajectories]
-        return len(self.left_out) >= most or (len(self.left_out) >= self.wanted and all_failed(drawn))
+        limit = self.config.algorithm.dynamic_sampling.max_rounds * self.wanted
+        dropped: list[Trajectory] = [t for finished in self.left_out for t in finished.group.trajectories]
+        return len(self.left_out) >= limit or (len(self.left_out) >= self.wanted and all_failed(dropped))
 
-    def _sampled(self, groups: list[Group]) -> dict[str, float]:
-        most = self.config.algorithm.dynamic_sampling.max_rounds
-        played = -(-(len(groups) + len(self.left_out)) // self.wanted)
+    def _sampling_metrics(self, groups: list[Group]) -> dict[str, float]:
+        max_rounds = self.config.algorithm.dynamic_sampling.max_rounds
+        rounds = -(-(len(groups) + len(self.left_out)) // self.wanted)
         return {
-            "rollout/rounds": float(most if self._given_up else min(played, most)),
+            "rollout/rounds": float(max_rounds if self._gave_up else min(rounds, max_rounds)),
             "rollout/groups_left_out": float(len(self.left_out)),
             "rollout/groups_missing": float(self.wanted - len(groups)),
         }
 
 
-def _begun(ticket: Ticket, rows: list[Trajectory]) -> tuple[int, int, int, list[tuple[int, int]]]:
+def _unfinished_entry(ticket: Ticket, rows: list[Trajectory]) -> tuple[int, int, int, list[tuple[int, int]]]:
     """Returns the checkpoint entry of an unfinished group and appends the group's finished samples to `rows`."""
     places = [(sample, len(rows) + i) for i, sample in enumerate(ticket.played)]
     rows += ticket.played.values()
     return ticket.number, ticket.index, ticket.version, places
 
 
-def _failed(one: Done) -> bool:
+def _failed(finished: Done) -> bool:
     """Returns True if the environment of any sample failed."""
-    return any(t.status.failed for t in one.group.trajectories)
+    return any(t.status.failed for t in finished.group.trajectories)
 
 
-def _age(one: Done) -> tuple[int, int]:
-    return one.ticket.version, one.ticket.number
+def _age(finished: Done) -> tuple[int, int]:
+    return finished.ticket.version, finished.ticket.number
 
 
-def _number(one: Done) -> int:
-    return one.ticket.number
+def _number(finished: Done) -> int:
+    return finished.ticket.number

@@ -24,7 +24,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, MoeConfig, RolloutConfig
 from skyrl_mega.megatron.sequences import TRAJECTORY, Column, Sequences, flat, ragged_arange
 from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
-from skyrl_mega.trainer.rewards import by_name
+from skyrl_mega.trainer.rewards import rewards_by_name
 from skyrl_mega.trainer.turns import Turns
 
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     """A training sequence: tokens `start … end - 1` of a trajectory."""
 
     start: int
-    own: int
+    trained_from: int
     """First position trained on in this sample; another sample trains on earlier policy tokens."""
     end: int
 
@@ -56,14 +56,14 @@ class Batch(Sequences):
     greedy: Tensor = field(default_factory=lambda: torch.zeros(0))
     """float32 [G]: reward of each group's greedy answer, shaped like `rewards`. NaN without a greedy answer or after a
     failure of the environment."""
-    own: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    trained_here: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """bool [T]: True for tokens written by the policy, each in a single sample. Includes truncated trajectories."""
     named: dict[str, Tensor] = field(default_factory=dict)
     """float32 [N] each: rewards by name, for environments with several; 0 if an environment does not give the name."""
     turns: Turns = field(default_factory=lambda: Turns.of([]))
     """The policy's answers, with rewards before length shaping."""
 
-    earned: Tensor | None = None
+    token_rewards: Tensor | None = None
     """float64 [T]: rewards of single tokens within an answer (`rollout/token_rewards.py`); None if no environment gives
     any."""
     penalty: Tensor | None = None
@@ -99,15 +99,15 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
         return whole
     ends: dict[tuple[int, int], int] = {}
     """(start, own) → end of a sample; the last entry wins."""
-    start = own = end = 0
+    start = trained_from = end = 0
     for step in t.steps:
         if step.kind is Kind.PROMPT:
             start = end = step.start
         elif step.kind is Kind.RESPONSE and step.start < step.end:
-            own = own if step.start == end else step.start
+            trained_from = trained_from if step.start == end else step.start
             end = step.end
-            ends[start, own if step_wise == "turns" else start] = end
-    return [Sample(start, own, end) for (start, own), end in ends.items()] or whole
+            ends[start, trained_from if step_wise == "turns" else start] = end
+    return [Sample(start, trained_from, end) for (start, trained_from), end in ends.items()] or whole
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
@@ -118,56 +118,61 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     with a failed environment. Truncated trajectories still count for the group's baseline, failed trajectories do not.
     Further columns of the trajectories are cut the same way and included.
     """
-    played = [t for group in groups for t in group.trajectories]
-    cut = [samples_of(t, rollout.step_wise) for t in played]
-    spans = _Spans.of(played, cut)
-    failed = torch.tensor([t.status.failed for t in played], dtype=torch.bool)
-    punished = punishment(played, algorithm, response_limit(rollout))
+    trajectories = [t for group in groups for t in group.trajectories]
+    cut = [samples_of(t, rollout.step_wise) for t in trajectories]
+    spans = _Spans.of(trajectories, cut)
+    failed = torch.tensor([t.status.failed for t in trajectories], dtype=torch.bool)
+    punished = punishment(trajectories, algorithm, response_limit(rollout))
     batch = Batch(
         spans.lengths,
-        spans.take(flat([t.tokens for t in played], np.int32)),
+        spans.take(flat([t.tokens for t in trajectories], np.int32)),
         groups=torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64),
         samples=torch.tensor([len(samples) for samples in cut], dtype=torch.int64),
-        rewards=torch.tensor([t.reward for t in played], dtype=torch.float32) + punished,
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32) + punished,
         punishment=punished,
         judged=~failed,
         greedy=greedy_rewards(groups, algorithm, response_limit(rollout)),
-        named={name: torch.tensor(values) for name, values in by_name(played, algorithm.reward_weights).items()},
-        turns=Turns.of(played),
+        named={
+            name: torch.tensor(values)
+            for name, values in rewards_by_name(trajectories, algorithm.reward_weights).items()
+        },
+        turns=Turns.of(trajectories),
     )
     left_out = failed
     if algorithm.overlong.filter:
         by = algorithm.overlong.filter_by
-        left_out = failed | torch.tensor([t.status.filtered(by) for t in played], dtype=torch.bool)
-    mask = spans.own(spans.take(flat([t.mask for t in played], np.float32)))
-    of_token = torch.arange(len(played)).repeat_interleave(batch.trajectory_tokens)
-    batch.own = mask != 0
-    batch.written = torch.zeros(len(played), dtype=torch.int64).index_add(0, of_token, mask.long())
+        left_out = failed | torch.tensor([t.status.filtered(by) for t in trajectories], dtype=torch.bool)
+    mask = spans.mask_once(spans.take(flat([t.mask for t in trajectories], np.float32)))
+    trajectory_T = torch.arange(len(trajectories)).repeat_interleave(batch.trajectory_tokens)
+    batch.trained_here = mask != 0
+    batch.written = torch.zeros(len(trajectories), dtype=torch.int64).index_add(0, trajectory_T, mask.long())
     batch["mask"] = without_truncated(mask, batch.trajectory_tokens, left_out)
-    batch["rollout_logprobs"] = spans.take(flat([t.logprobs for t in played], np.float32))
+    batch["rollout_logprobs"] = spans.take(flat([t.logprobs for t in trajectories], np.float32))
     if rollout.conversation == "one_message":
-        batch["drawn"] = drawn(batch)
-    columns = {name: spans.column(name, played) for name in sorted({name for t in played for name in t.columns})}
+        batch["drawn"] = sampled_by_engine(batch)
+    columns = {
+        name: spans.column(name, trajectories) for name in sorted({name for t in trajectories for name in t.columns})
+    }
     if TOKEN_REWARDS in columns:  # only the driver uses token rewards
-        batch.earned = columns.pop(TOKEN_REWARDS).values
+        batch.token_rewards = columns.pop(TOKEN_REWARDS).values
     for name, column in columns.items():
         batch.add(name, column)
     return batch
 
 
-def punishment(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
+def punishment(trajectories: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
     """Returns the length punishment of each response: float32 [N], at most 0."""
-    lengths = torch.tensor([t.response_length for t in played], dtype=torch.int64)
+    lengths = torch.tensor([t.response_length for t in trajectories], dtype=torch.int64)
     return soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
 
 
 def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
     """Returns the value of `Batch.greedy`: float32 [G]."""
-    found = torch.full((len(groups),), torch.nan)
+    rewards = torch.full((len(groups),), torch.nan)
     for i, group in enumerate(groups):
         if group.greedy is not None and not group.greedy.status.failed:
-            found[i] = group.greedy.reward + punishment([group.greedy], algorithm, limit)[0]
-    return found
+            rewards[i] = group.greedy.reward + punishment([group.greedy], algorithm, limit)[0]
+    return rewards
 
 
 @dataclass(frozen=True)
@@ -176,45 +181,47 @@ class _Spans:
 
     lengths: Tensor
     """int64 [S]: tokens per sample."""
-    before: Tensor
-    """int64 [S]: leading tokens of each sample without training (`Sample.own - Sample.start`)."""
+    context: Tensor
+    """int64 [S]: leading tokens of each sample without training (`Sample.trained_from - Sample.start`)."""
     index: Tensor | None
     """int64 [T]: positions of the samples' tokens; None if each trajectory is a single sample."""
 
     @classmethod
-    def of(cls, played: list[Trajectory], cut: list[list[Sample]]) -> _Spans:
+    def of(cls, trajectories: list[Trajectory], cut: list[list[Sample]]) -> _Spans:
         """Computes the positions of these samples."""
-        start, own, end = torch.tensor([s for samples in cut for s in samples], dtype=torch.int64).reshape(-1, 3).T
-        tokens = torch.tensor([len(t.tokens) for t in played], dtype=torch.int64)
+        start, trained_from, end = (
+            torch.tensor([s for samples in cut for s in samples], dtype=torch.int64).reshape(-1, 3).T
+        )
+        tokens = torch.tensor([len(t.tokens) for t in trajectories], dtype=torch.int64)
         if torch.equal(end, tokens) and not start.any():
-            return cls(end, own, None)
+            return cls(end, trained_from, None)
         counts = torch.tensor([len(samples) for samples in cut], dtype=torch.int64)
         base = (tokens.cumsum(0) - tokens).repeat_interleave(counts)
-        return cls(end - start, own - start, ragged_arange(base + start, end - start))
+        return cls(end - start, trained_from - start, ragged_arange(base + start, end - start))
 
     def take(self, values: Tensor) -> Tensor:
         """Selects the samples' tokens, [T], from values of all trajectories' tokens."""
         return values if self.index is None else values[self.index]
 
-    def column(self, name: str, played: list[Trajectory]) -> Column:
+    def column(self, name: str, trajectories: list[Trajectory]) -> Column:
         """Collects a column from all trajectories, filled with 0 for failed trajectories without the column."""
-        like = next(t.columns[name] for t in played if name in t.columns)
-        if wrong := [t for t in played if name in t.columns and len(t.columns[name].values) != len(t.tokens)]:
+        like = next(t.columns[name] for t in trajectories if name in t.columns)
+        if wrong := [t for t in trajectories if name in t.columns and len(t.columns[name].values) != len(t.tokens)]:
             count = len(wrong[0].columns[name].values)
             raise ValueError(f"column {name}: {count} values for a trajectory of {len(wrong[0].tokens)} tokens")
         absent = like.values.new_zeros(1, *like.values.shape[1:])
         parts = [
             t.columns[name].values if name in t.columns else absent.expand(len(t.tokens), *absent.shape[1:])
-            for t in played
+            for t in trajectories
         ]
         return Column(self.take(torch.cat(parts)), like.aligned)
 
-    def own(self, mask: Tensor) -> Tensor:
+    def mask_once(self, mask: Tensor) -> Tensor:
         """Returns [T]: the mask, set to 0 for tokens trained on in another sample."""
-        if not self.before.any():
+        if not self.context.any():
             return mask
         position = ragged_arange(torch.zeros_like(self.lengths), self.lengths)
-        return mask * (position >= self.before.repeat_interleave(self.lengths))
+        return mask * (position >= self.context.repeat_interleave(self.lengths))
 
 
 class TokenAdvantages(NamedTuple):
@@ -249,14 +256,14 @@ def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantage
         named={name: rewards[judged] for name, rewards in batch.named.items()},
     )
 
-    def placed(found: Tensor) -> Tensor:
+    def scatter(values: Tensor) -> Tensor:
         if tokens:
-            return torch.zeros(len(batch.tokens)).masked_scatter(_judged_tokens(batch), found.float())
-        of_N = torch.zeros(len(judged)).masked_scatter(judged, found.float())
-        return of_N.repeat_interleave(batch.trajectory_tokens)
+            return torch.zeros(len(batch.tokens)).masked_scatter(_judged_tokens(batch), values.float())
+        values_N = torch.zeros(len(judged)).masked_scatter(judged, values.float())
+        return values_N.repeat_interleave(batch.trajectory_tokens)
 
     estimated = estimate(inputs, algorithm)
-    return TokenAdvantages(placed(whiten(estimated, inputs, algorithm)), placed(estimated))
+    return TokenAdvantages(scatter(whiten(estimated, inputs, algorithm)), scatter(estimated))
 
 
 def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
@@ -266,39 +273,39 @@ def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
         raise ValueError("a trajectory's answers have not as many tokens as its mask says that the policy wrote")
     ends_R, ends_N = turns.tokens.cumsum(0) - 1, batch.written.cumsum(0) - 1
     rewards_P = torch.zeros(int(batch.written.sum()), dtype=torch.float64)
-    if batch.earned is not None:
-        rewards_P += batch.earned[batch.own]
+    if batch.token_rewards is not None:
+        rewards_P += batch.token_rewards[batch.trained_here]
     rewards_P[ends_R] += turns.rewards - _sums(rewards_P, turns.tokens)
-    said = batch.written > 0
-    rewards_P[ends_N[said]] += batch.punishment.double()[said]
+    answered = batch.written > 0
+    rewards_P[ends_N[answered]] += batch.punishment.double()[answered]
     turn_R = ragged_arange(torch.zeros_like(turns.answers), turns.answers)
     kept_P = judged.repeat_interleave(batch.written)
     if batch.penalty is not None:
-        rewards_P -= batch.penalty[batch.own].double()
-    at = _judged_tokens(batch)
+        rewards_P -= batch.penalty[batch.trained_here].double()
+    judged_tokens = _judged_tokens(batch)
     return TokenInputs(
         trajectory_T=torch.arange(int(judged.sum())).repeat_interleave(batch.written[judged]),
         turn_T=turn_R.repeat_interleave(turns.tokens)[kept_P],
         rewards_T=rewards_P[kept_P],
-        known_T=batch["mask"][at] != 0 if columns else None,
-        **{NEEDS[name]: batch[name][at] for name in columns},
+        known_T=batch["mask"][judged_tokens] != 0 if columns else None,
+        **{NEEDS[name]: batch[name][judged_tokens] for name in columns},
     )
 
 
 def _judged_tokens(batch: Batch) -> Tensor:
     """Returns bool [T]: the policy's tokens in trajectories without failure."""
-    return batch.own & batch.judged.repeat_interleave(batch.trajectory_tokens)
+    return batch.trained_here & batch.judged.repeat_interleave(batch.trajectory_tokens)
 
 
-def drawn(batch: Sequences) -> Tensor:
+def sampled_by_engine(batch: Sequences) -> Tensor:
     """Returns bool [T]: False for end tokens appended without an engine (`rollout.conversation: one_message`).
 
     Such a token ends a sample, with a NaN log-prob. Any other NaN is an engine fault and stays visible.
     """
-    found = torch.ones(len(batch.tokens), dtype=torch.bool)
+    sampled = torch.ones(len(batch.tokens), dtype=torch.bool)
     ends = batch.lengths.cumsum(0) - 1
-    found[ends] = ~batch["rollout_logprobs"][ends].isnan()
-    return found
+    sampled[ends] = ~batch["rollout_logprobs"][ends].isnan()
+    return sampled
 
 
 def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -> list[Sequences]:
@@ -340,23 +347,23 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
     return parts
 
 
-def teaches(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+def tokens_have_gradient(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a mini-batch contains anything to learn. Otherwise the gradient is 0, and an optimizer step would
     move the weights only by Adam's moments and weight decay.
 
     A user-defined loss may also learn from tokens with advantage 0.
     """
     counts = mini["weights"] != 0
-    if pulls(algorithm, moe):
+    if learns_without_advantage(algorithm, moe):
         return bool(counts.any())
     return bool((counts & (mini["advantages"] != 0)).any())
 
 
-def pulls(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+def learns_without_advantage(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a counted token with advantage 0 may still contribute to the gradient."""
     entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
-    own = algorithm.loss in PULLING or algorithm.loss not in LOSSES
-    return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or own)
+    user_defined = algorithm.loss in PULLING or algorithm.loss not in LOSSES
+    return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or user_defined)
 
 
 def _sums(values_S: Tensor, counts_N: Tensor) -> Tensor:

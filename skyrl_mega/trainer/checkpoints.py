@@ -23,13 +23,13 @@ _FILES = "files"
 _CRCS = "crc32"
 """Key of the state: CRC-32 of all other files, by path within the checkpoint, except the ranks' files, protected by
 `checkpoint.json`. The entry `state.json` is the CRC-32 of the rest of the state."""
-_BOXES = ".safetensors"
+_RANK_FILE_SUFFIX = ".safetensors"
 """Suffix of the ranks' files."""
 PARTIAL = ".partial"
 """Suffix of a checkpoint being written."""
 
 
-class NoRoom(OSError):
+class DiskFull(OSError):
     """The disk lacks space for a checkpoint; nothing was written."""
 
 
@@ -48,7 +48,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._damaged: dict[Path, str] = {}
         """Damage found by ranks while reading checkpoints."""
 
@@ -83,7 +83,7 @@ class Checkpoints:
         del state[_FILES], state[_CRCS]
         return state
 
-    def leave_out(self, checkpoint: Path, damage: Damaged) -> None:
+    def mark_damaged(self, checkpoint: Path, damage: Damaged) -> None:
         """Marks a checkpoint as damaged; `newest` skips damaged checkpoints."""
         self._damaged[checkpoint] = str(damage)
 
@@ -107,56 +107,56 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)  # without parents: a missing run folder means a lost disk
         with removed_at_the_end(partial):
             partial.mkdir()
-            self._check_room()
+            self._check_free_space()
             for name, save in parts.items():
                 (partial / name).mkdir()
                 save(partial / name)
             with writing(partial / _STATE), (partial / _STATE).open("w") as opened:
-                json.dump(_proved({**state, _FILES: _sizes(partial), _CRCS: _crcs(partial)}), opened)
+                json.dump(_with_checksum({**state, _FILES: _sizes(partial), _CRCS: _crcs(partial)}), opened)
                 opened.flush()
                 os.fsync(opened.fileno())
             sync_folder(partial)
             if os.path.lexists(final):
-                if foreign := _foreign(final):
+                if foreign := _foreign_file(final):
                     raise FileExistsError(errno.EEXIST, "no save wrote it, and it is not replaced", str(foreign))
                 shutil.rmtree(final)
             partial.rename(final)
         sync_folder(self.folder)
         for old in self.completed()[: -self.keep]:
-            if foreign := _foreign(old):
+            if foreign := _foreign_file(old):
                 self._say_once(f"{old} is kept: no save wrote {foreign}; move it elsewhere")
             else:
                 shutil.rmtree(old)
         return final
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self.say(text)
 
-    def _check_room(self) -> None:
+    def _check_free_space(self) -> None:
         last = self.completed()[-1:]
         needed = sum(size for checkpoint in last for size in _sizes(checkpoint).values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise NoRoom(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
+            raise DiskFull(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
 
 
-def resumes_from(folder: Path) -> str:
+def describe_resume(folder: Path) -> str:
     """Describes the effect of running the same command again after an early end. Promises nothing beyond saved
     checkpoints.
 
     Args:
         folder: A run's `checkpoints/`.
     """
-    checkpoint = newest_whole(folder)
+    checkpoint = newest_intact(folder)
     if checkpoint is None:
         return "no checkpoint is saved: the same command begins with the first step"
     step = json.loads((checkpoint / _STATE).read_text())["step"]
     return f"{checkpoint} is saved: the same command resumes after step {step}"
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_intact(folder: Path) -> Path | None:
     """Returns the newest intact checkpoint in the folder, or None."""
     return next((path for path in reversed(checkpoints_in(folder).values()) if _damage(path) is None), None)
 
@@ -182,7 +182,7 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
     return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
 
 
-def _foreign(checkpoint: Path) -> Path | None:
+def _foreign_file(checkpoint: Path) -> Path | None:
     """Returns a path in a checkpoint's place not written by a save; None without any."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return checkpoint
@@ -195,7 +195,7 @@ def _foreign(checkpoint: Path) -> Path | None:
 
 
 def _crcs(checkpoint: Path) -> dict[str, int]:
-    return {name: _crc(checkpoint / name) for name in _sizes(checkpoint) if not name.endswith(_BOXES)}
+    return {name: _crc(checkpoint / name) for name in _sizes(checkpoint) if not name.endswith(_RANK_FILE_SUFFIX)}
 
 
 def _crc(file: Path) -> int:
@@ -206,7 +206,7 @@ def _crc(file: Path) -> int:
     return crc
 
 
-def _proved(state: dict[str, Any]) -> dict[str, Any]:
+def _with_checksum(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state with the CRC-32 of the other entries."""
     others = {name: crc for name, crc in state[_CRCS].items() if name != _STATE}
     text = json.dumps({**state, _CRCS: others})
@@ -218,16 +218,16 @@ def _damage(checkpoint: Path) -> str | None:
     try:
         state = parse_json((checkpoint / _STATE).read_bytes())
         sizes, crcs = state[_FILES].items(), state[_CRCS]
-        if _proved(state) != state:
+        if _with_checksum(state) != state:
             return f"{_STATE} is not as it was saved (CRC-32)"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {_STATE} cannot be read ({type(error).__name__})"
-    there = _sizes(checkpoint)
+    present = _sizes(checkpoint)
     for name, size in sizes:
-        if name not in there:
+        if name not in present:
             return f"{name} is missing"
-        if there[name] != size:
-            return f"{name} has {there[name]:,} bytes of {size}"
+        if present[name] != size:
+            return f"{name} has {present[name]:,} bytes of {size}"
         if name in crcs and _crc(checkpoint / name) != crcs[name]:
             return f"{name} is not as it was saved (CRC-32)"
     try:
@@ -245,9 +245,9 @@ def check_saved_together(part: Path) -> None:
         Damaged: The folder was saved at another step.
     """
     try:
-        saved = parse_json((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
-        there = zlib.crc32((part / HEADER).read_bytes())
+        expected = parse_json((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
+        present = zlib.crc32((part / HEADER).read_bytes())
     except (OSError, ValueError, KeyError, TypeError):  # a model's folder outside of a checkpoint
         return
-    if there != saved:
+    if present != expected:
         raise Damaged(f"{part / HEADER}: was not saved with {part.parent / _STATE} (CRC-32); take another checkpoint")

@@ -32,12 +32,12 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
         `critic/…`: means over the optimizer steps; {} if no mini-batch contains a counted token.
     """
     totals = {mini: float(held["weights"].sum()) for mini, held in enumerate(minis) if held["weights"].any()}
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for mini, total in [*totals.items()] * epochs:
-        for name, figure in critic.train(mini, loss=VALUE).items():
+        for name, value in critic.train(mini, loss=VALUE).items():
             mean = name in ("clip_fraction", "value")  # token means: divide by the weights' sum, which need not be 1
-            found.setdefault(f"critic/{name}", []).append(figure / total if mean else figure)
-    return {name: sum(figures) / len(figures) for name, figures in found.items()}
+            values_by_name.setdefault(f"critic/{name}", []).append(value / total if mean else value)
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
 def quality(batch: Batch) -> dict[str, float]:
@@ -48,10 +48,10 @@ def quality(batch: Batch) -> dict[str, float]:
     1 is perfect, 0 as good as the mean return, below 0 worse. Left out if all returns are equal.
     """
     counts = batch["mask"] != 0
-    returns, off = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()
+    returns, errors = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()
     if not len(returns):
         return {}
-    found = {"critic/return": float(returns.mean())}
-    if spread := float(returns.var(correction=0)):
-        found["critic/explained_variance"] = 1 - float(off.var(correction=0)) / spread
-    return found
+    metrics = {"critic/return": float(returns.mean())}
+    if variance := float(returns.var(correction=0)):
+        metrics["critic/explained_variance"] = 1 - float(errors.var(correction=0)) / variance
+    return metrics

@@ -10,7 +10,7 @@ from skyrl_mega.config.derived import ROUNDING
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
-from skyrl_mega.trainer.signal import compared, differ
+from skyrl_mega.trainer.signal import compared_rewards, rewards_differ
 
 
 @dataclass
@@ -20,9 +20,9 @@ class Selection:
     algorithm: AlgorithmConfig
     wanted: int
     """Number of groups needed by the step."""
-    found: list[Group] = field(default_factory=list)
+    informative: list[Group] = field(default_factory=list)
     """Groups with a signal, in sampling order."""
-    drawn: int = 0
+    sampled: int = 0
     """Number of all sampled groups."""
     rounds: int = 0
 
@@ -35,19 +35,19 @@ class Selection:
     def complete(self) -> bool:
         """True if no further round is needed."""
         share = self.settings.replace_from if self.settings.mode == "replace" else 1.0
-        return len(self.found) > 0 and len(self.found) / self.wanted >= share
+        return len(self.informative) > 0 and len(self.informative) / self.wanted >= share
 
-    def to_draw(self, remaining: int) -> int:
+    def prompts_to_sample(self, remaining: int) -> int:
         """Returns the number of prompts for the next round, given `remaining` unused prompts in the data. Exceeds
         `remaining` if the data cannot even supply the missing groups."""
-        missing = self.wanted - len(self.found)
+        missing = self.wanted - len(self.informative)
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
         """Adds the groups of a finished round."""
         self.rounds += 1
-        self.drawn += len(groups)
-        self.found += with_signal(groups, self.algorithm)
+        self.sampled += len(groups)
+        self.informative += with_signal(groups, self.algorithm)
 
     def groups(self, seed: list[int]) -> list[Group]:
         """Returns the groups for training: at most `wanted`, filled up with copies if the mode asks for this.
@@ -55,23 +55,23 @@ class Selection:
         Args:
             seed: Seed for the choice of copies.
         """
-        taken = self.found[: self.wanted]
+        taken = self.informative[: self.wanted]
         if self.settings.mode == "filter" or not self.complete:
             return taken
         return [taken[i] for i in with_copies(len(taken), self.wanted, seed)]
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
         """Returns the metrics `rollout/…` of a step trained on `groups`."""
-        found = len(self.found)
+        informative = len(self.informative)
         metrics = {
             "rounds": self.rounds,
-            "groups_left_out": self.drawn - found,
+            "groups_left_out": self.sampled - informative,
             "groups_missing": self.wanted - len(groups),
         }
         if self.settings.mode == "replace":
-            metrics["groups_copied"] = len(groups) - min(found, self.wanted)
+            metrics["groups_copied"] = len(groups) - min(informative, self.wanted)
         if self.settings.oversample > 1:
-            metrics["groups_surplus"] = max(0, found - self.wanted)
+            metrics["groups_surplus"] = max(0, informative - self.wanted)
         return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -82,16 +82,16 @@ def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
         UserError: No environment gives the reward named by `algorithm.dynamic_sampling.reward`.
     """
     name, tolerance = algorithm.dynamic_sampling.reward, algorithm.dynamic_sampling.tolerance
-    found = []
+    informative = []
     for group in groups:
         judged = [t for t in group.trajectories if not t.status.failed]
-        rewards = compared(judged, algorithm) if name is None else [_named(judged, name)]
-        if differ(rewards, tolerance):
-            found.append(group)
-    return found
+        rewards = compared_rewards(judged, algorithm) if name is None else [_named_rewards(judged, name)]
+        if rewards_differ(rewards, tolerance):
+            informative.append(group)
+    return informative
 
 
-def _named(judged: list[Trajectory], name: str) -> list[float]:
+def _named_rewards(judged: list[Trajectory], name: str) -> list[float]:
     """Returns the named reward of each trajectory; 0 for a truncated trajectory without this reward."""
     for t in judged:
         if t.status is Status.COMPLETED and name not in t.rewards:

@@ -44,12 +44,14 @@ class Evaluator:
         )
         trajectories = [t for group in groups for t in group.trajectories]
         refuse_broken(trajectories)
-        if told := failures(trajectories):
-            self.say(f"health: evaluation after step {step}: environment_fails: {told}")
-        found = scores(trajectories)
-        if lost := [name.split("/")[1] for name, share in found.items() if name.endswith("/failed") and share == 1]:
-            self.say(f"evaluation after step {step}: all samples of {', '.join(lost)} failed, so no mean over all sets")
-        return found
+        if failure_text := failures(trajectories):
+            self.say(f"health: evaluation after step {step}: environment_fails: {failure_text}")
+        metrics = scores(trajectories)
+        if failed := [name.split("/")[1] for name, share in metrics.items() if name.endswith("/failed") and share == 1]:
+            self.say(
+                f"evaluation after step {step}: all samples of {', '.join(failed)} failed, so no mean over all sets"
+            )
+        return metrics
 
 
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -65,7 +67,7 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
     out = {}
     for source, by_prompt in samples.items():
         most = max(map(len, by_prompt.values()))
-        judged = [[t.reward for t in of if not t.status.failed] for of in by_prompt.values()]
+        judged = [[t.reward for t in group if not t.status.failed] for group in by_prompt.values()]
         if rewards := [r for r in judged if r]:
             out[f"eval/{source}/mean"] = float(np.mean([np.mean(r) for r in rewards]))
             out[f"eval/{source}/pass_at_{most}"] = float(np.mean([max(r) > 0 for r in rewards]))

@@ -25,7 +25,7 @@ class KlReward:
     def __post_init__(self) -> None:
         self.coefficient = self.config.coefficient
 
-    def punish(self, batch: Batch, *, adapt: bool = True) -> dict[str, float]:
+    def penalize(self, batch: Batch, *, adapt: bool = True) -> dict[str, float]:
         """Subtracts β k_t from the reward of each policy token and adapts β for the next step.
 
         k_t is the KL estimate under the sampling weights, without a gradient. k_t = 0 for tokens of filtered
@@ -39,7 +39,7 @@ class KlReward:
             Metrics: policy/kl_reward, the mean over trajectories of Σ k_t; policy/kl_coefficient, the step's β.
         """
         kl_T = kl(batch["old_logprobs"], batch["reference_logprobs"], self.config.estimator)
-        kl_T = torch.where(batch.own, kl_T, 0.0)
+        kl_T = torch.where(batch.trained_here, kl_T, 0.0)
         batch.penalty = self.coefficient * kl_T
         measured_N = batch.per_trajectory(batch["mask"]) > 0
         count = int(measured_N.sum())

@@ -23,22 +23,22 @@ from skyrl_mega.rollout.by_reference import fetch_group_arrays
 from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
-from skyrl_mega.trainer.referred import (
-    Mini,
-    goes_by_reference,
+from skyrl_mega.trainer.mini_batch_stats import token_selections
+from skyrl_mega.trainer.remote_batch import (
+    MiniBatch,
+    forward_load,
+    has_gradient,
     importance_mean_of,
-    learns,
-    load_of,
-    outcomes,
-    weight_of,
+    make_remote_batch,
+    tokens_stay_remote,
+    total_weight,
 )
-from skyrl_mega.trainer.referred import mini_batches as referred
+from skyrl_mega.trainer.remote_batch import mini_batches as remote_mini_batches
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
-from skyrl_mega.trainer.signal import with_advantage
+from skyrl_mega.trainer.signal import advantage_fraction
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trainer.whole_mini_batch import chosen
 
 
 def train(run: Run) -> None:
@@ -51,18 +51,18 @@ def train(run: Run) -> None:
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
     """
     with heeding():
-        run.begin()
+        run.evaluate_before_training()
         try:
             while not run.finished:
                 take_step(run)
         except GracefulStop:
-            run.save_before_leaving()
+            run.save_before_exit()
             raise
 
 
 def take_step(run: Run) -> None:
     """Runs one RL step. The step can be abandoned until the first update of the policy."""
-    run.shutdown.look()
+    run.shutdown.raise_if_requested()
     step = run.next_step()
     groups = run.rollouts.next_groups(step)
     with run.shutdown.defer():
@@ -83,10 +83,10 @@ def take_step(run: Run) -> None:
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
-    """Trains the policy on a step's groups: log-probs and values under the sampling weights, advantages over the whole
+    """Trains the policy on a step's groups: log-probs and values under the present weights, advantages over the whole
     step, then the optimizer steps."""
-    if goes_by_reference(run.config, groups):
-        train_on_parts(run, step, groups)
+    if tokens_stay_remote(run.config, groups):
+        train_on_remote(run, step, groups)
         return
     groups = fetch_group_arrays(groups)
     algorithm, data = run.config.algorithm, run.config.data
@@ -96,70 +96,70 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
     with step.phase("logprobs"):
         run.policy.hold(minis)
-        logprobs(run, step, minis)
-        fetch(run, batch, minis)
+        compute_logprobs(run, step, minis)
+        fetch_columns(run, batch, minis)
     if run.critic:
         with step.phase("values"):
             batch["values"] = critic.values(run.critic, minis)
 
     only_critic = run.critic is not None and step.number <= run.config.critic.warmup_steps
     if algorithm.kl.where == "reward":
-        step.record(run.kl.punish(batch, adapt=not only_critic))
+        step.record(run.kl.penalize(batch, adapt=not only_critic))
     batch["advantages"], estimated = token_advantages(batch, algorithm)
-    step.record({"policy/advantage_fraction": with_advantage(batch)})
-    give(run.policy, batch, minis, "advantages")
+    step.record({"policy/advantage_fraction": advantage_fraction(batch)})
+    send_column(run.policy, batch, minis, "advantages")
     if run.critic:
         batch["returns"] = estimated + batch["values"]
-        give(run.critic, batch, minis, "returns")
+        send_column(run.critic, batch, minis, "returns")
         with step.phase("critic"):
             step.record(critic.train_critic(run.critic, minis, run.config.critic.epochs))
         step.record(critic.quality(batch))
 
     seed = [run.config.run.seed, step.number]
-    for name, parts in chosen(minis, algorithm, seed).items():
+    for name, parts in token_selections(minis, algorithm, seed).items():
         run.policy.add(name, parts)
     order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
-        sums = updates(run, step, minis, order, measured=only_critic)
-    record_updates(run, step, sums, [minis[mini] for mini in order], adapt=not only_critic)
+        updates = run_optimizer_steps(run, step, minis, order, measure_only=only_critic)
+    record_updates(run, step, updates, [minis[index] for index in order], adapt=not only_critic)
 
 
-def train_on_parts(run: Run, step: Step, groups: list[Group]) -> None:
-    """Does the same without any token on the driver: rewards and lengths alone give the advantage and weight of a
-    trajectory."""
+def train_on_remote(run: Run, step: Step, groups: list[Group]) -> None:
+    """Trains the policy as `train_on` does, but without any token on the driver: rewards and lengths alone give the
+    advantage and weight of a trajectory."""
     config = run.config
-    found = outcomes(groups, config)
-    step.record({"policy/advantage_fraction": found.with_advantage})
-    minis = referred(found, config)
+    batch = make_remote_batch(groups, config)
+    step.record({"policy/advantage_fraction": batch.advantage_fraction})
+    minis = remote_mini_batches(batch, config)
     with step.phase("logprobs"):
         run.policy.hold_parts(minis, drawn=config.rollout.conversation == "one_message")
         run.policy.forget()
-        logprobs(run, step, minis)
+        compute_logprobs(run, step, minis)
     order = training_order(len(minis), config.data.epochs_per_step, [config.run.seed, step.number])
     with step.phase("train"):
-        sums = updates(run, step, minis, order)
-    record_updates(run, step, sums, [minis[mini] for mini in order], adapt=True)
+        updates = run_optimizer_steps(run, step, minis, order)
+    record_updates(run, step, updates, [minis[index] for index in order], adapt=True)
 
 
-def logprobs(run: Run, step: Step, minis: Sequence[Mini]) -> None:
-    """Has the ranks compute the log-probs for the step under the sampling weights, before the first optimizer step.
+def compute_logprobs(run: Run, step: Step, minis: Sequence[MiniBatch]) -> None:
+    """Has the ranks compute the log-probs for the step, before the first optimizer step.
 
-    A single optimizer step trains under the sampling weights, so the log-probs of this step itself are the old
-    log-probs. The extra pass is then skipped unless the driver needs a column (`algorithms.old_logprobs`).
+    A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The extra pass is
+    then skipped unless the driver needs a column (`algorithms.old_logprobs`).
     """
     algorithm = run.config.algorithm
     needed = columns(algorithm)
     if pass_needed(algorithm, len(minis) * run.config.data.epochs_per_step):
         entropy, squares = (name if name in needed else None for name in ("old_entropy", "old_squares"))
         run.policy.keep_logprobs("old_logprobs", temperature=run.temperature, entropy=entropy, squares=squares)
-        computed(step, minis)
+        count_logprob_flops(step, minis)
     if run.reference:
         run.reference.keep_logprobs(minis, temperature=run.temperature)
-        if run.reference.own is None:
-            computed(step, minis)
+        if run.reference.ranks is None:
+            count_logprob_flops(step, minis)
 
 
-def fetch(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
+def fetch_columns(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
     """Copies the columns for advantages and token selection from the policy's ranks to the driver."""
     for name in sorted(columns(run.config.algorithm) - {"values"}):  # values come from the critic
         parts = run.policy.column(name)
@@ -168,39 +168,39 @@ def fetch(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
             mini[name] = values
 
 
-def computed(step: Step, minis: Sequence[Mini]) -> None:
+def count_logprob_flops(step: Step, minis: Sequence[MiniBatch]) -> None:
     """Counts a log-prob pass of the policy over these mini-batches."""
     for mini in minis:
-        step.computed("logprobs", load_of(mini))
+        step.add_load("logprobs", forward_load(mini))
 
 
-def updates(
-    run: Run, step: Step, minis: Sequence[Mini], order: Sequence[int], *, measured: bool = False
+def run_optimizer_steps(
+    run: Run, step: Step, minis: Sequence[MiniBatch], order: Sequence[int], *, measure_only: bool = False
 ) -> list[dict[str, float]]:
     """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each.
 
-    A mini-batch without anything to learn is only measured, as are all mini-batches with `measured`.
+    A mini-batch without anything to learn is only measured, as are all mini-batches with `measure_only`.
     """
-    algorithm, found = run.config.algorithm, []
-    taught = [not measured and learns(mini, algorithm, run.config.policy.moe) for mini in minis]
-    for mini in order:
+    algorithm, metrics = run.config.algorithm, []
+    trainable = [not measure_only and has_gradient(mini, algorithm, run.config.policy.moe) for mini in minis]
+    for index in order:
         figures = Figures(
-            entropy_coefficient=run.entropy.applied, importance_mean=importance_mean_of(minis[mini], algorithm)
+            entropy_coefficient=run.entropy.applied, importance_mean=importance_mean_of(minis[index], algorithm)
         )
-        update = run.policy.train if taught[mini] else run.policy.measure
-        found.append(update(mini, temperature=run.temperature, loss=algorithm.loss, figures=figures))
-        step.computed("train", load_of(minis[mini]), BACKWARD if taught[mini] else 1)
-    return found
+        update = run.policy.train if trainable[index] else run.policy.measure
+        metrics.append(update(index, temperature=run.temperature, loss=algorithm.loss, figures=figures))
+        step.add_load("train", forward_load(minis[index]), BACKWARD if trainable[index] else 1)
+    return metrics
 
 
 def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
     """Returns the mini-batch index of each optimizer step of an RL step: the given order in the first epoch, then a
     random permutation per further epoch, seeded by `seed`."""
     generator = np.random.default_rng([*seed, 23])
-    return [*range(minis), *(int(mini) for _ in range(epochs - 1) for mini in generator.permutation(minis))]
+    return [*range(minis), *(int(index) for _ in range(epochs - 1) for index in generator.permutation(minis))]
 
 
-def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> None:
+def send_column(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> None:
     """Splits a column of the whole batch into its mini-batches and sends the pieces to the ranks of `model`. The ranks
     must already hold these mini-batches."""
     parts = batch[name].split([len(mini.tokens) for mini in minis])
@@ -209,42 +209,48 @@ def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> 
     model.add(name, parts)
 
 
-def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: Sequence[Mini], *, adapt: bool) -> None:
+def record_updates(
+    run: Run, step: Step, updates: list[dict[str, float]], minis: Sequence[MiniBatch], *, adapt: bool
+) -> None:
     """Records the metrics of a step's optimizer steps.
 
     Args:
         run: The run, with the entropy coefficient to adapt to the measured entropy.
         step: Receives the metrics.
-        sums: Metrics of each optimizer step.
+        updates: Metrics of each optimizer step.
         minis: The mini-batch of each optimizer step.
         adapt: True if the policy was trained: only then the entropy coefficient may change.
     """
     algorithm, replay = run.config.algorithm, run.config.policy.moe.replay
-    moved = [bool(found.get("grad_norm")) for found in sums]
-    step.record({"policy/steps_skipped": float(len(sums) - sum(moved))})
-    as_sampled = sums[: moved.index(True) + 1] if any(moved) else sums
-    """Metrics measured under the sampling weights: up to and including those of the first weight update."""
-    step.record(mismatch(sums if algorithm.old_logprobs == "policy" else as_sampled))
-    step.record(replay_metrics(sums, as_sampled if replay == "rollout" else sums))
-    step.record(update_metrics(sums, minis, algorithm))
+    moved = [bool(update.get("grad_norm")) for update in updates]
+    step.record({"policy/steps_skipped": float(len(updates) - sum(moved))})
+    # The first weight update still measures the weights at the start of the step.
+    as_sampled = updates[: moved.index(True) + 1] if any(moved) else updates
+    step.record(mismatch(updates if algorithm.old_logprobs == "policy" else as_sampled))
+    step.record(replay_metrics(updates, as_sampled if replay == "rollout" else updates))
+    step.record(update_metrics(updates, minis, algorithm))
     if run.entropy.used:
         step.record({"policy/entropy_coefficient": run.entropy.applied})
     if "policy/entropy" in step.metrics and adapt:
         run.entropy.see(step.metrics["policy/entropy"])
 
 
-def update_metrics(sums: list[dict[str, float]], minis: Sequence[Mini], algorithm: AlgorithmConfig) -> dict[str, float]:
+def update_metrics(
+    updates: list[dict[str, float]], minis: Sequence[MiniBatch], algorithm: AlgorithmConfig
+) -> dict[str, float]:
     """Returns the metrics `policy/…`: means over the optimizer steps.
 
     A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
     gradient norm.
     """
-    totals = [weight_of(mini) for mini in minis]
-    updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]
-    found: dict[str, list[float]] = {}
-    for update, total in zip(updates, totals, strict=True):
-        for name, value in update.items():
+    totals = [total_weight(mini) for mini in minis]
+    means = [averages(update, algorithm, total) for update, total in zip(updates, totals, strict=True)]
+    values_by_name: dict[str, list[float]] = {}
+    for mean, total in zip(means, totals, strict=True):
+        for name, value in mean.items():
             if total or name not in {*MEANS, "loss"}:
-                found.setdefault(name, []).append(value)
-    elsewhere = ("mismatch_", PREFIX)
-    return {f"policy/{k}": sum(values) / len(values) for k, values in found.items() if not k.startswith(elsewhere)}
+                values_by_name.setdefault(name, []).append(value)
+    separate = ("mismatch_", PREFIX)
+    return {
+        f"policy/{k}": sum(values) / len(values) for k, values in values_by_name.items() if not k.startswith(separate)
+    }

@@ -36,23 +36,23 @@ class Measurements:
         self.profiler.begin(step)
         self.meters.begin(after_more=after_more)
 
-    def ended(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """Reads the meters after a phase of the step."""
-        self.meters.ended(phase)
+        self.meters.end_phase(phase)
 
-    def of(self, step: Step) -> dict[str, float]:
+    def metrics_of(self, step: Step) -> dict[str, float]:
         """Returns the metrics `memory/*` and `perf/*` of a finished step."""
-        found = self.meters.collect()
+        metrics = self.meters.collect()
         if self.slots is not None:
-            found["environment/slots_used"] = float(self.slots.read())
-        found |= speed.of_training(self.config, self.model, step.loads, step.metrics)
+            metrics["environment/slots_used"] = float(self.slots.read())
+        metrics |= speed.training_speed(self.config, self.model, step.loads, step.metrics)
         seconds = step.metrics.get("time/generate")
         if seconds and self.config.asynchrony.mode == "off":  # ahead of training the engines also work in other phases
-            workers, played = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
-            found |= speed.of_decoding(self.config, self.model, workers, played, seconds)
-        return found
+            workers, trajectories = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
+            metrics |= speed.decoding_speed(self.config, self.model, workers, trajectories, seconds)
+        return metrics
 
-    def recorded(self, step: Step) -> dict[str, float]:
+    def write_recordings(self, step: Step) -> dict[str, float]:
         """Writes the step's timeline, and the trace if recorded; returns the metrics of both."""
         idle = self.timelines.end(step) if self.timelines else {}
         return idle | self.profiler.end(step)

@@ -16,9 +16,9 @@ from skyrl_mega.cluster.group import ActorGroup, Call, settle
 from skyrl_mega.telemetry.memory import Reading
 
 GIB = 2**30
-ENGINES_WORK = ("generate", "sync", "eval")
+ENGINE_PHASES = ("generate", "sync", "eval")
 """Phases followed by a reading of the engines. A phase with idle engines counts with the next of these."""
-WAIT_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
 """Seconds to wait for a step's answers; an actor without an answer adds nothing to the step's row."""
 SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allocations"))
 """Fields of `Reading` summed over a step."""
@@ -34,53 +34,53 @@ class Meters:
     """Engines, each with `measured() -> [(Reading, steps)]` over the engine's workers."""
     steps: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     """(engine, worker) → Counter of tokens → iterations, for phase `generate` of the last collected step."""
-    _asked: list[tuple[str, str, list[Call]]] = field(default_factory=list)
+    _pending: list[tuple[str, str, list[Call]]] = field(default_factory=list)
     """(phase, role, calls) of the current step."""
 
     def begin(self, *, after_more: bool) -> None:
         """Begins a step. With `after_more`, first discards readings from work outside of any step."""
-        self._asked.clear()
+        self._pending.clear()
         if after_more:
             self._ask("", engines=True)
-            self._asked.clear()
+            self._pending.clear()
 
-    def ended(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """Asks all actors for a reading after a phase."""
-        self._ask(phase, engines=phase in ENGINES_WORK)
+        self._ask(phase, engines=phase in ENGINE_PHASES)
 
     def _ask(self, phase: str, *, engines: bool) -> None:
         for role, group in self.models.items():
-            self._asked.append((phase, role, group.submit_all("measured")))
+            self._pending.append((phase, role, group.submit_all("measured")))
         if engines:
-            self._asked.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
+            self._pending.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
 
     def collect(self) -> dict[str, float]:
         """Returns the step's metrics, `memory/*`. Dead or hanging actors are skipped; the next call to such an actor
         will raise."""
-        calls = [call for _, _, asked in self._asked for call in asked]
-        answers: Mapping[Call, Any] = settle(calls, WAIT_S, after_failure=WAIT_S).answers
-        most: dict[str, float] = defaultdict(float)
+        calls = [call for _, _, pending in self._pending for call in pending]
+        answers: Mapping[Call, Any] = settle(calls, ANSWER_TIMEOUT_S, after_failure=ANSWER_TIMEOUT_S).answers
+        maxima: dict[str, float] = defaultdict(float)
         sums: Counter[str] = Counter()
         self.steps = {}
-        for phase, role, asked in self._asked:
-            given = {call.rank: answers[call] for call in asked if call in answers}
-            readings = [*given.values()]
+        for phase, role, pending in self._pending:
+            by_rank = {call.rank: answers[call] for call in pending if call in answers}
+            readings = [*by_rank.values()]
             if role == "engine":
-                readings = [reading for workers in given.values() for reading, _ in workers]
+                readings = [reading for workers in by_rank.values() for reading, _ in workers]
                 if phase == "generate":
-                    self._count(given)
+                    self._count(by_rank)
             for name, value in _metrics(phase, role, readings).items():
-                most[name] = max(most[name], value)
+                maxima[name] = max(maxima[name], value)
             for key, name in SUMS:
-                found = [getattr(r, key) for r in readings if getattr(r, key) is not None]
-                if found:
-                    sums[name] += max(found)
-        self._asked.clear()
-        return {**most, **{name: float(count) for name, count in sums.items()}}
+                values = [getattr(r, key) for r in readings if getattr(r, key) is not None]
+                if values:
+                    sums[name] += max(values)
+        self._pending.clear()
+        return {**maxima, **{name: float(count) for name, count in sums.items()}}
 
-    def _count(self, given: Mapping[int, list[tuple[Reading, dict[int, int]]]]) -> None:
+    def _count(self, by_rank: Mapping[int, list[tuple[Reading, dict[int, int]]]]) -> None:
         """Adds up engine iterations, because dynamic sampling generates in several rounds."""
-        for engine, workers in given.items():
+        for engine, workers in by_rank.items():
             for worker, (_, steps) in enumerate(workers):
                 self.steps.setdefault((engine, worker), Counter()).update(steps)
 
@@ -89,12 +89,12 @@ def _metrics(phase: str, role: str, readings: list[Reading]) -> dict[str, float]
     """Returns maxima over all processes of a role."""
     if not readings:
         return {}
-    found = {
+    sizes = {
         f"memory/{role}_{phase}_gib": max(r.peak for r in readings),
         "memory/host_gib": max(r.node for r in readings),
     }
     if (reserved := [r.reserved for r in readings if r.reserved is not None]) and role != "engine":
-        found[f"memory/{role}_reserved_gib"] = max(reserved)
+        sizes[f"memory/{role}_reserved_gib"] = max(reserved)
     if device := [r.device for r in readings if r.device is not None]:
-        found[f"memory/device_{phase}_gib"] = max(device)
-    return {name: size / GIB for name, size in found.items()}
+        sizes[f"memory/device_{phase}_gib"] = max(device)
+    return {name: size / GIB for name, size in sizes.items()}

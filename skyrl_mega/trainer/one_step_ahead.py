@@ -22,7 +22,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
-from skyrl_mega.trainer import kept_rollouts
+from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.rollouts_ahead import Versions
 from skyrl_mega.trainer.step import Step
@@ -34,7 +34,7 @@ class _Batch:
 
     step: Step
     """Collects metrics and trajectories of the generation."""
-    place: dict[str, Any]
+    stream_state: dict[str, Any]
     """State of the prompt stream before the batch took prompts."""
     groups: Future[list[Group]]
 
@@ -64,7 +64,7 @@ class OneStepAhead:
 
     def next_groups(self, step: Step) -> list[Group]:
         """Waits for the step's batch, returns the groups and starts the next batch."""
-        self._forget(step.number)
+        self._drop_before(step.number)
         if step.number not in self.batches:
             self._begin(step.number)
         with step.phase("generate", total=self.config.data.prompts_per_step) as progress:
@@ -72,11 +72,11 @@ class OneStepAhead:
         batch = self.batches[step.number].step
         step.trajectories += batch.trajectories
         step.greedy += batch.greedy
-        taken = {name: value for name, value in batch.metrics.items() if name != "time/generate"}
-        taken["asynchrony/generate_s"] = batch.metrics.get("time/generate", 0.0)
-        step.record(taken | self.versions.measure(t for group in groups for t in group.trajectories))
+        metrics = {name: value for name, value in batch.metrics.items() if name != "time/generate"}
+        metrics["asynchrony/generate_s"] = batch.metrics.get("time/generate", 0.0)
+        step.record(metrics | self.versions.measure(t for group in groups for t in group.trajectories))
         following = step.number + 1
-        if self.config.asynchrony.max_staleness and following not in self.batches and self._more(step.number):
+        if self.config.asynchrony.max_staleness and following not in self.batches and self._has_next(step.number):
             self._begin(following)
         return groups
 
@@ -95,55 +95,55 @@ class OneStepAhead:
         waiting = [batch for number, batch in sorted(self.batches.items()) if number > done]
         if not waiting:
             return self.stream.remaining
-        place = waiting[0].place
-        return self.stream.count * self.stream.epochs - int(place["position"]) + len(place.get("returned", []))
+        state = waiting[0].stream_state
+        return self.stream.count * self.stream.epochs - int(state["position"]) + len(state.get("returned", []))
 
-    def keep(self, folder: Path, done: int) -> None:
+    def save(self, folder: Path, done: int) -> None:
         """Saves complete batches. An incomplete batch is generated again after a resume."""
         rows: list[Trajectory] = []
-        kept: list[dict[str, Any]] = []
-        place = self.stream.state()
+        saved: list[dict[str, Any]] = []
+        stream_state = self.stream.state()
         for number, batch in sorted(self.batches.items()):
             if number <= done:
                 continue
-            if not _whole(batch.groups):
-                place = batch.place
+            if not _is_complete(batch.groups):
+                stream_state = batch.stream_state
                 break
-            own = [*batch.step.trajectories, *batch.step.greedy]
-            kept.append(
+            trajectories = [*batch.step.trajectories, *batch.step.greedy]
+            saved.append(
                 {
                     "step": number,
-                    "place": batch.place,
+                    "place": batch.stream_state,
                     "metrics": batch.step.metrics,
                     "rows": [len(rows), len(batch.step.trajectories), len(batch.step.greedy)],
-                    "groups": kept_rollouts.places(batch.groups.result(), own),
+                    "groups": saved_rollouts.group_indices(batch.groups.result(), trajectories),
                 }
             )
-            rows += own
-        places = {id(prompt): i for i, prompt in enumerate(self.source.prompts)}
-        about = {
-            "batches": kept,
-            "versions": self.versions.known,
-            "stream": place,
-            "prompts": [places[id(t.prompt)] for t in rows if t.sample == 0],
+            rows += trajectories
+        prompt_index = {id(prompt): i for i, prompt in enumerate(self.source.prompts)}
+        state = {
+            "batches": saved,
+            "versions": self.versions.recent,
+            "stream": stream_state,
+            "prompts": [prompt_index[id(t.prompt)] for t in rows if t.sample == 0],
         }
-        kept_rollouts.write(folder, self.config, about, rows)
+        saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
         """Restores the batches saved in a checkpoint."""
-        kept = kept_rollouts.read(folder, self.config, self.stream, self.source.prompts)
-        if not isinstance(kept, tuple):
-            return str(kept or "")
-        about, rows = kept
-        self.versions.known = about["versions"]
-        for batch in about["batches"]:
+        saved = saved_rollouts.read(folder, self.config, self.stream, self.source.prompts)
+        if not isinstance(saved, tuple):
+            return str(saved or "")
+        state, rows = saved
+        self.versions.recent = state["versions"]
+        for batch in state["batches"]:
             step = _step(batch["step"])
             start, samples, greedy = batch["rows"]
-            own = rows[start : start + samples + greedy]
+            trajectories = rows[start : start + samples + greedy]
             step.metrics.update(batch["metrics"])
-            step.trajectories, step.greedy = own[:samples], own[samples:]
+            step.trajectories, step.greedy = trajectories[:samples], trajectories[samples:]
             groups: Future[list[Group]] = Future()
-            groups.set_result(kept_rollouts.grouped(batch["groups"], own))
+            groups.set_result(saved_rollouts.rebuild_groups(batch["groups"], trajectories))
             self.batches[step.number] = _Batch(step, batch["place"], groups)
         steps = ", ".join(str(number) for number in sorted(self.batches))
         return f"taken up again: what was generated ahead for step {steps}" if steps else ""
@@ -157,19 +157,19 @@ class OneStepAhead:
         if self._closing.is_set():
             raise CancelledError
 
-    def _forget(self, number: int) -> None:
+    def _drop_before(self, number: int) -> None:
         for old in [old for old in self.batches if old < number]:
             del self.batches[old]
 
-    def _more(self, number: int) -> bool:
+    def _has_next(self, number: int) -> bool:
         """Returns True if another step follows this one."""
         limit = self.config.run.steps
         return (limit is None or number < limit) and self.stream.remaining >= self.config.data.prompts_per_step
 
     def _begin(self, number: int) -> None:
         step = _step(number)
-        place = self.stream.state()
-        self.batches[number] = _Batch(step, place, self._thread.submit(self.source.next_groups, step))
+        stream_state = self.stream.state()
+        self.batches[number] = _Batch(step, stream_state, self._thread.submit(self.source.next_groups, step))
 
     def _wait(self, number: int, progress: Phase) -> list[Group]:
         """Waits for a batch and returns the groups."""
@@ -177,13 +177,13 @@ class OneStepAhead:
             batch = self.batches[number]
             if not wait([batch.groups], LOOK_EVERY_S).done:
                 self.look()
-                progress.update(_shown(batch.step))
+                progress.update(_finished_groups(batch.step))
                 continue
             try:
                 return batch.groups.result()
             except NobodyServes:
                 self.refill()
-                self.stream.restore(batch.place)
+                self.stream.restore(batch.stream_state)
                 self._begin(number)
 
 
@@ -192,10 +192,10 @@ def _step(number: int) -> Step:
     return Step(number, Console(StringIO()))
 
 
-def _whole(groups: Future[list[Group]]) -> bool:
+def _is_complete(groups: Future[list[Group]]) -> bool:
     return groups.done() and not groups.cancelled() and groups.exception() is None
 
 
-def _shown(step: Step) -> int:
+def _finished_groups(step: Step) -> int:
     """Returns the number of finished groups of a batch. A round's groups appear only at the end of the round."""
     return len({id(t.prompt) for t in step.trajectories})

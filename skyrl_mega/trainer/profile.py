@@ -71,18 +71,18 @@ class Profiler:
             self.policy.submit(rank, "stop_profile", str(file), whole)
             for rank, file in zip(self.config.ranks, files, strict=True)
         ]
-        asked = self.fleet.submit(self.fleet.up, "record_spans", False)
-        spans = settle(asked, ANSWER_S, after_failure=ANSWER_S).answers
-        calls = gather(writing, WRITE_S)
+        calls_to_engines = self.fleet.submit(self.fleet.up, "record_spans", False)
+        spans = settle(calls_to_engines, ANSWER_S, after_failure=ANSWER_S).answers
+        counts = gather(writing, WRITE_S)
         environments, self.generator.spans = self.generator.spans, None
         file = self.folder / f"step_{step.number}.json.gz"
         with TraceWriter(file, self.zero) as trace:
             trace.process(DRIVER, "driver", [whole, *step.spans], "phases", nested=True)
             trace.process(ENVIRONMENTS, "environments", environments, "environment")
-            for call, found in spans.items():
-                trace.process(ENGINES + call.rank, call.actor, found, "requests")
+            for call, spans_of_engine in spans.items():
+                trace.process(ENGINES + call.rank, call.actor, spans_of_engine, "requests")
             for part in files:
                 trace.append(part)
         shutil.rmtree(parts, ignore_errors=True)
         self.say(f"step {step.number} is recorded: open {file} at ui.perfetto.dev")
-        return {f"perf/{name}": max(found[name] for found in calls) for name in (calls[0] if calls else {})}
+        return {f"perf/{name}": max(count[name] for count in counts) for name in (counts[0] if counts else {})}

@@ -17,7 +17,7 @@ class ReferenceModel:
     """Reference weights on the policy's ranks, or on separate ranks in another layout."""
 
     policy: TrainGroup
-    own: TrainGroup | None = None
+    ranks: TrainGroup | None = None
     """Separate ranks of the reference; None on the policy's ranks."""
 
     def keep_logprobs(self, minis: Sequence[Sequences | Referred], *, temperature: float) -> None:
@@ -27,10 +27,10 @@ class ReferenceModel:
             minis: The mini-batches currently on the policy's ranks.
             temperature: Divides the logits.
         """
-        if self.own is None:
+        if self.ranks is None:
             self.policy.keep_logprobs(COLUMN, temperature=temperature, reference=True)
             return
-        self.own.hold(
+        self.ranks.hold(
             [Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in map(tokens_of, minis)]
         )
-        self.policy.add(COLUMN, self.own.logprobs(temperature=temperature))
+        self.policy.add(COLUMN, self.ranks.logprobs(temperature=temperature))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_mega.megatron.sequences import Sequences, ragged_arange
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
-from skyrl_mega.trainer.batch import drawn
+from skyrl_mega.trainer.batch import sampled_by_engine
 
 PREFIX = "replay_"
 """Prefix of the ranks' replay sums: `replay_<what>_<layer>`, by `router_replay.Count`."""
@@ -43,7 +43,7 @@ def _needed(batch: Sequences) -> Tensor:
     """Returns bool [T]: tokens before the last counted, engine-sampled token of the same sample."""
     counts = batch["mask"] != 0
     if "drawn" in batch:
-        counts &= drawn(batch)
+        counts &= sampled_by_engine(batch)
     position = ragged_arange(torch.zeros_like(batch.lengths), batch.lengths)
     sample_T = torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)
     last_S = torch.full((len(batch.lengths),), -1).scatter_reduce(
@@ -63,17 +63,17 @@ def replay_metrics(updates: Sequence[Mapping[str, float]], compared: Sequence[Ma
         compared: Sums for `route_mismatch`. An engine's choices are compared only under the sampling weights, before
             optimizer steps change the router. For the policy's own choices exactly this change is measured.
     """
-    total, of = _by_layer(updates), _by_layer(compared)
+    total, of_compared = _by_layer(updates), _by_layer(compared)
     if not total:
         return {}
-    differs, replayed = of["differs"], of["replayed"]
-    found = {
+    differs, replayed = of_compared["differs"], of_compared["replayed"]
+    metrics = {
         "replay/replayed_fraction": sum(total["replayed"].values()) / max(sum(total["tokens"].values()), 1),
         "replay/route_mismatch": sum(differs.values()) / max(sum(replayed.values()), 1),
         "replay/mismatched": sum(total["wrong"].values()),
     }
     by_layer = {layer: differs[layer] / max(replayed[layer], 1) for layer in sorted(differs)}
-    return found | {f"replay/route_mismatch_layer_{layer}": share for layer, share in by_layer.items()}
+    return metrics | {f"replay/route_mismatch_layer_{layer}": share for layer, share in by_layer.items()}
 
 
 def _by_layer(updates: Sequence[Mapping[str, float]]) -> dict[str, dict[int, float]]:
@@ -83,6 +83,6 @@ def _by_layer(updates: Sequence[Mapping[str, float]]) -> dict[str, dict[int, flo
         for name, value in sums.items():
             if name.startswith(PREFIX):
                 what, layer = name.removeprefix(PREFIX).rsplit("_", 1)
-                of = total.setdefault(what, {})
-                of[int(layer)] = of.get(int(layer), 0.0) + value
+                by_layer = total.setdefault(what, {})
+                by_layer[int(layer)] = by_layer.get(int(layer), 0.0) + value
     return total

@@ -39,23 +39,23 @@ class Residency:
         self.parts = frozenset(ENGINE if fleet else ()).union(*(parts for _, parts in self.models))
         self.phase: str | None = None
         """The phase entered last."""
-        self._there: frozenset[str] | None = None
+        self._on_devices: frozenset[str] | None = None
         """Parts on the devices. None if unknown, as at the start and during a move: then every actor gets the call."""
         self._starting = threading.Lock()
 
     @classmethod
     def of(cls, config: Config, policy: TrainGroup, critic: TrainGroup | None, fleet: Fleet) -> Residency:
         """Returns the residency of a run's actors and lets restarted engines ask for memory."""
-        made = cls(
+        residency = cls(
             config.residency.keep,
             policy=policy,
             critic=critic,
             fleet=fleet,
             timeout_s=config.cluster.call_timeout_s,
         )
-        if made.keep is not None:
-            fleet.make_room = made.room
-        return made
+        if residency.keep is not None:
+            fleet.make_room = residency.free_for_engine
+        return residency
 
     def enter(self, phase: str) -> dict[str, float]:
         """Moves parts for a phase: first all parts leaving a device, then all arriving, each set in parallel.
@@ -71,41 +71,43 @@ class Residency:
         """
         if self.keep is None or phase not in NEEDS:
             return {}
-        wanted, there = resident(phase, self.keep) & self.parts, self._there
-        if there == wanted:
+        wanted, on_devices = resident(phase, self.keep) & self.parts, self._on_devices
+        if on_devices == wanted:
             self.phase = phase
             return {}
-        start, self._there = time.perf_counter(), None
-        leaving, coming = (self.parts - wanted, wanted) if there is None else (there - wanted, wanted - there)
+        start, self._on_devices = time.perf_counter(), None
+        leaving, coming = (
+            (self.parts - wanted, wanted) if on_devices is None else (on_devices - wanted, wanted - on_devices)
+        )
         out = self._offload(leaving)
         self.phase = phase  # until here a restarting engine belongs to the previous phase
         back = self._onload(coming)
-        self._there = wanted
+        self._on_devices = wanted
         return {"time/residency": time.perf_counter() - start, "residency/bytes_out": out, "residency/bytes_in": back}
 
     @contextmanager
-    def room(self, engine: int) -> Iterator[None]:
+    def free_for_engine(self, engine: int) -> Iterator[None]:
         """Frees GPU memory for the restart of an engine inside the `with` block (`Fleet.make_room`).
 
         In phases with whole engines the memory is free already. In any other phase the loop waits for this engine, so
         the policy's parts may be offloaded. The parts return afterwards, also if the start fails.
         """
-        there = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
-        leaves = there - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices
-        moving = leaves if not there.issuperset(ENGINE) else frozenset()
+        on_devices = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
+        leaves = on_devices - resident("generate", self.keep) - {*CRITIC}  # the critic uses separate devices
+        moving = leaves if not on_devices.issuperset(ENGINE) else frozenset()
         with self._starting:
             try:
-                self._settled(self._begin("offload", moving, every=True))
+                self._wait_all(self._begin("offload", moving, every=True))
                 yield
             except BaseException as error:
-                self._come_back(moving, error)
+                self._reload(moving, error)
                 raise
-            self._settled(self._begin("onload", moving))
+            self._wait_all(self._begin("onload", moving))
 
-    def _come_back(self, parts: Collection[str], cause: BaseException) -> None:
+    def _reload(self, parts: Collection[str], cause: BaseException) -> None:
         """Reloads parts after a failure; `cause` stays the reported error."""
         try:
-            self._settled(self._begin("onload", parts))
+            self._wait_all(self._begin("onload", parts))
         except ActorFailed as error:
             cause.add_note(f"and then: {error}")
 
@@ -113,22 +115,22 @@ class Residency:
         calls = self._begin("offload", parts, every=True)  # on all ranks, to release torch's cached memory as well
         if self.fleet and (asleep := [part for part in ENGINE if part in parts]):
             self.fleet.sleep(asleep)
-        return self._settled(calls)
+        return self._wait_all(calls)
 
     def _onload(self, parts: Collection[str]) -> float:
         calls = self._begin("onload", parts)
         if self.fleet and (awake := [part for part in ENGINE if part in parts]):
             self.fleet.wake(awake)
-        return self._settled(calls)
+        return self._wait_all(calls)
 
     def _begin(self, method: str, parts: Collection[str], *, every: bool = False) -> list[Call]:
         """Calls `method` on each rank of the models owning these parts; with `every`, on all ranks."""
         calls: list[Call] = []
-        for model, own in self.models:
-            mine = [part for part in own if part in parts]
-            if mine or every:
-                calls += model.offload(mine) if method == "offload" else model.onload(mine)
+        for model, model_parts in self.models:
+            moved = [part for part in model_parts if part in parts]
+            if moved or every:
+                calls += model.offload(moved) if method == "offload" else model.onload(moved)
         return calls
 
-    def _settled(self, calls: list[Call]) -> float:
+    def _wait_all(self, calls: list[Call]) -> float:
         return float(max(gather(calls, self.timeout_s), default=0))

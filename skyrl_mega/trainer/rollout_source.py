@@ -11,7 +11,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import GREEDY, Group, Trajectory
-from skyrl_mega.trainer import kept_rollouts
+from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import Selection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
@@ -36,18 +36,18 @@ class RolloutSource:
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
-            return self._compared(self._round(wanted, 0, step), step)
+            return self._with_greedy(self._round(wanted, 0, step), step)
         selection = Selection(self.config.algorithm, wanted)
         while not selection.complete and selection.rounds < dynamic.max_rounds:
-            groups = self._round(selection.to_draw(self.stream.remaining), selection.rounds, step)
+            groups = self._round(selection.prompts_to_sample(self.stream.remaining), selection.rounds, step)
             if not groups:
                 break  # fewer prompts are left in the last epoch
             selection.add(groups)
             if all_failed(step.trajectories):
                 break
-        taken = selection.groups([self.config.run.seed, step.number])
-        step.record(selection.metrics(taken))
-        return self._compared(taken, step)
+        chosen = selection.groups([self.config.run.seed, step.number])
+        step.record(selection.metrics(chosen))
+        return self._with_greedy(chosen, step)
 
     def before_sync(self, step: Step) -> None:
         """Does nothing: no rollout is in progress during a sync."""
@@ -59,13 +59,13 @@ class RolloutSource:
         """Returns the number of unused prompts of the data."""
         return self.stream.remaining
 
-    def keep(self, folder: Path, done: int) -> None:
+    def save(self, folder: Path, done: int) -> None:
         """Does nothing: each generated group was already trained on."""
 
     def restore(self, folder: Path) -> str:
         """Discards trajectories generated ahead in another mode; the prompts are sampled again first."""
-        kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
-        return str(kept) if isinstance(kept, kept_rollouts.Discarded) else ""
+        kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
+        return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""
 
     def close(self) -> None:
         """Does nothing: no rollout is in progress between steps."""
@@ -86,21 +86,21 @@ class RolloutSource:
         step.trajectories += [t for group in groups for t in group.trajectories]
         return groups
 
-    def _compared(self, groups: list[Group], step: Step) -> list[Group]:
+    def _with_greedy(self, groups: list[Group], step: Step) -> list[Group]:
         """Adds a greedy answer to each group if the advantage estimator needs a baseline. Greedy answers are sampled in
         a separate round after the groups are chosen, under the samples' limits."""
         if not needs_greedy_answer(self.config.algorithm) or not groups or all_failed(step.trajectories):
             return groups
-        each = list({id(group): group for group in groups}.values())  # a copied group shares its greedy answer
-        with step.phase("generate", total=len(each)) as progress:
-            drawn = self.generator.generate(
-                [group.prompt for group in each],
+        distinct = list({id(group): group for group in groups}.values())  # a copied group shares its greedy answer
+        with step.phase("generate", total=len(distinct)) as progress:
+            answered = self.generator.generate(
+                [group.prompt for group in distinct],
                 samples=1,
                 sampling=replace(self.config.rollout.sampling, temperature=0.0),
                 seed=f"{self.config.run.seed}/{step.number}/greedy",
                 progress=lambda done, _: progress.update(done),
             )
-        for group, (greedy,) in zip(each, (one.trajectories for one in drawn), strict=True):
+        for group, (greedy,) in zip(distinct, (answer.trajectories for answer in answered), strict=True):
             greedy.sample, group.greedy = GREEDY, greedy
             step.greedy.append(greedy)
         step.record(greedy_metrics(step.greedy))

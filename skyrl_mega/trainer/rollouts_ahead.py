@@ -30,12 +30,12 @@ class Rollouts(Protocol):
     def prompts_left(self, done: int) -> int:
         """Returns the number of prompts available to the steps after step `done`."""
 
-    def keep(self, folder: Path, done: int) -> None:
+    def save(self, folder: Path, done: int) -> None:
         """Writes trajectories not yet trained on by steps up to `done`, and the position in the data, into a
         checkpoint."""
 
     def restore(self, folder: Path) -> str:
-        """Restores trajectories saved by `keep`, in any mode. Returns a line about the restored or discarded groups,
+        """Restores trajectories saved by `save`, in any mode. Returns a line about the restored or discarded groups,
         with the reason; empty if nothing was saved."""
 
     def close(self) -> None:
@@ -51,26 +51,26 @@ class Versions:
     """The weight versions of the engines so far. Staleness counts syncs, because a step without groups does not sync.
 
     Args:
-        most: `asynchrony.max_staleness`.
+        max_staleness: `asynchrony.max_staleness`.
     """
 
-    most: int
-    known: list[int] = field(default_factory=list)
+    max_staleness: int
+    recent: list[int] = field(default_factory=list)
     """Recent versions, the newest last; enough to measure the allowed staleness."""
 
     @property
     def newest(self) -> int:
         """The version on the engines, also the version in training."""
-        return self.known[-1]
+        return self.recent[-1]
 
     def add(self, version: int) -> None:
         """Notes that the engines now run this version."""
-        if version not in self.known:
-            self.known = [*self.known, version][-self.most - 2 :]
+        if version not in self.recent:
+            self.recent = [*self.recent, version][-self.max_staleness - 2 :]
 
-    def behind(self, version: int) -> int:
+    def syncs_since(self, version: int) -> int:
         """Returns the number of syncs since the engines last ran this version."""
-        return sum(known > version for known in self.known)
+        return sum(recent > version for recent in self.recent)
 
     def measure(self, trajectories: Iterable[Trajectory]) -> dict[str, float]:
         """Returns `asynchrony/staleness_*` of the trajectories about to be trained on.
@@ -81,12 +81,12 @@ class Versions:
         tokens = sums = worst = 0
         for t in trajectories:
             for (version, _), count in zip(t.versions, t.tokens_by_version(), strict=True):
-                behind = self.behind(version)
-                tokens, sums, worst = tokens + count, sums + count * behind, max(worst, behind)
-        if worst > self.most:
+                syncs_since = self.syncs_since(version)
+                tokens, sums, worst = tokens + count, sums + count * syncs_since, max(worst, syncs_since)
+        if worst > self.max_staleness:
             raise StaleTooFar(
-                f"a step has tokens of weights that are {worst} syncs old, asynchrony.max_staleness is {self.most}; "
-                "please report this with the run's trajectories"
+                f"a step has tokens of weights that are {worst} syncs old, asynchrony.max_staleness is "
+                f"{self.max_staleness}; please report this with the run's trajectories"
             )
         return {
             "asynchrony/staleness_mean": sums / tokens if tokens else 0.0,

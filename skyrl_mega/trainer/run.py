@@ -27,7 +27,7 @@ from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.trackers import Trackers
-from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
+from skyrl_mega.trainer.checkpoints import Checkpoints, DiskFull
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
@@ -73,17 +73,17 @@ class Run:
     """Number of the last step with an update of the policy's weights."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
-    saving: dict[str, float] = field(default_factory=dict)
+    checkpoint_metrics: dict[str, float] = field(default_factory=dict)
     """`time/checkpoint` of the last checkpoint, for the next step's row."""
-    save_owed: bool = False
+    checkpoint_overdue: bool = False
     """True after a due checkpoint did not fit on the disk."""
     shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
     """The request to end the run early, if any."""
-    place: dict[str, Any] = field(default_factory=dict)
+    stream_state: dict[str, Any] = field(default_factory=dict)
     """State of the prompt stream after the completed steps."""
-    measured: bool = False
+    any_step_measured: bool = False
     """True once this process measured a step."""
-    ended_for_memory: int = 0
+    killed_for_memory: int = 0
     """Sandboxed programs killed for memory, counted up to the newest step."""
     health: Health = field(init=False)
     """Checks after each step if the policy can still learn."""
@@ -99,7 +99,7 @@ class Run:
         self.kl = KlReward(self.config.algorithm.kl)
 
     @property
-    def trained(self) -> dict[str, TrainGroup]:
+    def trained_models(self) -> dict[str, TrainGroup]:
         """The trained models by name of the checkpoint folder."""
         return {POLICY.name: self.policy} | ({CRITIC.name: self.critic} if self.critic else {})
 
@@ -123,35 +123,42 @@ class Run:
     def next_step(self) -> Step:
         """Begins and returns the next step."""
         channel.at_step(self.step + 1)
-        self.place = self.stream.state()
-        self.measurements.begin(self.step + 1, after_more=bool(self.saving) or not self.measured)
-        self.measured = True
-        look, arrange, ended = self.shutdown.look, self.residency.enter, self.measurements.ended
-        return Step(self.step + 1, self.console, dict(self.saving), look=look, arrange=arrange, ended=ended)
+        self.stream_state = self.stream.state()
+        self.measurements.begin(self.step + 1, after_more=bool(self.checkpoint_metrics) or not self.any_step_measured)
+        self.any_step_measured = True
+        check, prepare, end = self.shutdown.raise_if_requested, self.residency.enter, self.measurements.end_phase
+        return Step(
+            self.step + 1,
+            self.console,
+            dict(self.checkpoint_metrics),
+            raise_if_ending=check,
+            prepare=prepare,
+            on_phase_end=end,
+        )
 
     def complete(self, step: Step) -> None:
         """Completes a step: writes the metrics and prints the health findings."""
-        self.saving = {}
-        step.record(self.measurements.of(step))
+        self.checkpoint_metrics = {}
+        step.record(self.measurements.metrics_of(step))
         seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
-        known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
+        phase_seconds = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
         tokens = step.metrics.get("rollout/tokens", 0.0)
         step.record(
             {
                 "time/step": seconds,
-                "time/other": seconds - known,
+                "time/other": seconds - phase_seconds,
                 "perf/tokens_per_s": tokens / seconds,
                 "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
-        step.record(self.measurements.recorded(step))
-        if (ended := budget.ended()) is not None:
-            step.record({"environment/ended_for_memory": float(ended - self.ended_for_memory)})
-            self.ended_for_memory = ended
-        verdict = self.health.see(step.number, step.metrics, step.trajectories)
+        step.record(self.measurements.write_recordings(step))
+        if (killed := budget.killed()) is not None:
+            step.record({"environment/ended_for_memory": float(killed - self.killed_for_memory)})
+            self.killed_for_memory = killed
+        verdict = self.health.check(step.number, step.metrics, step.trajectories)
         step.record(verdict.metrics)
-        self.step, self.place = step.number, self.stream.state()
+        self.step, self.stream_state = step.number, self.stream.state()
         self.trackers.log(step.number, step.metrics)
         self.console.step(step.number, step.metrics)
         for line in verdict.lines:
@@ -180,8 +187,8 @@ class Run:
         every = self.config.telemetry.trajectories_every
         if every and step.number % every == 0:
             file = self.folder / "trajectories" / f"step_{step.number:06d}.parquet"
-            drawn, columns = step.trajectories + step.greedy, self.config.telemetry.trajectory_columns
-            trajectory_io.write_apart(file, drawn, columns=columns)
+            trajectories, columns = step.trajectories + step.greedy, self.config.telemetry.trajectory_columns
+            trajectory_io.write_apart(file, trajectories, columns=columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         refuse_broken(step.trajectories, self.config.environment.max_failed)
@@ -195,25 +202,25 @@ class Run:
         self.first_evaluation = self.first_evaluation or scores
         self.last_evaluation = scores
 
-    def begin(self) -> None:
+    def evaluate_before_training(self) -> None:
         """Evaluates the initial policy, the baseline for all later evaluations, if the settings ask for this."""
         if self.step == 0 and self.config.evaluation.before:
-            step = Step(0, self.console, arrange=self.residency.enter)
+            step = Step(0, self.console, prepare=self.residency.enter)
             self.evaluate(step)
             self.trackers.log(0, step.metrics)
             self.console.step(0, step.metrics)
 
-    def bring_up_to_date(self) -> None:
+    def sync_engines(self) -> None:
         """Syncs the weights of the completed steps to the engines, outside of a step's own sync."""
         self.residency.enter("sync")
         self.sync.sync(self.version)
         self.rollouts.synced(self.version)
 
-    def refill(self) -> None:
+    def resync_restarted_engines(self) -> None:
         """Restores service after all engines failed during a phase: waits for a restarted engine, syncs the weights and
         re-enters the phase."""
         phase = self.residency.phase
-        self.bring_up_to_date()
+        self.sync_engines()
         if phase is not None:
             self.residency.enter(phase)
 
@@ -226,25 +233,25 @@ class Run:
         Raises:
             NoRoom: No space is left for the last step's checkpoint.
         """
-        if self.save_owed or self.due(self.config.checkpoint.every, self.step):
+        if self.checkpoint_overdue or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
             try:
                 self.save()
-            except NoRoom as error:
+            except DiskFull as error:
                 if self.finished:
                     raise
-                self.save_owed = True
+                self.checkpoint_overdue = True
                 self.console.say(f"no checkpoint of step {self.step}: {error}; tried again after the next step")
                 return
-            self.save_owed = False
-            self.saving = {"time/checkpoint": time.perf_counter() - start}
+            self.checkpoint_overdue = False
+            self.checkpoint_metrics = {"time/checkpoint": time.perf_counter() - start}
 
     def save(self) -> None:
         """Writes a checkpoint of the completed steps."""
-        stream = self.place or self.stream.state()
+        stream = self.stream_state or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
         state["entropy"] = self.entropy.state()
-        parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained.items()}
+        parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained_models.items()}
         if self.config.asynchrony.mode != "off":
             parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
             state["stream"], state["version"] = self.stream.state(), self.version
@@ -252,7 +259,7 @@ class Run:
         with self.console.phase("checkpoint"):
             self.checkpoints.save(self.step, state, parts)
 
-    def save_before_leaving(self) -> None:
+    def save_before_exit(self) -> None:
         """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step."""
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
@@ -266,7 +273,7 @@ class Run:
                 self._restore(newest)
                 return True
             except Damaged as damage:
-                self.checkpoints.leave_out(newest, damage)
+                self.checkpoints.mark_damaged(newest, damage)
         return False
 
     def _restore(self, newest: Path) -> None:
@@ -276,7 +283,7 @@ class Run:
             Damaged: A rank found a corrupted file. Until then only the models were changed.
         """
         state: dict[str, Any] = self.checkpoints.state(newest)
-        for name, model in self.trained.items():
+        for name, model in self.trained_models.items():
             if not (newest / name).is_dir():
                 raise UserError(
                     f"algorithm.advantage = {self.config.algorithm.advantage}: {newest} was saved by a run without a "
@@ -284,15 +291,15 @@ class Run:
                 )
             model.restore(newest / name)
         self.stream.restore(state["stream"])
-        taken_up = self.rollouts.restore(newest / ROLLOUTS)
+        restored_line = self.rollouts.restore(newest / ROLLOUTS)
         self.kl.restore(state)
         self.step, self.version = state["step"], state.get("version", state["step"])
         self.first_evaluation = state["first_evaluation"]
         if "entropy" in state:  # earlier versions did not save the entropy coefficient
             self.entropy.restore(state["entropy"])
         self.console.say(f"resuming after step {self.step} from {newest}")
-        if taken_up:
-            self.console.say(taken_up)
+        if restored_line:
+            self.console.say(restored_line)
 
 
 def _text(trajectory: Trajectory) -> TrajectoryText:
@@ -310,18 +317,18 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     solved: dict[int, bool] = {}
     for t in judged:
         solved[t.prompt.uid] = solved.get(t.prompt.uid, False) or t.reward > 0
-    earned = {
+    reward_metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/pass_at_n": float(np.mean(list(solved.values()))),
     }
     for name in sorted({name for t in judged for name in t.rewards}):
-        earned[f"reward/of/{name}"] = float(np.mean([t.rewards.get(name, 0.0) for t in judged]))
-    waited = [t.seconds["slot"] for t in trajectories if "slot" in t.seconds]
-    slots = {"environment/slot_wait_s": float(np.mean(waited))} if waited else {}
+        reward_metrics[f"reward/of/{name}"] = float(np.mean([t.rewards.get(name, 0.0) for t in judged]))
+    slot_waits = [t.seconds["slot"] for t in trajectories if "slot" in t.seconds]
+    slot_metrics = {"environment/slot_wait_s": float(np.mean(slot_waits))} if slot_waits else {}
     return (
-        (earned if judged else {})
-        | slots
+        (reward_metrics if judged else {})
+        | slot_metrics
         | {
             "rollout/tokens": float(sum(t.written for t in trajectories)),
             "rollout/response_length_mean": float(lengths.mean()),

@@ -82,7 +82,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             workers = start_workers(setup)
         policy, reference, critic, fleet = started
         if placement.policy:  # set with several nodes or with GPUs
-            say_where(started, workers, console)
+            print_placement(started, workers, console)
 
         timeline = Timeline() if config.telemetry.timeline else None
         generator = stack.enter_context(generator_of(config, fleet, chat, workers, timeline))
@@ -97,7 +97,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             reference=reference,
             critic=critic,
             sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
-            rollouts=rollouts_of(source, stack, shutdown.look, lambda: run.refill()),
+            rollouts=rollouts_of(source, stack, shutdown.raise_if_requested, lambda: run.resync_restarted_engines()),
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
@@ -111,13 +111,13 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         run.trackers.start(config, run.step or None)  # None: repeats the initial evaluation
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
-            run.bring_up_to_date()
-        generator.look = shutdown.look
-        generator.refill = run.refill
+            run.sync_engines()
+        generator.look = shutdown.raise_if_requested
+        generator.refill = run.resync_restarted_engines
         yield run
 
 
-def say_where(actors: Actors, workers: Workers | None, console: Console) -> None:
+def print_placement(actors: Actors, workers: Workers | None, console: Console) -> None:
     """Prints the nodes of policy ranks, engines and environments."""
     console.say(f"policy ranks sit on {actors.policy.group.seating}")
     console.say(f"engines sit on {actors.engines.group.seating}")
@@ -166,9 +166,9 @@ def rollouts_of(
         return source
     if config.asynchrony.mode == "one_step":  # its thread needs a separate generator
         shared = generator.workers, generator.timeline if generator.counts_are_read else None
-        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
-        own.recorder, own.slots.use = generator, generator.slots.use
-        return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
+        own_generator = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
+        own_generator.recorder, own_generator.slots.use = generator, generator.slots.use
+        return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own_generator), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
     service = RolloutService(generator, config.rollout.sampling, generator.loop)
     return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
@@ -177,14 +177,14 @@ def rollouts_of(
 def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:
     """Returns the meters, profiler and timelines for a run's steps."""
     config, policy, fleet = setup.config, actors.policy.group, actors.engines
-    trained = actors.policy, actors.reference and actors.reference.own, actors.critic
+    models = actors.policy, actors.reference and actors.reference.ranks, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
-    meters = Meters({model.group.name: model.group for model in trained if model}, fleet)
+    meters = Meters({model.group.name: model.group for model in models if model}, fleet)
     slots = generator.slots.use if generator.slots.most is not None else None
-    calls = config.environment.workers
-    timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=calls)
-    told = timelines if generator.counts_are_read else None
-    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, told)
+    concurrent_calls = config.environment.workers
+    timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=concurrent_calls)
+    written_timelines = timelines if generator.counts_are_read else None
+    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, written_timelines)
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:

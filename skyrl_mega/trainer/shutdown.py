@@ -25,7 +25,7 @@ class GracefulStop(Stopped):
     """A graceful end was requested, and no unfinished work stands in the way of a checkpoint."""
 
 
-def ended_by(error: BaseException) -> str:
+def ending_signal(error: BaseException) -> str:
     """Returns the name of the signal behind `error`, such as SIGTERM; empty if the run failed by itself."""
     at_once = channel.asked() is Asked.NOW  # any later failure is a consequence of the immediate stop
     return channel.signalled() if at_once or isinstance(error, Stopped) else ""
@@ -42,7 +42,7 @@ class ShutdownRequest:
         self._asked = asked
         self._finishing = False
 
-    def look(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raises Stopped for an immediate end, or GracefulStop for a graceful end outside of `finish`."""
         asked = self._asked()
         if asked is Asked.NOW:
@@ -61,10 +61,10 @@ class ShutdownRequest:
 
         Raises GracefulStop before or after the body, never inside.
         """
-        self.look()
+        self.raise_if_requested()
         with self.finish():
             yield
-        self.look()
+        self.raise_if_requested()
 
     @contextmanager
     def finish(self) -> Iterator[None]:

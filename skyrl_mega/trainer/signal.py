@@ -12,11 +12,11 @@ from skyrl_mega.algorithms.filters import informative_groups
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.batch import Batch
-from skyrl_mega.trainer.rewards import by_name
+from skyrl_mega.trainer.rewards import rewards_by_name
 from skyrl_mega.trainer.turns import Turns
 
 
-def with_advantage(batch: Batch) -> float:
+def advantage_fraction(batch: Batch) -> float:
     """Returns the share of tokens in the loss with a nonzero advantage; 0 without tokens.
 
     Args:
@@ -26,7 +26,7 @@ def with_advantage(batch: Batch) -> float:
     return float((counts & (batch["advantages"] != 0)).sum()) / max(1, int(counts.sum()))
 
 
-def differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
+def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
     """Returns True if trajectories earned different rewards, beyond rounding, in the comparison made by advantages.
 
     Args:
@@ -40,8 +40,8 @@ def differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
     )
 
 
-def compared(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
-    """Returns the lists of rewards compared by the estimator within a prompt, in the form expected by `differ`.
+def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
+    """Returns the lists of rewards compared by the estimator within a prompt, in the form expected by `rewards_differ`.
     `judged` excludes trajectories with failed environments.
 
     gdpo: a list per named reward with a nonzero weight. grpo_turns: the answers' rewards by turn; a missing answer
@@ -49,7 +49,7 @@ def compared(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[l
     with an answer in this turn. Every other estimator: the trajectories' rewards.
     """
     weights = algorithm.reward_weights
-    if algorithm.advantage == "gdpo" and (named := by_name(judged, weights)):
+    if algorithm.advantage == "gdpo" and (named := rewards_by_name(judged, weights)):
         return [rewards for name, rewards in named.items() if weights.get(name, 1.0)]
     if algorithm.advantage in ("grpo_turns", "optimal_token_baseline"):
         turns = Turns.of(list(judged))
@@ -62,6 +62,6 @@ def compared(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[l
     return [[t.reward for t in judged]]
 
 
-def as_compared(reward: float) -> float:
+def rounded_reward(reward: float) -> float:
     """Rounds a reward to six digits, and rounding noise to 0, to count equal rewards."""
     return 0.0 if abs(reward) <= LEAST else float(f"{reward:.6g}")

@@ -100,12 +100,12 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
         critic = start_critic(setup, placement.critic)
         fleet = booting.result()
         if shared:
-            fleet.make_room = partial(make_room, group, rollout.tensor, setup.timeout_s, setup.say)
+            fleet.make_room = partial(release_policy_cache, group, rollout.tensor, setup.timeout_s, setup.say)
         return Actors(policy, reference, critic, fleet)
 
 
 @contextmanager
-def make_room(
+def release_policy_cache(
     policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int
 ) -> Iterator[None]:
     """Has the policy ranks on an engine's GPUs release torch's cached memory before the engine restarts.
@@ -116,9 +116,9 @@ def make_room(
     ranks = range(engine * tensor, (engine + 1) * tensor)
     calls = [policy.submit(rank, "empty_cache") for rank in ranks]
     answers = settle(calls, timeout_s, after_failure=timeout_s).answers
-    kept = [call.actor for call in calls if call not in answers]
-    if kept:
-        say(f"{', '.join(kept)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
+    busy = [call.actor for call in calls if call not in answers]
+    if busy:
+        say(f"{', '.join(busy)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
     yield
 
 
@@ -212,7 +212,7 @@ def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None
     return critic
 
 
-def longer(config: Config) -> dict[str, Any]:
+def length_arguments(config: Config) -> dict[str, Any]:
     """Returns vLLM arguments for sequences longer than the model's config.json allows (`model.max_length`)."""
     longest = config.model.max_length
     return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
@@ -232,7 +232,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",
-        extra=longer(config),
+        extra=length_arguments(config),
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,
     )

@@ -20,20 +20,20 @@ from skyrl_mega.trainer.start_actors import Setup
 def start_workers(setup: Setup) -> Workers | None:
     """Starts the run's rollout workers; returns None if trajectories run in threads of the driver."""
     config = setup.config
-    many = config.environment.processes
-    if not many:
+    count = config.environment.processes
+    if not count:
         return None
     nodes = nodes_of(config.environment)
-    beside = Counter(node.id for node in nodes)
+    per_node = Counter(node.id for node in nodes)
     token = config.environment.retriever.token_variable
     arguments = [
         dict(
             model=str(setup.model),
-            rollout=replace(config.rollout, concurrency=share_of(config.rollout.concurrency, many, rank)),
-            environments=replace(config.environment, workers=share_of(config.environment.workers, many, rank)),
+            rollout=replace(config.rollout, concurrency=share_of(config.rollout.concurrency, count, rank)),
+            environments=replace(config.environment, workers=share_of(config.environment.workers, count, rank)),
             reward_weights=config.algorithm.reward_weights,
             secrets={token: os.environ[token]} if token in os.environ else {},
-            workers_on_node=beside[node.id],
+            workers_on_node=per_node[node.id],
         )
         for rank, node in enumerate(nodes)
     ]
@@ -54,7 +54,7 @@ def start_workers(setup: Setup) -> Workers | None:
 def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
     """Returns the node of each rollout worker: spread evenly over nodes without GPUs, or over all nodes if each
     contains some. With a retrieval service on loopback all are on the driver's node."""
-    many = environment.processes
+    count = environment.processes
     if on_driver_node(environment):
-        return [driver_node()] * many
-    return spread([1] * many, nodes_without_gpus())
+        return [driver_node()] * count
+    return spread([1] * count, nodes_without_gpus())

@@ -24,11 +24,11 @@ class Step:
     """All trajectories sampled for the step, including groups dropped by dynamic sampling."""
     greedy: list[Trajectory] = field(default_factory=list)
     """Greedy baseline answers, written with the trajectories but excluded from all sample metrics."""
-    look: Callable[[], None] = lambda: None
+    raise_if_ending: Callable[[], None] = lambda: None
     """Raises an exception if the run must end."""
-    ended: Callable[[str], None] = lambda phase: None
+    on_phase_end: Callable[[str], None] = lambda phase: None
     """Callback after each phase; receives the phase's name, or `residency` after moves between host and device."""
-    arrange: Callable[[str], Mapping[str, float]] = lambda phase: {}
+    prepare: Callable[[str], Mapping[str, float]] = lambda phase: {}
     """Moves model parts to or from the devices before a phase; returns metrics, summed over the step."""
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
@@ -39,25 +39,25 @@ class Step:
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows the progress. Times of repeated phases add up."""
-        self.look()
+        self.raise_if_ending()
         start = time.perf_counter()
-        if moved := self.arrange(name):
-            self._add(moved)
-            self.spans.append(Span("residency", day(start), day(time.perf_counter()), {"for": name, **moved}))
-            self.ended("residency")  # separates the memory peak of the moves from the peak of the phase
+        if move_metrics := self.prepare(name):
+            self._accumulate(move_metrics)
+            self.spans.append(Span("residency", day(start), day(time.perf_counter()), {"for": name, **move_metrics}))
+            self.on_phase_end("residency")  # separates the memory peak of the moves from the peak of the phase
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
         end = time.perf_counter()
-        self._add({f"time/{name}": end - start})
+        self._accumulate({f"time/{name}": end - start})
         self.spans.append(Span(name, day(start), day(end)))
-        self.ended(name)
+        self.on_phase_end(name)
 
-    def computed(self, phase: str, load: Load, passes: float = 1.0) -> None:
+    def add_load(self, phase: str, load: Load, passes: float = 1.0) -> None:
         """Counts `passes` forward passes of the policy's ranks over `load` in a phase."""
         self.loads[phase] = self.loads.get(phase, Load()) + load * passes
 
-    def _add(self, metrics: Mapping[str, float]) -> None:
+    def _accumulate(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 

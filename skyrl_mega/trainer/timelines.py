@@ -29,28 +29,28 @@ class Timelines:
 
     def end(self, step: Step) -> dict[str, float]:
         """Writes the file of a finished step and returns the metrics `idle/*`."""
-        made = self._made(step)
+        timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / step_timeline.name_of(step.number)
         with partial_file(file) as partial:
-            partial.write_bytes(made.dumps())
+            partial.write_bytes(timeline.dumps())
             os.replace(partial, file)
-        return made.idle()
+        return timeline.idle()
 
-    def _made(self, step: Step) -> StepTimeline:
-        taken = self.timeline.take()
-        start, phases = taken.end - (time.perf_counter() - step.start), list(step.spans)
+    def _timeline_of(self, step: Step) -> StepTimeline:
+        recorded = self.timeline.take()
+        start, phases = recorded.end - (time.perf_counter() - step.start), list(step.spans)
         shown = start
         if checkpoint := step.metrics.get("time/checkpoint"):  # written between the previous step and this one
-            shown = max(taken.start, start - checkpoint)
+            shown = max(recorded.start, start - checkpoint)
             phases = [Span("checkpoint", shown, start), *phases]
         return StepTimeline(
             step=step.number,
             shown=shown,
             start=start,
-            end=taken.end,
+            end=recorded.end,
             phases=phases,
-            engines=step_timeline.of(taken.engines, self.engines, shown, taken.end),
-            environments=taken.environments.between(shown, taken.end),
+            engines=step_timeline.of(recorded.engines, self.engines, shown, recorded.end),
+            environments=recorded.environments.between(shown, recorded.end),
             slots=self.slots,
         )

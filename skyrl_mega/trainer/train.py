@@ -35,24 +35,28 @@ def train(config: Config, folder: Path, console: Console) -> None:
     refuse_unusable(folder / "checkpoints")
     if config.checkpoint.export:
         refuse_folder(folder / "model", f"checkpoint.export = true: {folder / 'model'}", exported)
-    left = config.run.restarts
-    worked = False
+    restarts_left = config.run.restarts
+    any_step_done = False
     while True:
         try:
-            with open_run(config, folder, console) as opened:
-                before = opened.step
+            with open_run(config, folder, console) as run:
+                step_before = run.step
                 try:
-                    finish(opened)
+                    finish(run)
                 finally:
-                    worked = worked or opened.step > before
+                    any_step_done = any_step_done or run.step > step_before
             return
         except (ActorFailed, ClusterError) as error:
-            ShutdownRequest().look()  # a signal to all processes makes actors fail, too: then the signal is the cause
-            if not left or isinstance(error, NodesMissing) or not (worked or isinstance(error, NodeLost)):
+            ShutdownRequest().raise_if_requested()  # a signal to all processes also fails the actors
+            if (
+                not restarts_left
+                or isinstance(error, NodesMissing)
+                or not (any_step_done or isinstance(error, NodeLost))
+            ):
                 raise
-            left -= 1
+            restarts_left -= 1
             console.say(f"fault: {error}")
-            console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
+            console.say(f"the run starts again from its newest checkpoint ({restarts_left} restarts are left)")
 
 
 def finish(run: Run) -> None:

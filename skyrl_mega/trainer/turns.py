@@ -24,14 +24,14 @@ class Turns(NamedTuple):
     """float64 [R]: reward per answer; these add up to the trajectory's reward."""
 
     @classmethod
-    def of(cls, played: list[Trajectory]) -> Turns:
+    def of(cls, trajectories: list[Trajectory]) -> Turns:
         """Collects the answers of these trajectories."""
-        found = [_answers(t) for t in played]
-        flat = [answer for answers in found for answer in answers]
+        answers_by_trajectory = [_answers(t) for t in trajectories]
+        answers = [answer for answers in answers_by_trajectory for answer in answers]
         return cls(
-            torch.tensor([len(answers) for answers in found], dtype=torch.int64),
-            torch.tensor([tokens for tokens, _ in flat], dtype=torch.int64),
-            torch.tensor([reward for _, reward in flat], dtype=torch.float64),
+            torch.tensor([len(answers) for answers in answers_by_trajectory], dtype=torch.int64),
+            torch.tensor([tokens for tokens, _ in answers], dtype=torch.int64),
+            torch.tensor([reward for _, reward in answers], dtype=torch.float64),
         )
 
 
@@ -42,20 +42,20 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
     Any part of the trajectory's reward not assigned to a step goes to the last answer.
     """
     steps = [s for s in t.steps if s.kind is Kind.RESPONSE]
-    told = [(s.end - s.start, s.reward or 0.0) for s in steps] or [(t.written, t.reward)]
-    rest = t.reward - sum(reward for _, reward in told)
+    answers = [(s.end - s.start, s.reward or 0.0) for s in steps] or [(t.written, t.reward)]
+    rest = t.reward - sum(reward for _, reward in answers)
     if abs(rest) <= ROUNDING * max(1.0, abs(t.reward)):
         rest = 0.0  # rounding must not make answers with equal rewards differ
-    found: list[tuple[int, float]] = []
-    owed = 0.0
-    for tokens, reward in told:
+    nonempty: list[tuple[int, float]] = []
+    carried = 0.0
+    for tokens, reward in answers:
         if tokens:
-            found.append((tokens, owed + reward))
-            owed = 0.0
-        elif found:
-            found[-1] = (found[-1][0], found[-1][1] + reward)
+            nonempty.append((tokens, carried + reward))
+            carried = 0.0
+        elif nonempty:
+            nonempty[-1] = (nonempty[-1][0], nonempty[-1][1] + reward)
         else:
-            owed += reward
-    if found:
-        found[-1] = (found[-1][0], found[-1][1] + rest)
-    return found
+            carried += reward
+    if nonempty:
+        nonempty[-1] = (nonempty[-1][0], nonempty[-1][1] + rest)
+    return nonempty

@@ -30,9 +30,9 @@ from skyrl_mega.megatron.objectives import objective
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.rollout.trajectory import GREEDY, Group, Status, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.trainer.kl_reward import KlReward
-from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
+from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
 
 REWARDS = st.sampled_from([-1.0, 0.0, 0.1, 1.0, 1e6])
 STATUS = st.sampled_from([Status.COMPLETED] * 4 + [Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.ERROR_ENV])
@@ -148,7 +148,7 @@ def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Gene
     """With log-probs that have nothing to do with one another, some of them far apart."""
     mini["old_logprobs"] = -3 * torch.rand(len(mini.tokens), generator=g)
     mini["old_entropy"] = torch.rand(len(mini.tokens), generator=g)
-    for name, parts in chosen([mini], algorithm, [0]).items():
+    for name, parts in token_selections([mini], algorithm, [0]).items():
         mini[name] = parts[0]
     packed = pack(mini, context=1, context_rank=0, tensor=1)
     columns, length = packed.columns, len(packed.targets)
@@ -171,7 +171,7 @@ def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Gene
         sequence_L=packed.answer,
         sequences=packed.answers,
     )
-    figures = Figures(importance_mean=mean_weight(mini, algorithm))
+    figures = Figures(importance_mean=mean_importance_weight(mini, algorithm))
     loss, metrics = objective(algorithm.loss, algorithm, figures)(inputs)
     loss.backward()
     return loss, logprobs.grad, metrics
@@ -190,7 +190,7 @@ def test_settings_that_pass_the_checks_never_give_nan(
     if algorithm.kl.where == "reward":
         for name in ("old_logprobs", "reference_logprobs"):
             batch[name] = -1e3 * torch.rand(len(batch.tokens), generator=g)
-        KlReward(algorithm.kl).punish(batch)
+        KlReward(algorithm.kl).penalize(batch)
     add_distributions(batch, g)
     batch["values"] = torch.randn(len(batch.tokens), generator=g)  # a critic's
     batch["advantages"] = token_advantages(batch, algorithm).whitened
@@ -221,6 +221,6 @@ def test_a_group_without_a_signal_has_no_gradient(
     add_distributions(batch, g)
     batch["advantages"] = token_advantages(batch, algorithm).whitened
     first, *_ = mini_batches(batch, 1, algorithm)
-    assert not teaches(first, algorithm, MoeConfig())
+    assert not tokens_have_gradient(first, algorithm, MoeConfig())
     _, gradient, _ = loss_and_gradient(first, algorithm, g)
     assert not gradient.any()

@@ -14,7 +14,7 @@ from skyrl_mega.algorithms import selection
 from skyrl_mega.algorithms.losses import Figures, find
 from skyrl_mega.config.schema import AlgorithmConfig, ClipCovConfig, EntropyConfig, KlCovConfig
 from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
+from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
 from tests.algorithms.answers import packed, some_answers
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -50,7 +50,7 @@ def test_the_tokens_of_highest_covariance_are_punished(lengths: list[int], seed:
     count = max(int(share * len(expected)), 1)
     highest = sorted(expected, key=lambda t: -expected[t])[:count] if expected else []
     config = AlgorithmConfig(loss="kl_cov", kl_cov=KlCovConfig(share=share))
-    [found] = chosen([mini], config, [3])["high_covariance"]
+    [found] = token_selections([mini], config, [3])["high_covariance"]
     assert found.nonzero()[:, 0].tolist() == sorted(highest)
 
 
@@ -61,17 +61,17 @@ def test_tokens_between_the_bounds_are_drawn(lengths: list[int], seed: int, shar
     expected = covariances(mini)
     between = {t for t, value in expected.items() if 0.001 <= value <= 0.05}
     config = AlgorithmConfig(loss="clip_cov", clip_cov=ClipCovConfig(share=share, low=0.001, high=0.05))
-    [found] = chosen([mini], config, [3])["high_covariance"]
+    [found] = token_selections([mini], config, [3])["high_covariance"]
     taken = set(found.nonzero()[:, 0].tolist())
     assert taken <= between and len(taken) == min(max(int(share * len(expected)), 1), len(between))
-    assert torch.equal(found, chosen([mini], config, [3])["high_covariance"][0])
+    assert torch.equal(found, token_selections([mini], config, [3])["high_covariance"][0])
 
 
 def test_what_is_drawn_is_the_seeds_and_the_mini_batchs() -> None:
     mini = mini_batch([40] * 9, 1)
     config = AlgorithmConfig(loss="clip_cov", clip_cov=ClipCovConfig(share=0.05, low=1e-4, high=1.0))
-    first, second = chosen([mini, mini], config, [3])["high_covariance"]
-    other = chosen([mini], config, [4])["high_covariance"][0]
+    first, second = token_selections([mini, mini], config, [3])["high_covariance"]
+    other = token_selections([mini], config, [4])["high_covariance"][0]
     assert first.sum() == second.sum() == other.sum() > 3
     assert not torch.equal(first, second) and not torch.equal(first, other)
 
@@ -82,7 +82,7 @@ def test_the_tokens_of_highest_entropy_are_learned_from(lengths: list[int], seed
     mini = mini_batch(lengths, seed)
     kept = {t: h for t, (w, h) in enumerate(zip(mini["weights"], mini["old_entropy"].tolist(), strict=True)) if w}
     highest = sorted(kept, key=lambda t: -kept[t])[: math.ceil(share * len(kept))]
-    [found] = chosen([mini], AlgorithmConfig(entropy=EntropyConfig(top_share=share)), [3])["high_entropy"]
+    [found] = token_selections([mini], AlgorithmConfig(entropy=EntropyConfig(top_share=share)), [3])["high_entropy"]
     assert found.nonzero()[:, 0].tolist() == sorted(highest)
 
 
@@ -173,8 +173,8 @@ def test_importance_weights_are_divided_by_their_mean(level: str, lengths: list[
     }
     total = sum(weights[t] for t in rho)
     mean = sum(weights[t] * rho[t] for t in rho) / total if rho else 1.0
-    assert mean_weight(mini, config) == pytest.approx(mean, rel=1e-5)
-    assert mean_weight(mini, replace(config, importance_normalize=False)) == 1.0
+    assert mean_importance_weight(mini, config) == pytest.approx(mean, rel=1e-5)
+    assert mean_importance_weight(mini, replace(config, importance_normalize=False)) == 1.0
 
     answers = [(tokens, [t.item() for t in tokens], 2.0) for tokens, _, _ in some_answers(lengths, seed)]
     _, inputs = packed(answers, [1] * len(lengths), "tokens")
@@ -193,11 +193,11 @@ def test_a_token_that_no_engine_drew_has_the_importance_weight_1() -> None:
     mini["rollout_logprobs"] = torch.tensor([torch.nan, -1.5, -2.0, torch.nan])
     mini["drawn"] = torch.tensor([True, True, True, False])
     config = AlgorithmConfig(importance_cap=10.0, importance_normalize=True)
-    assert mean_weight(mini, config) == pytest.approx(0.25 * math.exp(0.5) + 0.25 * math.exp(1.0) + 0.5)
+    assert mean_importance_weight(mini, config) == pytest.approx(0.25 * math.exp(0.5) + 0.25 * math.exp(1.0) + 0.5)
 
 
 def test_nothing_is_needed_that_nothing_is_chosen_by() -> None:
-    assert not selection.columns_needed(AlgorithmConfig()) and not chosen([], AlgorithmConfig(), [0])
+    assert not selection.columns_needed(AlgorithmConfig()) and not token_selections([], AlgorithmConfig(), [0])
     assert selection.columns_needed(AlgorithmConfig(loss="kl_cov")) == {"old_logprobs"}
     assert selection.columns_needed(AlgorithmConfig(importance_normalize=True)) == {"old_logprobs"}
     assert selection.columns_needed(AlgorithmConfig(entropy=EntropyConfig(top_share=0.2))) == {"old_entropy"}

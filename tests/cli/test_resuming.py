@@ -16,7 +16,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.trainer import checkpoints
-from skyrl_mega.trainer.checkpoints import Checkpoints, resumes_from
+from skyrl_mega.trainer.checkpoints import Checkpoints, describe_resume
 from skyrl_mega.trainer.setup import stream_of
 
 BUILT = "model.build={hidden: 64}"
@@ -117,10 +117,10 @@ def test_a_run_that_is_done_has_nothing_to_do(folder: Path) -> None:
 
 def test_a_fault_promises_what_is_saved(folder: Path) -> None:
     checkpoints = folder / "runs" / "r" / "checkpoints"
-    assert resumes_from(checkpoints).endswith("step_000002 is saved: the same command resumes after step 2")
+    assert describe_resume(checkpoints).endswith("step_000002 is saved: the same command resumes after step 2")
     (checkpoints / "step_000002" / "state.json").write_text(json.dumps({}))
-    assert resumes_from(checkpoints) == "no checkpoint is saved: the same command begins with the first step"
-    assert resumes_from(folder / "absent").startswith("no checkpoint is saved")
+    assert describe_resume(checkpoints) == "no checkpoint is saved: the same command begins with the first step"
+    assert describe_resume(folder / "absent").startswith("no checkpoint is saved")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_fault_promises_what_is_saved(folder: Path) -> None:
 def test_an_odd_state_is_one_line(folder: Path, state: dict[str, object]) -> None:
     file = folder / "runs" / "r" / "checkpoints" / "step_000002" / "state.json"
     saved = json.loads(file.read_text())
-    file.write_text(json.dumps(checkpoints._proved({**state, "files": saved["files"], "crc32": saved["crc32"]})))
+    file.write_text(json.dumps(checkpoints._with_checksum({**state, "files": saved["files"], "crc32": saved["crc32"]})))
     with pytest.raises(UserError, match=r"state\.json: .*step_000002"):
         resuming.nothing_left(config(folder))
 

@@ -16,7 +16,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.trainer.start_actors import make_room
+from skyrl_mega.trainer.start_actors import release_policy_cache
 
 
 class Server:
@@ -144,11 +144,11 @@ def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
     """Engine 1 with one worker has rank 1, engine 0 with two has ranks 0 and 1. One that is busy is not
     waited for longer than it is given."""
     group, said = fleet.group, []
-    with make_room(group, 1, 60.0, said.append, engine=1):
+    with release_policy_cache(group, 1, 60.0, said.append, engine=1):
         pass
     assert group.call_all("gave", timeout=120) == [0, 1]
     busy = group.submit(0, "pause", 9.0)
-    with make_room(group, 2, 3.0, said.append, engine=0):
+    with release_policy_cache(group, 2, 3.0, said.append, engine=0):
         pass
     gather([busy], 120)
     assert said == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]

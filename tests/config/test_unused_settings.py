@@ -19,7 +19,7 @@ from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.unused_settings import NORMALIZED, READS, unused_notes
-from skyrl_mega.trainer.whole_mini_batch import chosen
+from skyrl_mega.trainer.mini_batch_stats import token_selections
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OF_LOSSES = {name for names in READS.values() for name in names}
@@ -45,7 +45,7 @@ def test_a_loss_reads_what_the_table_says(loss: str) -> None:
     read: set[str] = set()
     watched: Any = Watched(AlgorithmConfig(loss=loss), read)
     mini: Any = {**columns, "weights": weights}
-    treated = chosen([mini], watched, [0]).get("high_covariance", [None])[0]
+    treated = token_selections([mini], watched, [0]).get("high_covariance", [None])[0]
     inputs = LossInputs(
         logprobs_L=torch.linspace(-2.0, -0.5, 6),
         weights_L=weights,

@@ -93,7 +93,7 @@ def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dic
     from skyrl_mega.engines.vllm.plugin import register
     from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
     from skyrl_mega.models.published import known
-    from skyrl_mega.trainer.start_actors import longer
+    from skyrl_mega.trainer.start_actors import length_arguments
 
     register()
     config = compose(recipe, settings)
@@ -106,7 +106,7 @@ def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dic
             rollout=config.rollout,
             max_length=length_limit(config.rollout),
             seed=config.run.seed,
-            extra=longer(config),
+            extra=length_arguments(config),
         )
         given = arguments(spec, None if former is None else Facts(cache_tokens=0, cache_bytes=former))
         # Its tokenizer is not here; that changes nothing of what is looked at.

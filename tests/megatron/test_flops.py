@@ -17,7 +17,7 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture as blocks_of
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.flops import BACKWARD, Load, flops
-from skyrl_mega.trainer.speed import load_of
+from skyrl_mega.trainer.speed import forward_load
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 from tests.weights.grids import MODELS
@@ -47,7 +47,7 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
     weights[::3] = 0.0  # nobody asks for these
     batch["weights"] = weights
     [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
-    load = load_of(batch)
+    load = forward_load(batch)
     products = model.forward(replace(load, pairs=0.0))
     assert forward == {"aten.mm": products}
     assert step == {"aten.mm": BACKWARD * products + model.head * load.logprob_tokens}

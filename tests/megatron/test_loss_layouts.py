@@ -34,7 +34,7 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
+from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
@@ -130,13 +130,13 @@ def train(
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
         batch, settings = turns(mean), algorithm(loss)
-        for name, parts in chosen([batch], settings, [7]).items():
+        for name, parts in token_selections([batch], settings, [7]).items():
             batch[name] = parts[0]
         tokens = budgets[number % len(budgets)] * parallel.context
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         rows = balance(batch.lengths.tolist(), parallel.data, tokens, multiple=multiple)
         micros = [batch.take(micro) for micro in rows[data]]
-        figures = Figures(importance_mean=mean_weight(batch, settings))
+        figures = Figures(importance_mean=mean_importance_weight(batch, settings))
         objective = objectives.objective(loss, settings, figures)
         found[f"{loss} {mean}"] = [opened.train(micros, objective), opened.measure(micros, objective)]
     return found

@@ -15,7 +15,7 @@ from skyrl_mega.megatron import objectives
 from skyrl_mega.megatron.group import dealt
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
+from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
 from tests.megatron import layouts
 from tests.megatron.test_loss_layouts import LAYOUTS, NAMES, SMOOTH, algorithm, model, turns
 from tests.support.ranks import run_ranks
@@ -50,10 +50,10 @@ def train(
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
         batch, settings = samples(mean, unit), replace(algorithm(loss), sequence_unit=unit)
-        for name, parts in chosen([batch], settings, [7]).items():
+        for name, parts in token_selections([batch], settings, [7]).items():
             batch[name] = parts[0]
         micros = [batch.take(rows) for rows in dealt(batch, parallel, tokens * parallel.context)[data]]
-        figures = Figures(importance_mean=mean_weight(batch, settings))
+        figures = Figures(importance_mean=mean_importance_weight(batch, settings))
         objective = objectives.objective(loss, settings, figures)
         found[loss] = [opened.train(micros, objective), opened.measure(micros, objective)]
     return found

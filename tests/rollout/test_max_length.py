@@ -15,12 +15,12 @@ SCRIPT = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
 from skyrl_mega.config.schema import Config
-from skyrl_mega.trainer.start_actors import longer
+from skyrl_mega.trainer.start_actors import length_arguments
 
 config = Config()
 config.model.max_length = int(sys.argv[2]) or None
 arguments = {"model": sys.argv[1], "dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True}
-print("made for", EngineArgs(**arguments, **longer(config)).create_model_config().max_model_len)
+print("made for", EngineArgs(**arguments, **length_arguments(config)).create_model_config().max_model_len)
 """
 
 

@@ -15,7 +15,7 @@ from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
 from skyrl_mega.trainer.batch import make_batch
-from skyrl_mega.trainer.rewards import PLAIN
+from skyrl_mega.trainer.rewards import UNNAMED
 from skyrl_mega.trainer.run import rollout_metrics
 from tests.support.scripted import Scripted, play
 
@@ -38,7 +38,7 @@ def test_they_are_summed_with_their_weights_and_kept_by_name(
     plain = Trajectory(t.prompt, 1, t.tokens, t.mask, t.logprobs, 1, 3.0, Status.TRUNCATED_TURNS, 1)
     batch = make_batch([Group(t.prompt, [t, plain])], AlgorithmConfig(), RolloutConfig())
     assert {name: values.tolist() for name, values in batch.named.items()} == {
-        "late": [4.0, 0.0], PLAIN: [0.0, 3.0], "right": [2.0, 0.0], "short": [-0.5, 0.0]
+        "late": [4.0, 0.0], UNNAMED: [0.0, 3.0], "right": [2.0, 0.0], "short": [-0.5, 0.0]
     }  # fmt: skip
     assert torch.equal(batch.turns.rewards[:2], torch.tensor([1.75, 3.75]).double())
     assert rollout_metrics([t, plain])["reward/of/right"] == 1.0

@@ -167,7 +167,7 @@ def test_an_observation_cannot_end_the_message(chat: Renderer) -> None:
 def test_samples_have_the_end_token(chat: Renderer, step_wise: str) -> None:
     t = one(chat, [f"ab{EOS}", EOS, "cd"], turns=3)
     samples = samples_of(t, step_wise)
-    assert sum(sum(t.mask[sample.own : sample.end]) for sample in samples) == 5
+    assert sum(sum(t.mask[sample.trained_from : sample.end]) for sample in samples) == 5
     assert (samples[-1].start, samples[-1].end) == (0, len(t.tokens))
 
 

@@ -128,8 +128,8 @@ def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) ->
         batch = make_batch([Group(PROMPT, played)], algorithm, rollout)
         found = token_advantages(batch, algorithm).whitened
         judged = batch.judged.repeat_interleave(batch.trajectory_tokens)
-        assert found[batch.own & judged].tolist() == pytest.approx(wanted)
-        assert not found[~(batch.own & judged)].any()
+        assert found[batch.trained_here & judged].tolist() == pytest.approx(wanted)
+        assert not found[~(batch.trained_here & judged)].any()
         counted += len(wanted)
     assert counted > 100
 

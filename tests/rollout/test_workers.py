@@ -30,7 +30,7 @@ from skyrl_mega.rollout.service import RolloutService, Ticket
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span
-from skyrl_mega.trainer import kept_rollouts
+from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.start_actors import Setup
 from skyrl_mega.trainer.start_workers import start_workers
 from tests.support.engines import build_model, serving, spec_of, start_engine
@@ -162,8 +162,8 @@ def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path
     config, stream = Config(), PromptStream(1, batch=1)
     for processes in (0, 2):
         config.environment.processes = processes
-        kept_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
-        found = kept_rollouts.read(tmp_path, config, stream, [prompt])
+        saved_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
+        found = saved_rollouts.read(tmp_path, config, stream, [prompt])
         assert isinstance(found, tuple)
         (t,) = found[1]
         assert (t.remote_arrays is not None) == bool(processes) and t.prompt is prompt

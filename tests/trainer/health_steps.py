@@ -95,7 +95,7 @@ def steps(
     rng = random.Random(seed)
     for number in range(first, first + count):
         metrics, played = play(rng, number)
-        verdict = health.see(number, metrics, played)
+        verdict = health.check(number, metrics, played)
         kinds = {name.removeprefix("health/") for name in verdict.metrics if name.startswith("health/")}
         yield kinds - COUNTS, verdict.lines, verdict.stuck
 

@@ -11,7 +11,7 @@ import torch
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.rollout.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 
@@ -191,4 +191,4 @@ def test_what_a_mini_batch_teaches(
     batch = make_batch([Group(both[0].prompt, both)], algorithm, RolloutConfig())
     batch["advantages"] = token_advantages(batch, algorithm).whitened
     (mini,) = mini_batches(batch, None, algorithm)
-    assert teaches(mini, algorithm, MoeConfig(aux_loss=aux)) is expected
+    assert tokens_have_gradient(mini, algorithm, MoeConfig(aux_loss=aux)) is expected

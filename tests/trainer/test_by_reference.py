@@ -33,10 +33,10 @@ from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays, fetch_
 from skyrl_mega.rollout.remote_arrays import RemoteArrays
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
-from skyrl_mega.trainer import batch as whole
-from skyrl_mega.trainer import referred
+from skyrl_mega.trainer import batch as batch_module
+from skyrl_mega.trainer import remote_batch
 from skyrl_mega.trainer.rollouts_ahead import Versions
-from skyrl_mega.trainer.signal import with_advantage
+from skyrl_mega.trainer.signal import advantage_fraction
 from tests.trainer.test_step_wise import played
 
 STORE: dict[str, Stored] = {}
@@ -81,12 +81,12 @@ def settings(step_wise: str, conversation: str = "messages", **algorithm: object
 def as_ever(groups: list[Group], config: Config) -> tuple[list[Sequences], float]:
     """The mini-batches of a driver that has the tokens, and the share of those with an advantage."""
     algorithm = config.algorithm
-    batch = whole.make_batch(groups, algorithm, config.rollout)
-    minis = whole.mini_batches(batch, config.data.mini_batch_prompts, algorithm)
-    batch["advantages"] = whole.token_advantages(batch, algorithm).whitened
+    batch = batch_module.make_batch(groups, algorithm, config.rollout)
+    minis = batch_module.mini_batches(batch, config.data.mini_batch_prompts, algorithm)
+    batch["advantages"] = batch_module.token_advantages(batch, algorithm).whitened
     for mini, values in zip(minis, batch["advantages"].split([len(m.tokens) for m in minis]), strict=True):
         mini["advantages"] = values
-    return minis, with_advantage(batch)
+    return minis, advantage_fraction(batch)
 
 
 MEANS = [
@@ -115,9 +115,9 @@ def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str)
     for given in MEANS + OTHERS:
         config = settings(step_wise, **given)
         expected, share = as_ever(groups, config)
-        found = referred.outcomes(away(groups), config)
-        minis = referred.mini_batches(found, config)
-        assert found.with_advantage == pytest.approx(share), given
+        found = remote_batch.make_remote_batch(away(groups), config)
+        minis = remote_batch.mini_batches(found, config)
+        assert found.advantage_fraction == pytest.approx(share), given
         assert len(minis) == len(expected) == 2
         for mini, other in zip(minis, expected, strict=True):
             ours = read(*mini.take(torch.arange(len(mini.parts))), STORE)
@@ -125,10 +125,12 @@ def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str)
             assert {*ours.columns} == {*other.columns}, given
             for name, column in other.columns.items():
                 assert torch.equal(ours[name], column.values), (given, name)
-            assert referred.weight_of(mini) == pytest.approx(referred.weight_of(other), rel=1e-5)
-            assert referred.load_of(mini) == referred.load_of(other)
+            assert remote_batch.total_weight(mini) == pytest.approx(remote_batch.total_weight(other), rel=1e-5)
+            assert remote_batch.forward_load(mini) == remote_batch.forward_load(other)
             for moe in (MoeConfig(), MoeConfig(aux_loss=0.1)):
-                assert referred.learns(mini, config.algorithm, moe) == referred.learns(other, config.algorithm, moe)
+                assert remote_batch.has_gradient(mini, config.algorithm, moe) == remote_batch.has_gradient(
+                    other, config.algorithm, moe
+                )
         counted = sum(int(mini.counts.sum()) for mini in minis)
         assert counted < sum(t.written for group in groups for t in group.trajectories), "one has failed"
 
@@ -139,7 +141,7 @@ def test_end_tokens_that_no_engine_drew(characters_chat: Renderer) -> None:
         t.logprobs[-1] = math.nan
     config = settings("off", "one_message")
     expected, _ = as_ever(groups, config)
-    minis = referred.mini_batches(referred.outcomes(away(groups), config), config)
+    minis = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
     for mini, other in zip(minis, expected, strict=True):
         ours = read(*mini.take(torch.arange(len(mini.parts))), STORE, drawn=True)
         assert torch.equal(ours["drawn"], other["drawn"]) and not ours["drawn"].all()
@@ -153,7 +155,7 @@ def test_a_rank_gets_its_rows_alone(characters_chat: Renderer) -> None:
         t.columns["routes"] = Column(values, "input")
     config = replace(settings("turns"), data=DataConfig())
     (expected,), _ = as_ever(groups, config)
-    (mini,) = referred.mini_batches(referred.outcomes(away(groups), config), config)
+    (mini,) = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
     rows = torch.tensor([7, 0, 30, 4])
     ours, other = read(*mini.take(rows), STORE), expected.take(rows)
     for name, column in other.columns.items():
@@ -193,10 +195,10 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
 def test_what_needs_tokens_is_not_done_by_reference(characters_chat: Renderer) -> None:
     groups = played(characters_chat, "talk").groups
     gone = away(groups)
-    assert referred.goes_by_reference(settings("off"), gone)
-    assert not referred.goes_by_reference(settings("off"), groups)
+    assert remote_batch.tokens_stay_remote(settings("off"), gone)
+    assert not remote_batch.tokens_stay_remote(settings("off"), groups)
     mixed = [*gone[:1], *groups[1:]]
-    assert not referred.goes_by_reference(settings("off"), mixed)
+    assert not remote_batch.tokens_stay_remote(settings("off"), mixed)
     for given in (
         dict(advantage="gae"),
         dict(advantage="grpo_turns"),
@@ -204,12 +206,12 @@ def test_what_needs_tokens_is_not_done_by_reference(characters_chat: Renderer) -
         dict(loss="clip_cov"),
         dict(importance_cap=2.0, importance_normalize=True),
     ):
-        assert not referred.goes_by_reference(settings("off", **given), gone), given
+        assert not remote_batch.tokens_stay_remote(settings("off", **given), gone), given
     replayed = settings("off")
     replayed.policy.moe.replay = "rollout"
-    assert not referred.goes_by_reference(replayed, gone)
+    assert not remote_batch.tokens_stay_remote(replayed, gone)
     apart = replace(settings("off"), reference=ReferenceConfig(layout=LayoutConfig()))
-    assert not referred.goes_by_reference(apart, gone)
+    assert not remote_batch.tokens_stay_remote(apart, gone)
 
 
 def test_a_missing_attribute_is_named() -> None:

@@ -20,9 +20,9 @@ from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.trainer.checkpoints import (
     Checkpoints,
-    NoRoom,
+    DiskFull,
     check_saved_together,
-    newest_whole,
+    newest_intact,
     refuse_unusable,
 )
 from skyrl_mega.trainer.run import Run
@@ -139,7 +139,7 @@ def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: P
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000002"
     assert len(said) == 1 and f"{new} is left out: " in said[0] and named in said[0]
-    assert newest_whole(tmp_path) == newest
+    assert newest_intact(tmp_path) == newest
     if "state" not in damage and "generated" not in damage:
         with pytest.raises(Damaged, match=named):
             exported(new / "policy")
@@ -152,7 +152,7 @@ def test_one_whose_tensors_are_damaged_is_left_out_once_the_ranks_say_so(tmp_pat
         checkpoints.save(step, {"step": step}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None
-    checkpoints.leave_out(newest, Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0"))
+    checkpoints.mark_damaged(newest, Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0"))
     older = checkpoints.newest()
     assert older is not None and older.name == "step_000001" and "w[0:9].master" in said[0]
 
@@ -176,7 +176,7 @@ def test_without_room_nothing_is_written_and_the_old_one_stays(tmp_path: Path, m
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, {"step": 1}, {"policy": lambda folder: (folder / "weights").write_bytes(bytes(5_000_000))})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 4_000_000))
-    with pytest.raises(NoRoom, match=r"it takes about 0.005 GB, and .* has 0.004 GB free"):
+    with pytest.raises(DiskFull, match=r"it takes about 0.005 GB, and .* has 0.004 GB free"):
         checkpoints.save(2, {"step": 2}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
@@ -198,7 +198,7 @@ def test_copies_of_a_user_are_neither_resumed_from_nor_counted_nor_removed(tmp_p
     for step in (75, 100, 1_000_000):
         checkpoints.save(step, {"step": step}, {"policy": write})
     assert [path.name for path in checkpoints.completed()] == ["step_000100", "step_1000000"]
-    for newest in (checkpoints.newest(), newest_whole(tmp_path)):
+    for newest in (checkpoints.newest(), newest_intact(tmp_path)):
         assert newest is not None and newest.name == "step_1000000"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["step_000100", "step_1000000", *copies])
 

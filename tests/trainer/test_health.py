@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.trainer.health.seen import shown
+from skyrl_mega.trainer.health.step_view import quoted
 from skyrl_mega.trainer.health.watch import Health
 from tests.trainer.health_steps import (
     COUNTS,
@@ -49,7 +49,7 @@ def test_a_healthy_run_raises_nothing(case: int) -> None:
 def test_the_real_run_raises_nothing() -> None:
     health = Health(settings())
     for number, row in enumerate(REAL, start=1):
-        found = {name for name in health.see(number, row, []).metrics if name.startswith("health/")}
+        found = {name for name in health.check(number, row, []).metrics if name.startswith("health/")}
         assert found == {f"health/{name}" for name in COUNTS}
 
 
@@ -320,5 +320,5 @@ def test_a_run_that_goes_wrong_is_named_within_three_steps(name: str, healthy_st
 
 
 def test_what_a_policy_writes_reaches_a_terminal_as_letters() -> None:
-    assert shown("a\x1b[2J\r\n\u202eb\ud800é") == r"'a\x1b[2J\r\n\u202eb\ud800é'"
-    assert shown("x" * 500) == "'…" + "x" * 80 + "'"
+    assert quoted("a\x1b[2J\r\n\u202eb\ud800é") == r"'a\x1b[2J\r\n\u202eb\ud800é'"
+    assert quoted("x" * 500) == "'…" + "x" * 80 + "'"

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.health.watch import AGAIN, CannotLearn, Health
+from skyrl_mega.trainer.health.watch import REPEAT_AFTER, CannotLearn, Health
 from tests.trainer.health_steps import (
     Metrics,
     Play,
@@ -35,7 +35,7 @@ def test_it_is_said_again_after_a_while_and_ends_when_patience_is_out() -> None:
         lines += said_now
         if number < 12:
             health.end_if_stuck(number)
-    assert [line.split(":")[1] for line in lines] == [" step 1", f" step {1 + AGAIN}"]
+    assert [line.split(":")[1] for line in lines] == [" step 1", f" step {1 + REPEAT_AFTER}"]
     assert lines[0].endswith("the run ends after 11 more such steps") and lines[1].endswith("after 1 more such step")
     with pytest.raises(CannotLearn, match=r"the last 12 steps up to 12 .*run\.patience = 12.*nothing_parsed: .*null"):
         health.end_if_stuck(12)

@@ -20,7 +20,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, Config, KlConfig, MoeConfi
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.step import Step
@@ -70,7 +70,7 @@ def test_every_token_pays_for_its_distance() -> None:
     for seed in range(15):
         algorithm = algorithm_of("reinforce")
         played, batch = batch_of(seed, algorithm)
-        metrics = KlReward(algorithm.kl).punish(batch)
+        metrics = KlReward(algorithm.kl).penalize(batch)
         far = distances(played, batch)
         judged = [i for i, t in enumerate(played) if not t.status.failed and any(t.mask)]
         if judged:
@@ -99,7 +99,7 @@ def test_by_token_each_pays_its_own(tmp_path: Path) -> None:
         algorithm = algorithm_of(f"{tmp_path / 'own.py'}:rewards")
         assert needs(algorithm) == {"old_logprobs", "reference_logprobs"}
         played, batch = batch_of(seed, algorithm)
-        KlReward(algorithm.kl).punish(batch)
+        KlReward(algorithm.kl).penalize(batch)
         found, place = token_advantages(batch, algorithm).whitened, 0
         for t, each in zip(played, distances(played, batch), strict=True):
             expected = [-0.5 * d for d in each]
@@ -126,7 +126,7 @@ def test_the_coefficient_follows_the_target(estimator: str) -> None:
     beta, errors = 0.5, []
     for seed in range(40):
         played, batch = batch_of(seed, algorithm)
-        metrics = control.punish(batch)
+        metrics = control.penalize(batch)
         assert metrics["policy/kl_coefficient"] == pytest.approx(beta, rel=1e-5)
         if far := far_from_reference(played, batch, estimator):
             mean = sum(far) / len(far)
@@ -146,10 +146,10 @@ def test_the_coefficient_follows_the_target(estimator: str) -> None:
 def test_the_loss_has_no_term_and_a_step_learns_where_there_is_an_advantage() -> None:
     algorithm = algorithm_of("reinforce")
     _, batch = batch_of(3, algorithm)
-    KlReward(algorithm.kl).punish(batch)
+    KlReward(algorithm.kl).penalize(batch)
     batch["advantages"] = torch.zeros(len(batch.tokens))
     (mini,) = mini_batches(batch, None, algorithm)
-    assert algorithm.kl.in_loss == 0 and not teaches(mini, algorithm, MoeConfig())
+    assert algorithm.kl.in_loss == 0 and not tokens_have_gradient(mini, algorithm, MoeConfig())
     shared = {
         "logprobs_L": batch["old_logprobs"],
         "old_L": batch["old_logprobs"],
@@ -165,7 +165,7 @@ def test_the_loop_measures_it_before_advantages() -> None:
     config, policy, step = Config(), Notes(), Step(1, Console())
     config.algorithm.kl = KlConfig(coefficient=0.1, where="reward", estimator="k1", target=0.5, horizon=10)
     reference = SimpleNamespace(
-        keep_logprobs=lambda minis, **_: policy.calls.append(("reference", len(minis))), own=object()
+        keep_logprobs=lambda minis, **_: policy.calls.append(("reference", len(minis))), ranks=object()
     )
     run: Any = SimpleNamespace(config=config, policy=policy, reference=reference, critic=None, temperature=1.0)
     run.kl, run.entropy = KlReward(config.algorithm.kl), EntropyCoefficient(config.algorithm.entropy)
@@ -189,10 +189,10 @@ def test_what_the_loss_leaves_out_is_in_no_mean_and_a_critics_warm_up_moves_noth
     batch["old_logprobs"] = torch.where(batch["mask"] != 0, 2.0, 0.0)
     batch["reference_logprobs"] = torch.zeros(12)
     reward = KlReward(algorithm.kl)
-    assert reward.punish(batch)["policy/kl_reward"] == pytest.approx(4.0) and reward.coefficient == 0.5
+    assert reward.penalize(batch)["policy/kl_reward"] == pytest.approx(4.0) and reward.coefficient == 0.5
     batch["old_logprobs"] *= 2
-    assert reward.punish(batch, adapt=False) and reward.coefficient == 0.5
-    assert reward.punish(batch) and reward.coefficient == pytest.approx(0.5 * (1 + 0.2 * 1 / 10))
+    assert reward.penalize(batch, adapt=False) and reward.coefficient == 0.5
+    assert reward.penalize(batch) and reward.coefficient == pytest.approx(0.5 * (1 + 0.2 * 1 / 10))
 
 
 def test_the_coefficient_is_at_least_halved_and_at_most_doubled() -> None:

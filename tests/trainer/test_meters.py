@@ -63,9 +63,9 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     policy.answers = [iter([*a, host(1)]) for a in policy.answers]
     taken = meters_of({"policy": policy}, engines)
     taken.begin(after_more=True)  # what was before the step
-    taken.ended("generate")
-    taken.ended("train")
-    taken.ended("sync")
+    taken.end_phase("generate")
+    taken.end_phase("train")
+    taken.end_phase("sync")
     assert taken.collect() == {
         "memory/policy_generate_gib": 2,
         "memory/policy_train_gib": 5,
@@ -83,8 +83,8 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
 def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:
     engines = Actors("engine", [[[(host(1), {4: 2})], [(host(3), {4: 1, 5: 1})]], [None, None]])
     taken = meters_of({}, engines)
-    taken.ended("generate")
-    taken.ended("generate")
+    taken.end_phase("generate")
+    taken.end_phase("generate")
     assert taken.collect()["memory/engine_generate_gib"] == 3
     assert taken.steps == {(0, 0): {4: 3, 5: 1}}
 
@@ -93,8 +93,8 @@ def test_a_gpus_events_are_summed_over_phases() -> None:
     cuda = dict(reserved=8 * GIB, device=20 * GIB)
     first, second = host(5, **cuda, retries=1, allocations=10), host(6, **cuda, retries=0, allocations=4)
     taken = meters_of({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))
-    taken.ended("logprobs")
-    taken.ended("train")
+    taken.end_phase("logprobs")
+    taken.end_phase("train")
     found = taken.collect()
     assert (found["memory/alloc_retries"], found["memory/device_allocations"]) == (1, 14)
     assert (found["memory/policy_reserved_gib"], found["memory/device_train_gib"]) == (8, 20)

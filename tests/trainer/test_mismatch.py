@@ -20,7 +20,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
-from skyrl_mega.trainer.health.mismatch import EngineDiffers, bound, end_if_too_far
+from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far, threshold
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.loop import take_step
 from skyrl_mega.trainer.run import Run
@@ -57,7 +57,7 @@ def test_an_engine_with_other_weights_is_noticed_in_its_step(tmp_path: Path) -> 
         found[engine] = mismatch([max(sums, key=len)])
     assert found["policy"]["mismatch/logprob_abs_p99"] < 1e-5
     for engine, kinds in (("policy", set()), ("other", {"health/mismatch_high"})):
-        verdict = Health(config).see(1, found[engine], [])
+        verdict = Health(config).check(1, found[engine], [])
         assert {name for name in verdict.metrics if "mismatch" in name} == kinds
         assert len(verdict.lines) == len(kinds)
     config.health.mismatch.stop_p99 = 0.1
@@ -120,17 +120,17 @@ def test_the_run_ends_before_its_weights_go_anywhere(
 
 def test_bounds_follow_the_engines_precision_and_what_it_draws_from() -> None:
     config = Config()
-    assert [bound(config, "alarm", of) for of in ("mean", "p99")] == [0.05, 0.5]
-    assert [bound(config, "stop", of) for of in ("mean", "p99")] == [1.0, math.inf]
+    assert [threshold(config, "alarm", of) for of in ("mean", "p99")] == [0.05, 0.5]
+    assert [threshold(config, "stop", of) for of in ("mean", "p99")] == [1.0, math.inf]
     config.rollout.options["quantization"] = "fp8_per_block"
-    assert bound(config, "alarm", "mean") == 0.1
+    assert threshold(config, "alarm", "mean") == 0.1
     config.rollout.options.clear()
     config.model.dtype = "float32"
-    assert bound(config, "alarm", "mean") == 0.01
+    assert threshold(config, "alarm", "mean") == 0.01
     config.rollout.sampling.top_p = 0.5
-    assert bound(config, "alarm", "mean") == pytest.approx(0.01 + math.log(2))
-    assert bound(config, "stop", "mean") == pytest.approx(1 + math.log(2))
+    assert threshold(config, "alarm", "mean") == pytest.approx(0.01 + math.log(2))
+    assert threshold(config, "stop", "mean") == pytest.approx(1 + math.log(2))
     config.rollout.sampling.top_k = 5
-    assert bound(config, "alarm", "mean") == bound(config, "stop", "mean") == math.inf
+    assert threshold(config, "alarm", "mean") == threshold(config, "stop", "mean") == math.inf
     config.health.mismatch.alarm_mean, config.health.mismatch.stop_mean = 0.2, 0.0
-    assert (bound(config, "alarm", "mean"), bound(config, "stop", "mean")) == (0.2, math.inf)
+    assert (threshold(config, "alarm", "mean"), threshold(config, "stop", "mean")) == (0.2, math.inf)

@@ -127,7 +127,7 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
         rollouts.next_groups(step(2))
         if whole:
             rollouts.before_sync(step(2))
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     with ahead(config) as (again, _):
         told = "step 2, 3" if whole else "step 2"
         assert again.restore(tmp_path) == f"taken up again: what was generated ahead for {told}"
@@ -146,7 +146,7 @@ def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Co
         rollouts.next_groups(step(2))
         while source.stream.position < 6:
             time.sleep(0.001)
-        rollouts.keep(tmp_path, 2)
+        rollouts.save(tmp_path, 2)
     assert json.loads((tmp_path / "rollouts.json").read_text())["stream"]["position"] == 4
 
 
@@ -165,7 +165,7 @@ def test_columns_of_a_batch_come_back_with_a_checkpoint(
     with ahead(config) as (rollouts, _):
         rollouts.next_groups(step(1))
         rollouts.before_sync(step(1))
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     with ahead(config) as (again, _):
         again.restore(tmp_path)
         groups = again.next_groups(step(2))
@@ -182,7 +182,7 @@ def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[s
     with ahead(config) as (rollouts, _):
         rollouts.next_groups(step(1))
         rollouts.before_sync(step(1))
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     config.rollout = replace(config.rollout, **changed)
     with ahead(config) as (again, source):
         told = again.restore(tmp_path)

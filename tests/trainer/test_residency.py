@@ -77,7 +77,7 @@ def test_without_the_setting_nothing_is_called() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} is called")
 
-    run, step = ledger(Nobody(), None), Step(1, Console(), arrange=Residency().enter)
+    run, step = ledger(Nobody(), None), Step(1, Console(), prepare=Residency().enter)
     for phase in STEP:
         assert run.enter(phase) == {}
         with step.phase(phase):
@@ -88,7 +88,7 @@ def test_without_the_setting_nothing_is_called() -> None:
 def test_a_step_counts_what_moved() -> None:
     devices = Devices()
     run = ledger(devices, [], critic=False)
-    step = Step(1, Console(), arrange=run.enter)
+    step = Step(1, Console(), prepare=run.enter)
     for phase in ("generate", "logprobs", "train", "sync", "generate", "checkpoint"):
         with step.phase(phase):
             pass
@@ -129,7 +129,7 @@ def test_an_engine_that_starts_again_gets_its_memory() -> None:
     inside: list[set[str]] = []
 
     def start(engine: int) -> None:
-        with run.room(engine):
+        with run.free_for_engine(engine):
             inside.append(set(devices.there))
 
     with ThreadPoolExecutor(2) as threads:
@@ -146,7 +146,7 @@ def test_where_engines_keep_all_their_memory_a_model_is_left_alone() -> None:
     devices = Devices()
     run = ledger(devices, [*ENGINE])
     run.enter("train")
-    with run.room(0):
+    with run.free_for_engine(0):
         assert devices.there >= set(POLICY)
 
 
@@ -156,7 +156,7 @@ def test_what_made_room_comes_back_where_the_start_fails() -> None:
     run.enter("sync")
 
     def start(fails: bool) -> None:
-        with run.room(0):
+        with run.free_for_engine(0):
             if fails:
                 raise RuntimeError("the engine does not start")
 
@@ -177,7 +177,7 @@ def test_an_engine_that_starts_while_others_fall_asleep_is_still_in_the_phase_be
 
         def sleep(self, parts: Any) -> list[int]:
             if self.starting:
-                with run[0].room(0):
+                with run[0].free_for_engine(0):
                     assert "parameters" not in self.there
                 assert "parameters" not in self.there, "it would lie beside an engine that is awake"
             return self._leave(parts)

@@ -37,7 +37,7 @@ def test_a_step_takes_the_oldest_groups(versions: list[int], taken: list[int]) -
     stream = PromptStream(1, batch=1)
     stream.take(1)
     rollouts = Asynchronous(config, [], stream, service, look=lambda: None, refill=lambda: None)
-    rollouts.versions.known = [0, 1]
+    rollouts.versions.recent = [0, 1]
     for number in reversed(range(8)):
         group = Group(Prompt(number, [], "mine", {}), [])
         rollouts.done[number] = Done(Ticket(number, number, versions[number], ()), group)
@@ -71,7 +71,7 @@ def test_other_settings_draw_the_prompts_again(
         step = Step(1, Console())
         groups = rollouts.next_groups(step)
         learned = {group.prompt.uid for group in groups}
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
         before = names([*groups, *(one.group for one in rollouts.done.values())])
     again, loop, stream = live(tmp_path, change)
     told = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
@@ -107,7 +107,7 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     with loop:
         first.next_groups(Step(1, Console()))
         first.synced(1)
-        first.keep(tmp_path, 1)
+        first.save(tmp_path, 1)
         under_way = first.service.so_far()
     before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
     written = {one.request: one for said in journal.read_all(tmp_path).values() for one in said}
@@ -123,15 +123,15 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     monkeypatch.setattr(Router, "generate", told)
     capsys.readouterr()
     again, loop, _ = live(tmp_path, lambda config: None)
-    done, begun = len(again.done), len(again.again)
+    done, begun = len(again.done), len(again.interrupted)
     assert capsys.readouterr().out.strip() == (
         f"taken up again: {done} groups generated ahead, and {begun} under way, of which {len(before)} trajectories "
         f"are done and {len(said)} turns of others"
     )
     with loop:
-        known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.recorded}
+        known = {ticket.number: ticket.version for ticket in again.interrupted if ticket.played or ticket.recorded}
         assert known.items() <= {ticket.number: ticket.version for ticket in under_way}.items() and len(known) > 1
-        again._ask()
+        again._request()
         assert known == {n: t.version for n, t in again.service.under_way.items() if n in known}, "as old as they were"
         drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
     assert not said.keys() & set(asked) and not before.keys() & {name.rpartition("/")[0] for name in asked}
@@ -151,11 +151,11 @@ def test_all_groups_that_were_under_way_are_asked_for_however_few_steps_are_left
     first, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         first.next_groups(Step(1, Console()))
-        first.keep(tmp_path, 1)
+        first.save(tmp_path, 1)
         numbers = {*first.service.under_way}
     again, loop, _ = live(tmp_path, fewer)
     with loop:
-        again._ask()
+        again._request()
         assert numbers and numbers <= again.service.under_way.keys()
 
 
@@ -176,11 +176,11 @@ def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(
     with loop:
         learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
         with pytest.MonkeyPatch.context() as older:
-            older.setattr(asynchronous.kept_rollouts, "FORM", 1)
-            rollouts.keep(tmp_path, 1)
+            older.setattr(asynchronous.saved_rollouts, "FORMAT", 1)
+            rollouts.save(tmp_path, 1)
     again, loop, stream = live(tmp_path, lambda config: None)
     with loop:
-        assert again.again == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
+        assert again.interrupted == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
     assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
 
 
@@ -189,16 +189,16 @@ def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     for question, groups in (("hello", 0), (None, None)):
         again, loop, stream = live(tmp_path, lambda config: None)
         with loop:
-            again.again, again.done = [], {}
+            again.interrupted, again.done = [], {}
             if question is not None:
                 for prompt in again.prompts:
                     prompt.messages.append({"role": "user", "content": question})
             again.restore(tmp_path)
-            kept = len(again.again) + len(again.done)
+            kept = len(again.interrupted) + len(again.done)
             assert kept == groups if groups is not None else kept > 0
             assert groups is None or stream.remaining == PROMPTS - len(learned)
 
@@ -235,7 +235,7 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
         rollouts.synced(1)
         while not rollouts.left_out:  # of the next step
             rollouts.collect(1.0)
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
         left_out = {one.group.prompt.uid for one in rollouts.left_out}
     again, loop, _ = live(tmp_path, sampled)
     with loop:
@@ -261,11 +261,11 @@ def test_groups_that_failed_are_played_again_after_a_resume(tmp_path: Path, monk
             rollouts.collect(1.0)
         broken = rollouts.left_out[0]
         broken.group.trajectories[0].status = Status.ERROR_ENV
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     again, loop, _ = live(tmp_path, sampled)
     number = broken.ticket.number
-    assert number in {ticket.number for ticket in again.again}
+    assert number in {ticket.number for ticket in again.interrupted}
     assert number not in {one.ticket.number for one in again.left_out}
     with loop:
         again.next_groups(Step(2, Console()))
-        assert number not in {ticket.number for ticket in again.again}, "it was asked for"
+        assert number not in {ticket.number for ticket in again.interrupted}, "it was asked for"

@@ -103,7 +103,7 @@ class Schedule:
             groups = rollouts.next_groups(step)
             if self.saved == number - 1 and self.kills and self.random.random() < 0.2:
                 self.kills -= 1
-                rollouts.keep(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
+                rollouts.save(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
                 raise Killed
             self._observe(step, groups, version, loop.now)
             loop.sleep(self.random.random() * 20)  # it trains
@@ -111,7 +111,7 @@ class Schedule:
             version = number
             sync()
             if self.random.random() < 0.5 or number == self.config.run.steps:
-                rollouts.keep(folder_of(self.folder, number), number)
+                rollouts.save(folder_of(self.folder, number), number)
                 self.saved = number
 
     def _observe(self, step: Step, groups: list[Any], version: int, now: float) -> None:
@@ -224,12 +224,12 @@ def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monke
 
 
 def test_a_group_that_a_checkpoint_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = asynchronous.kept_rollouts.write
+    write = asynchronous.saved_rollouts.write
 
     def forgets(folder: Path, config: Config, about: dict[str, Any], *rows: Any) -> None:
         write(folder, config, {**about, "under_way": about["under_way"][1:]}, *rows)
 
-    monkeypatch.setattr(asynchronous.kept_rollouts, "write", forgets)
+    monkeypatch.setattr(asynchronous.saved_rollouts, "write", forgets)
     assert "a group was skipped" in str(fault(tmp_path))
 
 
@@ -237,4 +237,4 @@ def test_staleness_counts_syncs_and_not_steps() -> None:
     versions = Versions(2)
     for version in (0, 1, 4, 9):
         versions.add(version)
-    assert [versions.behind(of) for of in (9, 4, 1)] == [0, 1, 2]
+    assert [versions.syncs_since(of) for of in (9, 4, 1)] == [0, 1, 2]

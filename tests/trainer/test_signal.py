@@ -23,8 +23,8 @@ from skyrl_mega.trainer.batch import Batch, make_batch, token_advantages
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.watch import CannotLearn, Health
 from skyrl_mega.trainer.loop import train_on
-from skyrl_mega.trainer.rewards import PLAIN
-from skyrl_mega.trainer.signal import with_advantage
+from skyrl_mega.trainer.rewards import UNNAMED
+from skyrl_mega.trainer.signal import advantage_fraction
 from skyrl_mega.trainer.step import Step
 from tests.trainer.test_loop import CriticNotes, Notes
 
@@ -102,7 +102,7 @@ def test_only_a_run_without_advantages_is_stuck(case: str) -> None:
     assert step.metrics["policy/advantage_fraction"] == share
     metrics = {name: value for name, value in step.metrics.items() if not name.startswith("mismatch/")}
     for number in range(1, 28):
-        verdict = health.see(number, metrics, [t for group in groups for t in group.trajectories])
+        verdict = health.check(number, metrics, [t for group in groups for t in group.trajectories])
         assert verdict.stuck == (0 if share else number)
         lines += verdict.lines
         if number < 25 or share:
@@ -151,7 +151,7 @@ def test_a_group_has_a_signal_where_its_advantages_differ(
     alike = all(bool((a[: len(b)] == b[: len(a)]).all()) for a, b in combinations(found, 2))
     assert alike == (not signal)
     assert with_signal([group], algorithm) == [group] * signal
-    health = Health(run.config).see(1, {}, group.trajectories)
+    health = Health(run.config).check(1, {}, group.trajectories)
     # A group of one is compared with nothing.
     assert health.metrics.get("rollout/groups_differ") == (float(signal) if len(rewards) > 1 else None)
 
@@ -188,7 +188,7 @@ def test_what_was_earned_without_a_name_is_a_reward_of_its_own_to_gdpo() -> None
     assert {name: values.tolist() for name, values in batch.named.items()} == {
         "a": [1.0, 1.0],
         "b": pytest.approx([0.1, 0.1]),
-        PLAIN: [0.5, 0.0],
+        UNNAMED: [0.5, 0.0],
     }
     assert token_advantages(batch, algorithm).whitened.any() and with_signal([group], algorithm) == [group]
 
@@ -209,7 +209,7 @@ def test_sums_that_differ_by_rounding_are_equal_rewards() -> None:
     health = Health(run.config)
     groups = groups_of(lambda p, i: said(p, i, *([0.1, 0.2] if i else [0.3])))
     assert len({t.reward for t in groups[0].trajectories}) == 2
-    verdict = health.see(1, {}, [t for group in groups for t in group.trajectories])
+    verdict = health.check(1, {}, [t for group in groups for t in group.trajectories])
     assert "all 80 are 0.3" in verdict.lines[0] and verdict.stuck == 1
 
 
@@ -227,12 +227,12 @@ def test_a_loss_of_ones_own_learns_without_advantages() -> None:
     health = Health(run.config)
     for number in range(1, 28):
         metrics = {"policy/grad_norm": 0.3, "policy/advantage_fraction": 0.0}
-        assert health.see(number, metrics, [t for group in EQUAL for t in group.trajectories]).stuck == 0
+        assert health.check(number, metrics, [t for group in EQUAL for t in group.trajectories]).stuck == 0
 
 
 def test_tokens_that_are_not_in_the_loss_have_no_part_in_the_share() -> None:
     columns = {"mask": [0.0, 1.0, 1.0, 0.0, 1.0], "advantages": [0.5, 0.5, 0.0, 0.5, -0.5]}
     batch = Batch(torch.tensor([5]), torch.zeros(5), {name: Column(torch.tensor(v)) for name, v in columns.items()})
-    assert with_advantage(batch) == 2 / 3
+    assert advantage_fraction(batch) == 2 / 3
     batch["mask"] = torch.zeros(5)
-    assert with_advantage(batch) == 0.0
+    assert advantage_fraction(batch) == 0.0

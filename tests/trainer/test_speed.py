@@ -15,7 +15,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import Load
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
-from skyrl_mega.trainer.speed import load_of, of_decoding, of_training, responses
+from skyrl_mega.trainer.speed import decoding_speed, forward_load, response_tokens, training_speed
 from tests.weights.grids import MODELS
 
 HF = MODELS["qwen3"]
@@ -47,7 +47,7 @@ def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
     forward = 2 * parameters(HF) * 10 + attention + head
     loads = {"train": Load.of(lengths, asked) * 3, "logprobs": Load.of(lengths, asked)}
     seconds = {"time/train": 2.0, "time/logprobs": 0.5}
-    found = of_training(config(tflops=0.001), MODEL, loads, seconds)
+    found = training_speed(config(tflops=0.001), MODEL, loads, seconds)
     assert found["perf/mfu"] == pytest.approx(3 * forward / 2.0 / 4 / 1e9)
     assert found["perf/mfu_logprobs"] == pytest.approx(forward / 0.5 / 4 / 1e9)
     assert found["perf/train_tflops_per_rank"] == pytest.approx(found["perf/mfu"] * 0.001)
@@ -55,19 +55,19 @@ def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
 
 def test_a_cpus_peak_is_not_known() -> None:
     loads = {"train": Load.of([7], 3), "logprobs": Load.of([7], 3)}
-    found = of_training(config("cpu"), MODEL, loads, {"time/train": 1.0, "time/logprobs": 1.0})
+    found = training_speed(config("cpu"), MODEL, loads, {"time/train": 1.0, "time/logprobs": 1.0})
     assert [*found] == ["perf/train_tflops_per_rank"]
-    assert of_training(config(), MODEL, {}, {"time/train": 1.0}) == {}, "a step that trains nothing"
-    decoding = of_decoding(config("cpu"), MODEL, [{4: 10}], [trajectory()], 1.0)
+    assert training_speed(config(), MODEL, {}, {"time/train": 1.0}) == {}, "a step that trains nothing"
+    decoding = decoding_speed(config("cpu"), MODEL, [{4: 10}], [trajectory()], 1.0)
     assert "perf/decode_bandwidth_share" not in decoding and decoding["perf/engine_steps"] == 10
 
 
 def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
     batch = Sequences.of([[1] * 4, [2] * 3])
     batch["weights"] = torch.tensor([0.0, 1, 1, 0, 0, 1, 1])
-    assert load_of(batch) == Load(7, 10 + 6, 4)
+    assert forward_load(batch) == Load(7, 10 + 6, 4)
     batch["mask"] = torch.tensor([0, 1, 0, 1, 0, 1, 1])
-    assert load_of(batch).logprob_tokens == 3
+    assert forward_load(batch).logprob_tokens == 3
 
 
 def trajectory() -> Trajectory:
@@ -82,14 +82,14 @@ def trajectory() -> Trajectory:
 
 
 def test_a_token_attends_to_those_before_it_since_the_last_prompt() -> None:
-    assert responses([trajectory()]) == (6.0, (4 + 5 + 6) + (9 + 10) + 2)
+    assert response_tokens([trajectory()]) == (6.0, (4 + 5 + 6) + (9 + 10) + 2)
 
 
 def test_decoding_reads_all_weights_in_every_step_and_the_cache_of_every_token() -> None:
     settings = config(memory_gb_s=0.001)
     settings.rollout.engines, settings.model.dtype = 2, "float32"
     workers = [{3: 10, 2: 5}, {1: 20}]
-    found = of_decoding(settings, MODEL, workers, [trajectory()], seconds=4.0)
+    found = decoding_speed(settings, MODEL, workers, [trajectory()], seconds=4.0)
     assert found["perf/decode_tokens_per_s_per_engine"] == 6 / 4.0 / 2
     assert found["perf/engine_steps"] == 20 and found["perf/tokens_per_engine_step"] == (30 + 10 + 20) / 35
     embedding = HF["vocab_size"] * HF["hidden_size"]

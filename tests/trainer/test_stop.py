@@ -21,7 +21,7 @@ from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train
 from skyrl_mega.trainer.run import Run, Step
-from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped, ended_by
+from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped, ending_signal
 from tests.trainer.unmeasured import unmeasured
 
 
@@ -128,10 +128,10 @@ def test_without_a_signal_all_steps_are_done(run: FakeRun) -> None:
 def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler's signal may reach actors first; after one that asks to end soon, a fault is still one."""
     own = Channel()
-    assert ended_by(ValueError()) == "", "nobody asks"
+    assert ending_signal(ValueError()) == "", "nobody asks"
     monkeypatch.setattr(channel, "_channel", own)
-    assert ended_by(ValueError()) == ended_by(Stopped()) == "", "nobody has asked"
+    assert ending_signal(ValueError()) == ending_signal(Stopped()) == "", "nobody has asked"
     own.ask(Asked.SOON, SIGUSR1)
-    assert (ended_by(GracefulStop()), ended_by(ValueError())) == ("SIGUSR1", "")
+    assert (ending_signal(GracefulStop()), ending_signal(ValueError())) == ("SIGUSR1", "")
     own.ask(Asked.NOW, SIGTERM)
-    assert ended_by(Stopped()) == ended_by(ValueError()) == "SIGTERM"
+    assert ending_signal(Stopped()) == ending_signal(ValueError()) == "SIGTERM"

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig, RolloutCon
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Group, Kind, Status, Step, Trajectory
 from skyrl_mega.trainer.batch import Batch, make_batch, token_advantages
-from skyrl_mega.trainer.rewards import PLAIN
+from skyrl_mega.trainer.rewards import UNNAMED
 
 OWN = """
 from skyrl_mega.algorithms.advantages import per_token
@@ -169,4 +169,4 @@ def test_a_plain_reward_beside_named_ones_is_one_of_its_own() -> None:
     plain = [Trajectory(prompt, i, *parts, 1, float(i), Status.COMPLETED, 1) for i in range(2)]
     named = Trajectory(prompt, 2, *parts, 1, 1.0, Status.COMPLETED, 1, rewards={"right": 1.0})
     batch = make_batch([Group(prompt, [*plain, named])], AlgorithmConfig(advantage="gdpo"), RolloutConfig())
-    assert {name: values.tolist() for name, values in batch.named.items()} == {PLAIN: [0, 1, 0], "right": [0, 0, 1]}
+    assert {name: values.tolist() for name, values in batch.named.items()} == {UNNAMED: [0, 1, 0], "right": [0, 0, 1]}

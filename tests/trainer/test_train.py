@@ -99,7 +99,7 @@ def test_a_signal_that_everything_had_is_the_cause(trains: Trains, monkeypatch: 
     def look(_: Any) -> None:
         raise shutdown.Stopped("SIGTERM")
 
-    monkeypatch.setattr(shutdown.ShutdownRequest, "look", look)
+    monkeypatch.setattr(shutdown.ShutdownRequest, "raise_if_requested", look)
     for when in ("later", "opening"):
         with pytest.raises(shutdown.Stopped):
             trains((when, RANK))

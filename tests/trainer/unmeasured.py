@@ -10,7 +10,7 @@ def unmeasured() -> Any:
     """`Run.measurements` that measure nothing."""
     return SimpleNamespace(
         begin=lambda step, after_more: None,
-        ended=lambda phase: None,
-        of=lambda step: {},
-        recorded=lambda step: {},
+        end_phase=lambda phase: None,
+        metrics_of=lambda step: {},
+        write_recordings=lambda step: {},
     )

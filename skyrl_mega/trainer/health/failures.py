@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.health.seen import plain
+from skyrl_mega.trainer.health.step_view import escaped
 
-WAYS = 3
+KINDS_SHOWN = 3
 """Number of failure kinds reported with an example."""
-DIFFERS = r"'[^']*'|\"[^\"]*\"|[\d.]+"
+VARYING = r"'[^']*'|\"[^\"]*\"|[\d.]+"
 """Varying parts of error texts of the same kind: quoted text and numbers."""
 
 
@@ -22,15 +22,15 @@ def failures(trajectories: Sequence[Trajectory]) -> str | None:
     if not failed:
         return None
     count = f"{len(failed)} of {len(trajectories)} trajectories failed"
-    ways: dict[tuple[str, str], list[Trajectory]] = {}
+    by_kind: dict[tuple[str, str], list[Trajectory]] = {}
     for t in failed:
-        ways.setdefault(_way(t), []).append(t)
-    if len(ways) == 1:
+        by_kind.setdefault(_kind_of(t), []).append(t)
+    if len(by_kind) == 1:
         return f"{count}, the first one so: {_first(failed[0])}"
-    often = sorted(ways.values(), key=len, reverse=True)
-    told = "; ".join(f"{len(alike)} so: {_first(alike[0])}" for alike in often[:WAYS])
-    more = sum(map(len, often[WAYS:]))
-    return f"{count} in {len(ways)} ways, {told}" + (f"; {more} in other ways" if more else "")
+    by_frequency = sorted(by_kind.values(), key=len, reverse=True)
+    described = "; ".join(f"{len(alike)} so: {_first(alike[0])}" for alike in by_frequency[:KINDS_SHOWN])
+    more = sum(map(len, by_frequency[KINDS_SHOWN:]))
+    return f"{count} in {len(by_kind)} ways, {described}" + (f"; {more} in other ways" if more else "")
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:
@@ -66,12 +66,12 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
         )
 
 
-def _way(t: Trajectory) -> tuple[str, str]:
+def _kind_of(t: Trajectory) -> tuple[str, str]:
     """Returns the features shared by failures of the same kind: the error text without the varying parts, and the
     place."""
-    return re.sub(DIFFERS, "…", str(t.metadata.get("error"))), str(t.metadata.get("at"))
+    return re.sub(VARYING, "…", str(t.metadata.get("error"))), str(t.metadata.get("at"))
 
 
 def _first(t: Trajectory) -> str:
     error, at = str(t.metadata.get("error")), t.metadata.get("at")
-    return plain(" ".join(f"{error} (at {at})".split()) if at else error)
+    return escaped(" ".join(f"{error} (at {at})".split()) if at else error)

@@ -12,30 +12,30 @@ from skyrl_mega.algorithms.mismatch import P99
 from skyrl_mega.config.derived import engine_precision, generates_ahead
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.table import number
-from skyrl_mega.trainer.health.seen import Finding, Row, Seen, figure, twice
+from skyrl_mega.trainer.health.step_view import Finding, Row, StepView, metric_of, repeatedly_above
 
 MEAN = "mismatch/logprob_abs_mean"
 NAMES = {"mean": MEAN, "p99": P99}
 """Suffix of the settings in `health.mismatch` → metric."""
-CALLED = {"mean": "in the mean", "p99": "at the 99th percentile"}
+LABELS = {"mean": "in the mean", "p99": "at the 99th percentile"}
 
 ALARM_MEAN = {"float32": 0.01, "bfloat16": 0.05, "fp8": 0.1}
 """Alarm threshold in nats, by the engine's precision. Usual differences within the same precision are 1e-7 in float32,
 about 0.01 in bfloat16, and a few times more for a large mixture of experts, where rounding changes the routing of some
 tokens."""
-TAIL = 10.0
+P99_FACTOR = 10.0
 """Ratio of the alarm at the 99th percentile to the alarm of the mean."""
 ROUTES = "replay/route_mismatch_layer_"
 ALARM_ROUTES = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.5}
 """Alarm threshold for the share of a layer's expert choices. Rounding decides between nearly equal experts:
 arXiv:2510.11370 reports about a tenth of router choices differing in bfloat16."""
-STALE = 0.1
+STALE_EXTRA = 0.1
 """Nats added for a policy ahead of the rollouts (`asynchrony.max_staleness` above 0)."""
-STUCK = 0.3
+STUCK_NATS = 0.3
 """Nats per token from which nothing can be learned, in any precision."""
-STOP = 1.0
+STOP_NATS = 1.0
 """Nats beyond any effect of precision: engine and policy prefer different tokens."""
-TIMES, LEAST = 10.0, 1e-3
+RISE_FACTOR, RISE_MIN = 10.0, 1e-3
 """Multiple of the usual mismatch, and the smallest alarm in nats."""
 
 
@@ -43,7 +43,7 @@ class EngineDiffers(RuntimeError):
     """Engine and policy differ by more than `health.mismatch.stop_mean` or `stop_p99` allow."""
 
 
-def bound(config: Config, kind: str, of: str) -> float:
+def threshold(config: Config, kind: str, of: str) -> float:
     """Returns the threshold in nats for an alarm, or for the end of the run; infinite if disabled.
 
     Args:
@@ -51,15 +51,18 @@ def bound(config: Config, kind: str, of: str) -> float:
         kind: `alarm` or `stop`.
         of: `mean` or `p99`.
     """
-    given: float | None = getattr(config.health.mismatch, f"{kind}_{of}")
-    if given is not None:
-        return given or math.inf
-    usual = ALARM_MEAN[engine_precision(config)] + (STALE if generates_ahead(config.asynchrony) else 0.0)
-    own = {"alarm": {"mean": usual, "p99": TAIL * usual}, "stop": {"mean": STOP, "p99": math.inf}}
-    return own[kind][of] + sampled_apart(config)
+    setting: float | None = getattr(config.health.mismatch, f"{kind}_{of}")
+    if setting is not None:
+        return setting or math.inf
+    alarm_mean = ALARM_MEAN[engine_precision(config)] + (STALE_EXTRA if generates_ahead(config.asynchrony) else 0.0)
+    defaults = {
+        "alarm": {"mean": alarm_mean, "p99": P99_FACTOR * alarm_mean},
+        "stop": {"mean": STOP_NATS, "p99": math.inf},
+    }
+    return defaults[kind][of] + sampling_excess(config)
 
 
-def sampled_apart(config: Config) -> float:
+def sampling_excess(config: Config) -> float:
     """Returns the possible excess in nats of the engine's log-probs over the policy's, due to sampling from a part of
     the distribution.
 
@@ -74,44 +77,44 @@ def sampled_apart(config: Config) -> float:
     return -math.log(sampling.top_p)
 
 
-def mismatch_high(seen: Seen) -> Finding | None:
+def mismatch_high(view: StepView) -> Finding | None:
     """Reports a difference between engine and policy too large for the precision."""
-    found = list(past(seen.config, "alarm", seen.metrics))
-    if not found:
+    phrases = list(past_threshold(view.config, "alarm", view.metrics))
+    if not phrases:
         return None
-    stale = generates_ahead(seen.config.asynchrony)
-    moved = f", or the policy has moved far in {seen.config.asynchrony.max_staleness} syncs" if stale else ""
-    text = f"engine and policy differ by {' and '.join(found)}: what is trained on is not what was sampled{moved}"
-    stuck = (seen.figure(MEAN) or 0.0) >= STUCK + sampled_apart(seen.config)
+    stale = generates_ahead(view.config.asynchrony)
+    moved = f", or the policy has moved far in {view.config.asynchrony.max_staleness} syncs" if stale else ""
+    text = f"engine and policy differ by {' and '.join(phrases)}: what is trained on is not what was sampled{moved}"
+    stuck = (view.metric(MEAN) or 0.0) >= STUCK_NATS + sampling_excess(view.config)
     return Finding("mismatch_high", text, stuck=stuck, explains=("mismatch_rises",))
 
 
-def mismatch_rises(seen: Seen) -> Finding | None:
+def mismatch_rises(view: StepView) -> Finding | None:
     """Reports a drift of the engine's log-probs from the policy's: other weights or another precision. Does not apply
     to generation ahead of training, with a varying difference in every step."""
-    if generates_ahead(seen.config.asynchrony):
+    if generates_ahead(view.config.asynchrony):
         return None
-    usual, now = seen.usual(MEAN), seen.figure(MEAN)
-    if not usual or not twice(seen, MEAN, max(LEAST, TIMES * usual), math.inf):
+    usual, now = view.usual(MEAN), view.metric(MEAN)
+    if not usual or not repeatedly_above(view, MEAN, max(RISE_MIN, RISE_FACTOR * usual), math.inf):
         return None
     text = f"engine and policy differ by {number(now)} nats a token, where {number(usual)} is usual"
     return Finding("mismatch_rises", f"{text}: it rises from step to step, or something has changed")
 
 
-def routes_differ(seen: Seen) -> Finding | None:
+def routes_differ(view: StepView) -> Finding | None:
     """Reports layers in which the policy would send too many tokens to other experts than the engine did."""
-    if seen.config.policy.moe.replay != "rollout":
+    if view.config.policy.moe.replay != "rollout":
         return None
-    given = seen.config.health.mismatch.alarm_routes
-    least = ALARM_ROUTES[engine_precision(seen.config)] if given is None else given or math.inf
-    layers = {int(name.removeprefix(ROUTES)): figure(seen.metrics, name) or 0.0 for name in _layers(seen.metrics)}
-    far = sorted(layer for layer, share in layers.items() if share >= least)
+    setting = view.config.health.mismatch.alarm_routes
+    alarm = ALARM_ROUTES[engine_precision(view.config)] if setting is None else setting or math.inf
+    layers = {int(name.removeprefix(ROUTES)): metric_of(view.metrics, name) or 0.0 for name in _layers(view.metrics)}
+    far = sorted(layer for layer, share in layers.items() if share >= alarm)
     if not far:
         return None
     worst = max(far, key=lambda layer: layers[layer])
     text = (
         f"the policy would send {layers[worst]:.0%} of the tokens of layer {worst} to other experts than the engine did"
-        f" (alarm from {least:.0%}, health.mismatch.alarm_routes); so far off: {len(far)} of {len(layers)} layers, "
+        f" (alarm from {alarm:.0%}, health.mismatch.alarm_routes); so far off: {len(far)} of {len(layers)} layers, "
         f"from layer {far[0]} on"
     )
     return Finding("routes_differ", text)
@@ -121,13 +124,13 @@ def _layers(metrics: Row) -> list[str]:
     return [name for name in metrics if name.startswith(ROUTES)]
 
 
-def past(config: Config, kind: str, metrics: Row) -> Iterator[str]:
+def past_threshold(config: Config, kind: str, metrics: Row) -> Iterator[str]:
     """Yields a phrase for each metric of a step past the threshold. NaN and infinity are past any threshold."""
     for of, name in NAMES.items():
-        now, most = figure(metrics, name), bound(config, kind, of)
-        if now is not None and now >= most and most < math.inf:
+        value, limit = metric_of(metrics, name), threshold(config, kind, of)
+        if value is not None and value >= limit and limit < math.inf:
             key = f"health.mismatch.{kind}_{of}"
-            yield f"{number(now)} nats a token {CALLED[of]} ({kind} from {number(most)}, {key})"
+            yield f"{number(value)} nats a token {LABELS[of]} ({kind} from {number(limit)}, {key})"
 
 
 def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
@@ -136,9 +139,9 @@ def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
     Raises:
         EngineDiffers: Gives the differences and a page to read.
     """
-    if found := list(past(config, "stop", metrics)):
+    if phrases := list(past_threshold(config, "stop", metrics)):
         raise EngineDiffers(
-            f"step {step}: engine and policy differ by {' and '.join(found)}; the step's update goes neither to the "
+            f"step {step}: engine and policy differ by {' and '.join(phrases)}; the step's update goes neither to the "
             "engines nor into a checkpoint; docs/parity.md says where to look"
         )
 

@@ -9,14 +9,14 @@ from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.envs.sandbox.budget import told
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer.health.failures import failures
-from skyrl_mega.trainer.health.seen import Finding, Seen, example, figure, plain, shown
-from skyrl_mega.trainer.signal import as_compared
+from skyrl_mega.trainer.health.step_view import Finding, StepView, escaped, example, metric_of, quoted
+from skyrl_mega.trainer.signal import rounded_reward
 
-MANY = 32
+MANY_GROUPS = 32
 """Number of groups or turns in a step large enough to rule out a coincidence."""
-LONG = 3
+LONG_STEPS = 3
 """Number of consecutive steps large enough to rule out a coincidence for any number of groups."""
-SOME = 8
+MIN_TRAJECTORIES = 8
 """Smallest number of trajectories for a statement about all."""
 NEARLY_ALL = 0.95
 TINY = 1e-6
@@ -25,58 +25,60 @@ ONLY_THE_BEST = "pass_at_k"
 CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
-def environment_fails(seen: Seen) -> Finding | None:
+def environment_fails(view: StepView) -> Finding | None:
     """Reports environments that raise, exceed the time limit or break the contract. If all do, the run ends."""
-    text = failures(seen.trajectories)
+    text = failures(view.trajectories)
     return Finding("environment_fails", text) if text else None
 
 
-def close_fails(seen: Seen) -> Finding | None:
+def close_fails(view: StepView) -> Finding | None:
     """Reports environments that raise in `close`: the trajectories are complete, but resources may leak."""
-    errors = [t.metadata["close_error"] for t in seen.trajectories if "close_error" in t.metadata]
+    errors = [t.metadata["close_error"] for t in view.trajectories if "close_error" in t.metadata]
     if not errors:
         return None
-    return Finding("close_fails", f"{len(errors)} environments could not be closed; the first: {plain(str(errors[0]))}")
+    return Finding(
+        "close_fails", f"{len(errors)} environments could not be closed; the first: {escaped(str(errors[0]))}"
+    )
 
 
-def truth_fails(seen: Seen) -> Finding | None:
+def truth_fails(view: StepView) -> Finding | None:
     """Reports rows with a failing reference solution: no answer to such a row can be right."""
-    wrong = [t for t in seen.judged if t.metadata.get("gold_error")]
+    wrong = [t for t in view.judged if t.metadata.get("gold_error")]
     if not wrong:
         return None
     rows = len({t.prompt.uid for t in wrong})
     return Finding(
         "truth_fails",
         f"the ground truth of {rows} of the step's rows fails where it is run, so that none of {len(wrong)} answers is "
-        f"right; the first, row {wrong[0].prompt.uid} of data.train: {plain(str(wrong[0].metadata['gold_error']))}",
+        f"right; the first, row {wrong[0].prompt.uid} of data.train: {escaped(str(wrong[0].metadata['gold_error']))}",
     )
 
 
-def ended_for_memory(seen: Seen) -> Finding | None:
+def ended_for_memory(view: StepView) -> Finding | None:
     """Reports sandboxed programs killed for memory, perhaps used by other programs: the rewards say little."""
-    count = seen.figure("environment/ended_for_memory")
+    count = view.metric("environment/ended_for_memory")
     return Finding("ended_for_memory", told(count)) if count else None
 
 
-def everything_cut(seen: Seen) -> Finding | None:
+def everything_cut(view: StepView) -> Finding | None:
     """Reports steps in which no response ends by itself: no answer is visible, or the overlong filter leaves none."""
-    cut = [t for t in seen.judged if t.status in CUT]
-    if len(seen.judged) < SOME or len(cut) < NEARLY_ALL * len(seen.judged):
+    cut = [t for t in view.judged if t.status in CUT]
+    if len(view.judged) < MIN_TRAJECTORIES or len(cut) < NEARLY_ALL * len(view.judged):
         return None
-    overlong = seen.config.algorithm.overlong
+    overlong = view.config.algorithm.overlong
     filtered = overlong.filter and all(t.status.filtered(overlong.filter_by) for t in cut)
-    rollout = seen.config.rollout
+    rollout = view.config.rollout
     why = "; algorithm.overlong.filter takes all of them out of the loss" if filtered else ""
-    timed = sum(t.status is Status.TRUNCATED_TIME for t in cut)
+    timed_out = sum(t.status is Status.TRUNCATED_TIME for t in cut)
     limit = (
         f"rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}"
-        if timed > len(cut) / 2
+        if timed_out > len(cut) / 2
         else (f"a limit of tokens (rollout.sampling.max_tokens = {rollout.sampling.max_tokens})")
     )
     return Finding(
         "everything_cut",
-        f"{len(cut)} of {len(seen.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
-        stuck=filtered or not seen.tells_apart,
+        f"{len(cut)} of {len(view.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
+        stuck=filtered or not view.has_signal,
         explains=(
             "nothing_parsed",
             "equal_rewards",
@@ -88,156 +90,156 @@ def everything_cut(seen: Seen) -> Finding | None:
     )
 
 
-def nothing_parsed(seen: Seen) -> Finding | None:
+def nothing_parsed(view: StepView) -> Finding | None:
     """Reports an environment unable to parse any answer: a metadata entry is null, the reward equal for all answers."""
-    notes = [t.metadata for t in seen.judged]
-    if len(notes) < SOME or len({as_compared(t.reward) for t in seen.judged}) > 1:
+    notes = [t.metadata for t in view.judged]
+    if len(notes) < MIN_TRAJECTORIES or len({rounded_reward(t.reward) for t in view.judged}) > 1:
         return None
-    keys = [key for key in notes[0] if "error" not in key and all(_nothing(key, note) for note in notes)]
+    keys = [key for key in notes[0] if "error" not in key and all(_is_empty(key, note) for note in notes)]
     if not keys:
         return None
     value = "null" if notes[0][keys[0]] is None else "true"
     return Finding(
         "nothing_parsed",
-        f"the environment says {shown(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
-        f"writes; {example(seen.judged[0])}",
-        stuck=not seen.taught,
+        f"the environment says {quoted(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
+        f"writes; {example(view.judged[0])}",
+        stuck=not view.has_advantage,
         explains=("equal_rewards", "stop_string_never_comes"),
     )
 
 
-def duplicated_samples(seen: Seen) -> Finding | None:
+def duplicated_samples(view: StepView) -> Finding | None:
     """Reports steps with identical samples for every prompt: there is nothing to compare."""
-    if not compares_samples(seen.config.algorithm) or not _all(seen, "rollout/answers_differ"):
+    if not compares_samples(view.config.algorithm) or not _none_differ(view, "rollout/answers_differ"):
         return None
     return Finding(
         "duplicated_samples",
-        f"the samples of a prompt are all alike, in each of {len(seen.groups)} groups (temperature "
-        f"{seen.config.rollout.sampling.temperature:g}, top_p {seen.config.rollout.sampling.top_p:g}); "
-        f"{example(seen.groups[0][0])}",
+        f"the samples of a prompt are all alike, in each of {len(view.groups)} groups (temperature "
+        f"{view.config.rollout.sampling.temperature:g}, top_p {view.config.rollout.sampling.top_p:g}); "
+        f"{example(view.groups[0][0])}",
         stuck=True,
         explains=("equal_rewards", "rewards_by_prompt", "nothing_left", "entropy_collapsed"),
     )
 
 
-def equal_rewards(seen: Seen) -> Finding | None:
+def equal_rewards(view: StepView) -> Finding | None:
     """Reports steps without unequal rewards in any group: there is nothing to learn unless advantages have another
     source.
 
     The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
     and `nothing_left` if all answers earn the highest reward of the run.
     """
-    if not _all(seen, "rollout/groups_differ"):
+    if not _none_differ(view, "rollout/groups_differ"):
         return None
-    rewards = Counter(as_compared(t.reward) for group in seen.groups for t in group)
+    rewards = Counter(rounded_reward(t.reward) for group in view.groups for t in group)
     if len(rewards) > 1:
-        group = seen.groups[0]
+        group = view.groups[0]
         return Finding(
             "rewards_by_prompt",
-            f"rewards differ between prompts and never between the answers to one, in {len(seen.groups)} groups, "
-            f"though their answers do: {_advantages(seen)}; {example(group[0])}",
-            stuck=not seen.taught,
+            f"rewards differ between prompts and never between the answers to one, in {len(view.groups)} groups, "
+            f"though their answers do: {_advantages(view)}; {example(group[0])}",
+            stuck=not view.has_advantage,
             luck=True,
         )
     [reward] = rewards
-    earned = [value for row in (*seen.first, *seen.past) if (value := row.get("reward/mean")) is not None]
+    earned = [value for row in (*view.first, *view.past) if (value := row.get("reward/mean")) is not None]
     if earned and max(earned) <= reward + TINY and min(earned) < reward - TINY:
         text = f"all {rewards[reward]} answers earn {reward:g}, the most that this run has earned: nothing is left"
         return Finding("nothing_left", text, explains=("entropy_collapsed", "gradient_vanished"))
-    distinct = len(set(seen.turns))
+    distinct = len(set(view.turns))
     return Finding(
         "equal_rewards",
-        f"none of {len(seen.groups)} groups has rewards that differ: all {rewards[reward]} are {reward:g}, of "
-        f"{distinct} different answers: {_advantages(seen)}; {example(seen.groups[0][0])}",
-        stuck=not seen.taught,
+        f"none of {len(view.groups)} groups has rewards that differ: all {rewards[reward]} are {reward:g}, of "
+        f"{distinct} different answers: {_advantages(view)}; {example(view.groups[0][0])}",
+        stuck=not view.has_advantage,
         luck=True,
         explains=("gradient_vanished",),
     )
 
 
-def no_advantage(seen: Seen) -> Finding | None:
+def no_advantage(view: StepView) -> Finding | None:
     """Reports unequal rewards without any advantage: baselines equal each reward, failed, or cancel."""
-    steps = seen.in_a_row(
-        lambda row: figure(row, "policy/advantage_fraction") == 0.0 and bool(figure(row, "rollout/groups_differ"))
+    steps = view.steps_in_a_row(
+        lambda row: metric_of(row, "policy/advantage_fraction") == 0.0 and bool(metric_of(row, "rollout/groups_differ"))
     )
-    if seen.taught or not steps or (steps < LONG and seen.compared < MANY):
+    if view.has_advantage or not steps or (steps < LONG_STEPS and view.group_count < MANY_GROUPS):
         return None
-    name, share = seen.config.algorithm.advantage, seen.figure("rollout/groups_differ")
-    of = f"in {share:.0%} of the groups" if compares_samples(seen.config.algorithm) else "between answers"
-    greedy, without = seen.figure("reward/greedy"), seen.figure("rollout/groups_without_baseline")
+    name, share = view.config.algorithm.advantage, view.metric("rollout/groups_differ")
+    where = f"in {share:.0%} of the groups" if compares_samples(view.config.algorithm) else "between answers"
+    greedy, without = view.metric("reward/greedy"), view.metric("rollout/groups_without_baseline")
     why = f"; greedy answers earn {greedy:g} in the mean" if greedy is not None else ""
     why += f"; {without:.0f} prompts have no greedy answer that was judged" if without else ""
     why += "; the best answer to a prompt is never the only one" if name == ONLY_THE_BEST else ""
     return Finding(
         "no_advantage",
-        f"no token has an advantage (algorithm.advantage={name}), though rewards differ {of}{why}; "
-        f"{example(seen.judged[0])}",
+        f"no token has an advantage (algorithm.advantage={name}), though rewards differ {where}{why}; "
+        f"{example(view.judged[0])}",
         stuck=name != ONLY_THE_BEST,  # it needs no more than one right answer
         luck=True,
         explains=("gradient_vanished",),
     )
 
 
-def nothing_sampled(seen: Seen) -> Finding | None:
+def nothing_sampled(view: StepView) -> Finding | None:
     """Reports dynamic sampling without enough groups after all rounds; named `groups_missing` if some were found."""
-    missing, rounds = seen.figure("rollout/groups_missing"), seen.figure("rollout/rounds")
-    wanted, most = seen.config.data.prompts_per_step, seen.config.algorithm.dynamic_sampling.max_rounds
+    missing, rounds = view.metric("rollout/groups_missing"), view.metric("rollout/rounds")
+    wanted, most = view.config.data.prompts_per_step, view.config.algorithm.dynamic_sampling.max_rounds
     if not missing or rounds != most or missing < wanted / 2:
         return None
-    drawn = len(seen.trajectories) // seen.config.data.samples_per_prompt
-    out = seen.figure("rollout/groups_left_out") or 0.0
-    told = f"dynamic sampling left out {out:.0f} of {drawn} groups, which have no signal, in {most} rounds; "
+    sampled = len(view.trajectories) // view.config.data.samples_per_prompt
+    left_out = view.metric("rollout/groups_left_out") or 0.0
+    summary = f"dynamic sampling left out {left_out:.0f} of {sampled} groups, which have no signal, in {most} rounds; "
     if missing < wanted:
-        return Finding("groups_missing", f"{told}the step has {wanted - missing:.0f} of {wanted} groups")
+        return Finding("groups_missing", f"{summary}the step has {wanted - missing:.0f} of {wanted} groups")
     return Finding(
         "nothing_sampled",
-        f"{told}the step has none and trains nothing; {example(seen.trajectories[0])}",
+        f"{summary}the step has none and trains nothing; {example(view.trajectories[0])}",
         stuck=True,
         luck=True,
         explains=("equal_rewards",),
     )
 
 
-def stop_string_never_comes(seen: Seen) -> Finding | None:
+def stop_string_never_comes(view: StepView) -> Finding | None:
     """Reports steps without a stop string in any turn."""
-    steps = seen.lasting("rollout/stop_strings", 0.0)
-    if not steps or (len(seen.turns) < MANY and steps < LONG):
+    steps = view.steps_with_value("rollout/stop_strings", 0.0)
+    if not steps or (len(view.turns) < MANY_GROUPS and steps < LONG_STEPS):
         return None
-    stop = ", ".join(shown(text) for text in seen.config.rollout.sampling.stop)
-    longest = max(seen.turns, key=len)
+    stop = ", ".join(quoted(text) for text in view.config.rollout.sampling.stop)
+    longest = max(view.turns, key=len)
     return Finding(
         "stop_string_never_comes",
-        f"none of {len(seen.turns)} turns has rollout.sampling.stop ({stop}) in it; e.g. {shown(longest)}",
+        f"none of {len(view.turns)} turns has rollout.sampling.stop ({stop}) in it; e.g. {quoted(longest)}",
     )
 
 
-def more_cut(seen: Seen) -> Finding | None:
+def more_cut(view: StepView) -> Finding | None:
     """Reports a sudden rise of truncated responses."""
     name = "rollout/truncated_fraction"
-    now, before = seen.last(name, 2), seen.past[:-1]
+    now, before = view.last(name, 2), view.past[:-1]
     known = [value for row in before if (value := row.get(name)) is not None]
-    if len(now) < 2 or min(now) < 0.5 or len(known) < LONG or median(known) > 0.1:
+    if len(now) < 2 or min(now) < 0.5 or len(known) < LONG_STEPS or median(known) > 0.1:
         return None
-    lengths = mean(t.response_length for t in seen.trajectories) if seen.trajectories else 0
+    lengths = mean(t.response_length for t in view.trajectories) if view.trajectories else 0
     return Finding(
         "more_cut",
         f"{now[0]:.0%} of the responses are cut short, {median(known):.0%} were before; mean length {lengths:.0f}",
     )
 
 
-def _advantages(seen: Seen) -> str:
+def _advantages(view: StepView) -> str:
     """Returns a phrase about the learning signal left with equal rewards."""
-    share = seen.figure("policy/advantage_fraction")
+    share = view.metric("policy/advantage_fraction")
     return f"the advantages of {share:.0%} of the tokens come from elsewhere" if share else "no advantage"
 
 
-def _all(seen: Seen, share: str) -> bool:
+def _none_differ(view: StepView, share: str) -> bool:
     """Returns True if a share of groups is 0 and not by coincidence: in many groups, or for several steps."""
-    steps = seen.lasting(share, 0.0)
-    return bool(seen.groups) and (steps >= LONG or (steps > 0 and seen.compared >= MANY))
+    steps = view.steps_with_value(share, 0.0)
+    return bool(view.groups) and (steps >= LONG_STEPS or (steps > 0 and view.group_count >= MANY_GROUPS))
 
 
-def _nothing(key: str, note: dict[str, object]) -> bool:
+def _is_empty(key: str, note: dict[str, object]) -> bool:
     return key in note and (note[key] is None or (key == "invalid" and note[key] is True))
 
 

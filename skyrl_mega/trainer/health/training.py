@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from skyrl_mega.telemetry.table import number
-from skyrl_mega.trainer.health.seen import NEAR, SPEED, Finding, Seen, twice
+from skyrl_mega.trainer.health.step_view import NEAR_STEPS, SPEED, Finding, StepView, repeatedly_above
 
 COLLAPSED = 0.05
 """Share of the initial entropy that counts as collapsed, unless rewards rose meanwhile."""
@@ -30,76 +30,78 @@ SLOW = 0.2
 """Share of the usual speed."""
 
 
-def not_finite(seen: Seen) -> Finding | None:
+def not_finite(view: StepView) -> Finding | None:
     """Reports NaN or infinity in a metric of the optimizer step."""
     names = [f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "ratio")]
-    found = [name for name in names if seen.figure(name) == math.inf]
-    if not found:
+    bad_metrics = [name for name in names if view.metric(name) == math.inf]
+    if not bad_metrics:
         return None
-    text = f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} NaN or infinite"
+    text = f"{', '.join(bad_metrics)} {'is' if len(bad_metrics) == 1 else 'are'} NaN or infinite"
     kinds = ("gradient_vanished", "gradient_spikes", "entropy_collapsed", "kl_explodes", "everything_clipped")
     return Finding("not_finite", text, stuck=True, explains=kinds)
 
 
-def entropy_collapsed(seen: Seen) -> Finding | None:
+def entropy_collapsed(view: StepView) -> Finding | None:
     """Reports collapsed entropy without a rise of the reward."""
-    now, start = seen.last("policy/entropy", 2), seen.start("policy/entropy")
+    now, start = view.last("policy/entropy", 2), view.start("policy/entropy")
     least = NO_ENTROPY if start is None else COLLAPSED * start
-    if len(now) < 2 or max(now) >= least or seen.figure("policy/entropy") is None:
+    if len(now) < 2 or max(now) >= least or view.metric("policy/entropy") is None:
         return None
-    before, earns = seen.start("reward/mean"), seen.figure("reward/mean")
+    before, earns = view.start("reward/mean"), view.metric("reward/mean")
     if before is not None and earns is not None and earns > before + RISEN:
         return None
     was = "" if start is None else f", from {number(start)} at the start"
     rewards = "" if before is None else f"; reward {number(before)} → {number(earns)}"
     text = f"entropy is {number(now[0])} nats a token{was}{rewards}"
-    return Finding("entropy_collapsed", text, stuck=not seen.tells_apart, luck=True)
+    return Finding("entropy_collapsed", text, stuck=not view.has_signal, luck=True)
 
 
-def gradient_vanished(seen: Seen) -> Finding | None:
+def gradient_vanished(view: StepView) -> Finding | None:
     """Reports a vanishing gradient despite unequal rewards."""
-    now, usual = seen.last("policy/grad_norm", 2), seen.usual("policy/grad_norm")
+    now, usual = view.last("policy/grad_norm", 2), view.usual("policy/grad_norm")
     least = max(NO_GRADIENT, VANISHED * (usual or 0.0))
-    if seen.figure("policy/grad_norm") is None or not seen.figure("rollout/groups_differ"):
+    if view.metric("policy/grad_norm") is None or not view.metric("rollout/groups_differ"):
         return None
     if len(now) < 2 or max(now) >= least:
         return None
     was = "" if usual is None else f", where {number(usual)} is usual"
-    share = seen.figure("rollout/groups_differ") or 0.0
+    share = view.metric("rollout/groups_differ") or 0.0
     text = f"gradient norm {number(now[0])}{was}, though {share:.0%} of the groups have rewards that differ"
     return Finding("gradient_vanished", text, stuck=True)
 
 
-def gradient_spikes(seen: Seen) -> Finding | None:
+def gradient_spikes(view: StepView) -> Finding | None:
     """Reports a gradient norm many times above the usual, twice within three steps or once by far."""
-    usual = seen.usual("policy/grad_norm")
-    if not usual or not twice(seen, "policy/grad_norm", SPIKE * usual, HUGE * usual):
+    usual = view.usual("policy/grad_norm")
+    if not usual or not repeatedly_above(view, "policy/grad_norm", SPIKE * usual, HUGE * usual):
         return None
-    now, clip = seen.figure("policy/grad_norm"), seen.config.policy.optimizer.clip_grad
+    now, clip = view.metric("policy/grad_norm"), view.config.policy.optimizer.clip_grad
     clipped = f"clipped to {clip:g}" if clip else "not clipped (policy.optimizer.clip_grad = 0)"
     return Finding("gradient_spikes", f"gradient norm {number(now)}, where {number(usual)} is usual; {clipped}")
 
 
-def kl_explodes(seen: Seen) -> Finding | None:
+def kl_explodes(view: StepView) -> Finding | None:
     """Reports a policy moving too far from the state before the step, or from the reference."""
-    usual = seen.usual("policy/kl")
+    usual = view.usual("policy/kl")
     least = max(KL_LEAST, KL_TIMES * usual) if usual else KL_MOST
     for name, far, at_all, of in (
         ("policy/kl_old", KL_OLD, 10 * KL_OLD, "where the step began"),
         ("policy/kl", min(least, KL_MOST), KL_MOST, "the reference"),
     ):
-        if twice(seen, name, far, at_all):
+        if repeatedly_above(view, name, far, at_all):
             was = f", where {number(usual)} is usual" if usual and name == "policy/kl" else ""
-            return Finding("kl_explodes", f"KL to {of} is {number(seen.figure(name))} nats a token{was}")
+            return Finding("kl_explodes", f"KL to {of} is {number(view.metric(name))} nats a token{was}")
     return None
 
 
-def everything_clipped(seen: Seen) -> Finding | None:
+def everything_clipped(view: StepView) -> Finding | None:
     """Reports a clipped ratio for nearly all tokens: clipped tokens get no gradient, except in losses with a gradient
     for clipped tokens."""
-    if seen.config.algorithm.loss in ("cispo", "sapo") or not twice(seen, "policy/clip_fraction", CLIPPED, math.inf):
+    if view.config.algorithm.loss in ("cispo", "sapo") or not repeatedly_above(
+        view, "policy/clip_fraction", CLIPPED, math.inf
+    ):
         return None
-    share, a = seen.figure("policy/clip_fraction"), seen.config.algorithm
+    share, a = view.metric("policy/clip_fraction"), view.config.algorithm
     bounds = {
         "ppo": f" ({1 - a.clip_low:g} to {1 + a.clip_high:g})",
         "gspo": f" ({1 - a.gspo.clip_low:g} to {1 + a.gspo.clip_high:g})",
@@ -108,12 +110,14 @@ def everything_clipped(seen: Seen) -> Finding | None:
     return Finding("everything_clipped", f"{text}: they have no gradient", stuck=True)
 
 
-def slow(seen: Seen) -> Finding | None:
+def slow(view: StepView) -> Finding | None:
     """Reports generation at a fraction of the usual speed for three steps."""
-    usual, now = seen.usual(SPEED), seen.last(SPEED, NEAR)
-    if not usual or len(now) < NEAR or max(now) >= SLOW * usual or seen.figure(SPEED) is None:
+    usual, now = view.usual(SPEED), view.last(SPEED, NEAR_STEPS)
+    if not usual or len(now) < NEAR_STEPS or max(now) >= SLOW * usual or view.metric(SPEED) is None:
         return None
-    return Finding("slow", f"engines generate {now[0]:,.0f} tokens/s for {NEAR} steps, where {usual:,.0f} are usual")
+    return Finding(
+        "slow", f"engines generate {now[0]:,.0f} tokens/s for {NEAR_STEPS} steps, where {usual:,.0f} are usual"
+    )
 
 
 WATCHERS = (

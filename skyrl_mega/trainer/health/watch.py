@@ -10,15 +10,15 @@ from math import ceil
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health import mismatch, rollouts, training
-from skyrl_mega.trainer.health.seen import ONSET, SPEED, USUAL, Finding, Row, Seen
+from skyrl_mega.trainer.health.step_view import ONSET_STEPS, SPEED, USUAL_STEPS, Finding, Row, StepView
 
 PREFIX = "health: "
 """Prefix of lines about findings."""
-AGAIN = 10
+REPEAT_AFTER = 10
 """Steps before a finding of the same kind is printed again."""
-KEPT = USUAL + ONSET + 28
+KEPT_ROWS = USUAL_STEPS + ONSET_STEPS + 28
 """Number of remembered rows."""
-FIRST = 10
+FIRST_ROWS = 10
 """Number of rows taken as the run's start."""
 STUCK, STUCK_GROUPS = "health/stuck_steps", "health/stuck_groups"
 """Metrics counting the latest consecutive steps, and groups, without anything learned."""
@@ -45,15 +45,15 @@ class Health:
     """The run's memory of metrics and findings."""
 
     config: Config
-    past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
+    past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))
     first: list[Row] = field(default_factory=list)
     stuck: int = 0
     groups: int = 0
     """Groups in the stuck steps, up to `run.patience_groups`. A step not explained by bad luck counts as the full
     number."""
-    said: dict[str, int] = field(default_factory=dict)
+    last_printed: dict[str, int] = field(default_factory=dict)
     """Kind → last step with a printed line."""
-    told: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)
     """Kind → newest evidence."""
 
     def remember(self, rows: Iterable[Row]) -> None:
@@ -61,24 +61,24 @@ class Health:
         for lack of patience starts with full patience again."""
         for row in rows:
             if row.get("step"):
-                self._keep(row)
+                self._remember_row(row)
         newest = self.past[-1] if self.past else {}
         self.stuck, self.groups = (int(newest.get(name) or 0) for name in (STUCK, STUCK_GROUPS))
         if self._out_of_patience:
             self.stuck = self.groups = 0
 
-    def see(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
+    def check(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
         """Checks a finished step and returns the verdict."""
-        seen = Seen(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
-        measured = {**seen.shares(), **(_speed(metrics) if self.config.asynchrony.mode == "off" else {})}
-        seen = Seen(self.config, number, {**metrics, **measured}, trajectories, seen.past, seen.first)
-        found = findings(seen)
-        self._count(seen, [finding for finding in found if finding.stuck])
-        measured |= {f"health/{finding.kind}": 1.0 for finding in found}
+        view = StepView(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
+        measured = {**view.shares(), **(_speed(metrics) if self.config.asynchrony.mode == "off" else {})}
+        view = StepView(self.config, number, {**metrics, **measured}, trajectories, view.past, view.first)
+        found_now = findings(view)
+        self._count_stuck(view, [finding for finding in found_now if finding.stuck])
+        measured |= {f"health/{finding.kind}": 1.0 for finding in found_now}
         measured |= {STUCK: float(self.stuck), STUCK_GROUPS: float(self.groups)}
-        self._keep({**metrics, **measured})
-        self.told |= {finding.kind: finding.text for finding in found if finding.stuck}
-        lines = [self._line(seen, finding) for finding in found if self._is_news(number, finding)]
+        self._remember_row({**metrics, **measured})
+        self.evidence |= {finding.kind: finding.text for finding in found_now if finding.stuck}
+        lines = [self._line(view, finding) for finding in found_now if self._is_new(number, finding)]
         return Verdict(measured, lines, self.stuck)
 
     def end_if_stuck(self, number: int) -> None:
@@ -89,7 +89,7 @@ class Health:
         """
         if self._out_of_patience:
             why = "; ".join(
-                f"{kind}: {text}" for kind, text in self.told.items() if self.past[-1].get(f"health/{kind}")
+                f"{kind}: {text}" for kind, text in self.evidence.items() if self.past[-1].get(f"health/{kind}")
             )
             run = self.config.run
             steps = f"step {number} was" if self.stuck == 1 else f"the last {self.stuck} steps up to {number} were each"
@@ -103,43 +103,45 @@ class Health:
         run = self.config.run
         return bool(run.patience) and self.stuck >= (run.patience or 0) and self.groups >= run.patience_groups
 
-    def _count(self, seen: Seen, stuck: list[Finding]) -> None:
+    def _count_stuck(self, view: StepView, stuck: list[Finding]) -> None:
         if not stuck:
             self.stuck = self.groups = 0
             return
-        enough = self.config.run.patience_groups
+        full = self.config.run.patience_groups
         self.stuck += 1
-        self.groups = min(enough, self.groups + (seen.compared if all(f.luck for f in stuck) else enough))
+        self.groups = min(full, self.groups + (view.group_count if all(f.luck for f in stuck) else full))
 
-    def _keep(self, row: Row) -> None:
+    def _remember_row(self, row: Row) -> None:
         self.past.append(row)
-        if len(self.first) < FIRST:
+        if len(self.first) < FIRST_ROWS:
             self.first.append(row)
 
-    def _is_news(self, number: int, finding: Finding) -> bool:
-        last = self.said.get(finding.kind)
-        if last is not None and number - last < AGAIN:
+    def _is_new(self, number: int, finding: Finding) -> bool:
+        last = self.last_printed.get(finding.kind)
+        if last is not None and number - last < REPEAT_AFTER:
             return False
-        self.said[finding.kind] = number
+        self.last_printed[finding.kind] = number
         return True
 
-    def _line(self, seen: Seen, finding: Finding) -> str:
-        run, left = self.config.run, 0
+    def _line(self, view: StepView, finding: Finding) -> str:
+        run, steps_left = self.config.run, 0
         if run.patience:
-            missing = run.patience_groups - self.groups
-            left = max(run.patience - self.stuck, ceil(missing / max(1, seen.compared)))
-        ends = (
-            f"; the run ends after {left} more such step{'s' if left > 1 else ''}" if finding.stuck and left > 0 else ""
+            missing_groups = run.patience_groups - self.groups
+            steps_left = max(run.patience - self.stuck, ceil(missing_groups / max(1, view.group_count)))
+        ending = (
+            f"; the run ends after {steps_left} more such step{'s' if steps_left > 1 else ''}"
+            if finding.stuck and steps_left > 0
+            else ""
         )
-        return f"{PREFIX}step {seen.number}: {finding.kind}: {finding.text}{ends}"
+        return f"{PREFIX}step {view.number}: {finding.kind}: {finding.text}{ending}"
 
 
-def findings(seen: Seen) -> list[Finding]:
+def findings(view: StepView) -> list[Finding]:
     """Returns the findings of all watchers in a step, except findings implied by another finding."""
     watchers = (*rollouts.WATCHERS, *training.WATCHERS, *mismatch.WATCHERS)
-    found = [finding for watcher in watchers if (finding := watcher(seen))]
-    explained = {kind for finding in found for kind in finding.explains}
-    return [finding for finding in found if finding.kind not in explained]
+    all_findings = [finding for watcher in watchers if (finding := watcher(view))]
+    implied = {kind for finding in all_findings for kind in finding.explains}
+    return [finding for finding in all_findings if finding.kind not in implied]
 
 
 def _speed(metrics: Row) -> dict[str, float]:

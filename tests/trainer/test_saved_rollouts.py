@@ -25,7 +25,7 @@ def test_of_a_form_that_tells_no_named_steps_no_name_recurs(tmp_path: Path, chan
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         before = names([group for number in (1, 2) for group in rollouts.next_groups(Step(number, Console()))])
-        rollouts.keep(tmp_path, 2)
+        rollouts.save(tmp_path, 2)
         before |= {name for ticket in rollouts.service.so_far() for name in ticket.names}
     _change(tmp_path, lambda about: about.pop("named"), form=3)
     again, loop, _ = live(tmp_path, change)
@@ -40,10 +40,10 @@ def test_a_checkpoint_without_settings_has_its_prompts_drawn_again(
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         rollouts.next_groups(Step(1, Console()))
-        rollouts.keep(tmp_path, 1)
+        rollouts.save(tmp_path, 1)
     _change(tmp_path, lambda about: about.pop("settings") if settings else about.update(settings=None))
     again, _, _ = live(tmp_path, lambda config: None)
-    assert again.again == [] and again.done == {}
+    assert again.interrupted == [] and again.done == {}
     assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
 
 

@@ -15,7 +15,9 @@ from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.sequences import Sequences
 
 
-def chosen(minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequence[int]) -> dict[str, list[Tensor]]:
+def token_selections(
+    minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> dict[str, list[Tensor]]:
     """Returns the token selections of the loss as columns, bool [T] for each mini-batch; {} without a selection.
 
     Args:
@@ -23,15 +25,15 @@ def chosen(minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequenc
         algorithm: Defines the selections.
         seed: Seed of random selections; the mini-batch's index is appended.
     """
-    found: dict[str, list[Tensor]] = {}
+    columns: dict[str, list[Tensor]] = {}
     if algorithm.loss in ("clip_cov", "kl_cov"):
-        found[selection.COVARIANCE] = [_by_covariance(m, algorithm, [*seed, i]) for i, m in enumerate(minis)]
+        columns[selection.COVARIANCE] = [_by_covariance(m, algorithm, [*seed, i]) for i, m in enumerate(minis)]
     if algorithm.entropy.top_share < 1:
-        found[selection.ENTROPY] = [_by_entropy(m, algorithm.entropy.top_share) for m in minis]
-    return found
+        columns[selection.ENTROPY] = [_by_entropy(m, algorithm.entropy.top_share) for m in minis]
+    return columns
 
 
-def mean_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
+def mean_importance_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
     """Returns the divisor of a mini-batch's importance weights; 1 without `importance_normalize`."""
     if not algorithm.importance_normalize:
         return 1.0
@@ -55,16 +57,18 @@ def _by_covariance(mini: Sequences, algorithm: AlgorithmConfig, seed: Sequence[i
         return counts
     covariance_P = selection.covariance(mini["advantages"][counts], mini["old_logprobs"][counts])
     if algorithm.loss == "kl_cov":
-        return _at(counts, selection.punished_by_covariance(covariance_P, share=algorithm.kl_cov.share))
+        return _scatter(counts, selection.punished_by_covariance(covariance_P, share=algorithm.kl_cov.share))
     c = algorithm.clip_cov
-    return _at(counts, selection.clipped_by_covariance(covariance_P, share=c.share, low=c.low, high=c.high, seed=seed))
+    return _scatter(
+        counts, selection.clipped_by_covariance(covariance_P, share=c.share, low=c.low, high=c.high, seed=seed)
+    )
 
 
 def _by_entropy(mini: Sequences, share: float) -> Tensor:
     counts = mini["weights"] != 0
-    return _at(counts, selection.high_entropy(mini["old_entropy"][counts], share=share))
+    return _scatter(counts, selection.high_entropy(mini["old_entropy"][counts], share=share))
 
 
-def _at(counts_T: Tensor, chosen_P: Tensor) -> Tensor:
+def _scatter(counts_T: Tensor, chosen_P: Tensor) -> Tensor:
     """Scatters selections over the counted tokens, bool [P], into all tokens: bool [T]."""
     return torch.zeros_like(counts_T).masked_scatter(counts_T, chosen_P)

@@ -14,18 +14,18 @@ from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory, policy_texts
-from skyrl_mega.trainer.signal import compared, differ
+from skyrl_mega.trainer.signal import compared_rewards, rewards_differ
 
-LONGEST = 80
+SHOWN_CHARS = 80
 """Largest number of characters shown of a policy's text."""
-USUAL = 20
+USUAL_STEPS = 20
 """Number of steps for the usual value of a metric, the median."""
-ONSET = 2
+ONSET_STEPS = 2
 """Newest earlier steps excluded from the usual value: a change just begun is not usual yet."""
 SPEED = "perf/generate_tokens_per_s"
-KNOWN = 5
+MIN_STEPS = 5
 """Smallest number of steps for a usual value."""
-NEAR = 3
+NEAR_STEPS = 3
 """Window of steps in which two must be abnormal."""
 
 Row = Mapping[str, float | None]
@@ -49,7 +49,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepView:
     """A step and the history before."""
 
     config: Config
@@ -76,99 +76,101 @@ class Seen:
         if not compares_samples(self.config.algorithm):
             return [self.judged] if len(self.judged) > 1 else []
         samples = self.config.data.samples_per_prompt
-        drawn = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
-        judged = [[t for t in group if not t.status.failed] for group in drawn]
+        by_prompt = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
+        judged = [[t for t in group if not t.status.failed] for group in by_prompt]
         return [group for group in judged if len(group) > 1]
 
     @property
-    def compared(self) -> int:
+    def group_count(self) -> int:
         """Number of groups with a chance of a signal; number of answers if there are no groups."""
         return len(self.groups or self.judged if compares_samples(self.config.algorithm) else self.judged)
 
     @property
-    def taught(self) -> bool:
+    def has_advantage(self) -> bool:
         """True if any token received a nonzero advantage, even with equal rewards in the group: from lengths, rewards
         of single answers, a critic or KL in the reward. With a user-defined loss a gradient is enough."""
-        own = self.config.algorithm.loss not in LOSSES
-        return bool(self.figure("policy/advantage_fraction") or (own and self.figure("policy/grad_norm")))
+        user_defined = self.config.algorithm.loss not in LOSSES
+        return bool(self.metric("policy/advantage_fraction") or (user_defined and self.metric("policy/grad_norm")))
 
     @property
-    def tells_apart(self) -> bool:
+    def has_signal(self) -> bool:
         """True if there was something to learn: unequal rewards in a group, or an advantage."""
-        return self.taught or bool(self.figure("rollout/groups_differ"))
+        return self.has_advantage or bool(self.metric("rollout/groups_differ"))
 
     def shares(self) -> dict[str, float]:
         """Returns metrics compared over several steps: shares of groups with unequal rewards, of groups with unequal
         answers, and of turns with a stop string. Unmeasurable shares are left out."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.groups:
-            found["rollout/groups_differ"] = _share(
-                differ(compared(group, self.config.algorithm)) for group in self.groups
+            metrics["rollout/groups_differ"] = _share(
+                rewards_differ(compared_rewards(group, self.config.algorithm)) for group in self.groups
             )
-            found["rollout/answers_differ"] = _share(
+            metrics["rollout/answers_differ"] = _share(
                 len({tuple(policy_texts(t)) for t in group}) > 1 for group in self.groups
             )
         if turns := self.turns if self.config.rollout.sampling.stop else []:
-            found["rollout/stop_strings"] = _share(self.stopped(text) for text in turns)
-        return found
+            metrics["rollout/stop_strings"] = _share(self.contains_stop_string(text) for text in turns)
+        return metrics
 
     @cached_property
     def turns(self) -> list[str]:
         """The policy's text in every turn of the step."""
         return [text for t in self.judged for text in policy_texts(t)]
 
-    def stopped(self, text: str) -> bool:
+    def contains_stop_string(self, text: str) -> bool:
         """Returns True if a turn contains a string of `rollout.sampling.stop`."""
         return any(stop in text for stop in self.config.rollout.sampling.stop)
 
-    def figure(self, name: str) -> float | None:
-        """Returns a metric of this step; see `figure`."""
-        return figure(self.metrics, name)
+    def metric(self, name: str) -> float | None:
+        """Returns a metric of this step; see `metric_of`."""
+        return metric_of(self.metrics, name)
 
     def usual(self, name: str) -> float | None:
         """Returns the median of a metric over earlier steps, ignoring zeros; None with too few steps."""
-        known = [figure(row, name) for row in self.past[: len(self.past) - ONSET]][-USUAL:]
-        values = [value for value in known if value and math.isfinite(value)]
-        return median(values) if len(values) >= KNOWN else None
+        earlier = [metric_of(row, name) for row in self.past[: len(self.past) - ONSET_STEPS]][-USUAL_STEPS:]
+        values = [value for value in earlier if value and math.isfinite(value)]
+        return median(values) if len(values) >= MIN_STEPS else None
 
     def start(self, name: str) -> float | None:
         """Returns the median of a metric over the run's first steps; None with too few steps."""
-        values = [value for row in self.first if (value := figure(row, name)) is not None and math.isfinite(value)]
-        return median(values) if len(values) >= KNOWN else None
+        values = [value for row in self.first if (value := metric_of(row, name)) is not None and math.isfinite(value)]
+        return median(values) if len(values) >= MIN_STEPS else None
 
     def last(self, name: str, steps: int) -> list[float]:
         """Returns the newest values of a metric, this step's first; at most `steps` values."""
         rows = [self.metrics, *reversed(self.past)]
-        return [value for row in rows if (value := figure(row, name)) is not None][:steps]
+        return [value for row in rows if (value := metric_of(row, name)) is not None][:steps]
 
-    def lasting(self, name: str, value: float) -> int:
+    def steps_with_value(self, name: str, value: float) -> int:
         """Returns the number of latest consecutive steps with this value of a metric."""
-        return self.in_a_row(lambda row: figure(row, name) == value)
+        return self.steps_in_a_row(lambda row: metric_of(row, name) == value)
 
-    def in_a_row(self, holds: Callable[[Row], bool]) -> int:
+    def steps_in_a_row(self, holds: Callable[[Row], bool]) -> int:
         """Returns the number of latest consecutive steps satisfying a condition."""
         return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
 
 
-def shown(text: str, longest: int = LONGEST) -> str:
+def quoted(text: str, longest: int = SHOWN_CHARS) -> str:
     """Returns a text on a single line, quoted and without terminal control characters; of a long text only the end."""
-    return f"'{plain(text if len(text) <= longest else '…' + text[-longest:])}'"
+    return f"'{escaped(text if len(text) <= longest else '…' + text[-longest:])}'"
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """Returns a text on a single line, with terminal control characters written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def example(t: Trajectory) -> str:
     """Returns a phrase with a trajectory's last turn, reward, and environment metadata."""
-    said = next(reversed(list(policy_texts(t))), "")
-    noted = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
-    note = f", metadata {shown(json.dumps(noted, ensure_ascii=False, default=str)[:LONGEST])}" if noted else ""
-    return f"e.g. {shown(said)} earned {t.reward:g}{note}"
+    last_turn = next(reversed(list(policy_texts(t))), "")
+    metadata = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
+    note = (
+        f", metadata {quoted(json.dumps(metadata, ensure_ascii=False, default=str)[:SHOWN_CHARS])}" if metadata else ""
+    )
+    return f"e.g. {quoted(last_turn)} earned {t.reward:g}{note}"
 
 
-def figure(row: Row, name: str) -> float | None:
+def metric_of(row: Row, name: str) -> float | None:
     """Returns a metric of a row; None if not measured, infinity if not finite."""
     if name not in row:
         return None
@@ -176,14 +178,14 @@ def figure(row: Row, name: str) -> float | None:
     return math.inf if value is None or not math.isfinite(value) else float(value)
 
 
-def twice(seen: Seen, name: str, far: float, at_all: float) -> bool:
+def repeatedly_above(view: StepView, name: str, far: float, at_all: float) -> bool:
     """Returns True if a metric is at least `far` now and once more within the last steps, or at least `at_all` now."""
-    now = seen.figure(name)
+    now = view.metric(name)
     if now is None or now < far:
         return False
-    return now >= at_all or sum(value >= far for value in seen.last(name, NEAR)) >= 2
+    return now >= at_all or sum(value >= far for value in view.last(name, NEAR_STEPS)) >= 2
 
 
-def _share(found: Iterator[bool]) -> float:
-    each = list(found)
-    return sum(each) / len(each)
+def _share(flags: Iterator[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)

@@ -26,14 +26,21 @@ from skyrl_mega.planner.flops import Load
 from skyrl_mega.rollout.by_reference import all_remote
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
 from skyrl_mega.trainer import speed
-from skyrl_mega.trainer.batch import Sample, greedy_rewards, pulls, punishment, samples_of, teaches
-from skyrl_mega.trainer.rewards import by_name
-from skyrl_mega.trainer.whole_mini_batch import mean_weight
+from skyrl_mega.trainer.batch import (
+    Sample,
+    greedy_rewards,
+    learns_without_advantage,
+    punishment,
+    samples_of,
+    tokens_have_gradient,
+)
+from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight
+from skyrl_mega.trainer.rewards import rewards_by_name
 
-Mini = Sequences | Referred
+MiniBatch = Sequences | Referred
 
 
-def goes_by_reference(config: Config, groups: list[Group]) -> bool:
+def tokens_stay_remote(config: Config, groups: list[Group]) -> bool:
     """Returns True if the driver needs no tokens: all trajectories are stored remotely, and no estimate or selection
     works on tokens. Anything else is fetched on access."""
     algorithm = config.algorithm
@@ -43,11 +50,11 @@ def goes_by_reference(config: Config, groups: list[Group]) -> bool:
 
 
 @dataclass
-class Outcomes:
+class RemoteBatch:
     """Rewards, samples and advantages of a step's trajectories."""
 
     groups: list[Group]
-    played: list[Trajectory]
+    trajectories: list[Trajectory]
     samples: list[list[Sample]]
     judged: Tensor
     """bool [N]: False if the environment failed. A failed trajectory does not count at all."""
@@ -59,61 +66,63 @@ class Outcomes:
     @property
     def counts(self) -> Tensor:
         """int64 [N]: tokens in the loss."""
-        return torch.tensor([t.written for t in self.played], dtype=torch.int64) * self.kept
+        return torch.tensor([t.written for t in self.trajectories], dtype=torch.int64) * self.kept
 
     @property
-    def with_advantage(self) -> float:
+    def advantage_fraction(self) -> float:
         """Share of tokens in the loss with a nonzero advantage; 0 without tokens."""
         return float(self.counts[self.advantages != 0].sum()) / max(1, int(self.counts.sum()))
 
 
-def outcomes(groups: list[Group], config: Config) -> Outcomes:
+def make_remote_batch(groups: list[Group], config: Config) -> RemoteBatch:
     """Computes the rewards and advantages of a step's trajectories."""
     algorithm, limit = config.algorithm, response_limit(config.rollout)
-    played = [t for group in groups for t in group.trajectories]
-    judged = ~torch.tensor([t.status.failed for t in played], dtype=torch.bool)
+    trajectories = [t for group in groups for t in group.trajectories]
+    judged = ~torch.tensor([t.status.failed for t in trajectories], dtype=torch.bool)
     kept = judged
     if algorithm.overlong.filter:
         by = algorithm.overlong.filter_by
-        kept = judged & ~torch.tensor([t.status.filtered(by) for t in played], dtype=torch.bool)
+        kept = judged & ~torch.tensor([t.status.filtered(by) for t in trajectories], dtype=torch.bool)
     group_N = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
-    rewards = torch.tensor([t.reward for t in played], dtype=torch.float32) + punishment(played, algorithm, limit)
-    named = by_name(played, algorithm.reward_weights).items()
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32) + punishment(
+        trajectories, algorithm, limit
+    )
+    named = rewards_by_name(trajectories, algorithm.reward_weights).items()
     inputs = AdvantageInputs(
         rewards[judged],
         group_N[judged],
-        torch.tensor([t.written for t in played], dtype=torch.int64)[judged],
+        torch.tensor([t.written for t in trajectories], dtype=torch.int64)[judged],
         greedy_N=greedy_rewards(groups, algorithm, limit)[group_N][judged],
         named={name: torch.tensor(values)[judged] for name, values in named},
     )
-    found = whiten(estimate(inputs, algorithm), inputs, algorithm)
-    advantages = torch.zeros(len(played)).masked_scatter(judged, found.float())
-    samples = [samples_of(t, config.rollout.step_wise) for t in played]
-    return Outcomes(groups, played, samples, judged, kept, advantages)
+    whitened = whiten(estimate(inputs, algorithm), inputs, algorithm)
+    advantages = torch.zeros(len(trajectories)).masked_scatter(judged, whitened.float())
+    samples = [samples_of(t, config.rollout.step_wise) for t in trajectories]
+    return RemoteBatch(groups, trajectories, samples, judged, kept, advantages)
 
 
-def mini_batches(found: Outcomes, config: Config) -> list[Referred]:
+def mini_batches(batch: RemoteBatch, config: Config) -> list[Referred]:
     """Cuts a step into mini-batches of whole groups, with weights and advantages, as `batch.mini_batches` does."""
-    size = config.data.mini_batch_prompts or len(found.groups)
-    ends_N = torch.tensor([len(group.trajectories) for group in found.groups]).cumsum(0).tolist()
+    size = config.data.mini_batch_prompts or len(batch.groups)
+    ends_N = torch.tensor([len(group.trajectories) for group in batch.groups]).cumsum(0).tolist()
     minis, first = [], 0
-    for at in range(0, len(found.groups), size):
-        of_groups = found.groups[at : at + size]
+    for at in range(0, len(batch.groups), size):
+        mini_groups = batch.groups[at : at + size]
         last = ends_N[min(at + size, len(ends_N)) - 1]
-        minis.append(_mini_batch(found, slice(first, last), of_groups, config.algorithm))
+        minis.append(_mini_batch(batch, slice(first, last), mini_groups, config.algorithm))
         first = last
     return minis
 
 
-def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: AlgorithmConfig) -> Referred:
-    cut, kept = found.samples[rows], found.kept[rows].tolist()
+def _mini_batch(batch: RemoteBatch, rows: slice, groups: list[Group], algorithm: AlgorithmConfig) -> Referred:
+    cut, kept = batch.samples[rows], batch.kept[rows].tolist()
     parts, counts = [], []
-    for t, samples, counted in zip(found.played[rows], cut, kept, strict=True):
+    for t, samples, counted in zip(batch.trajectories[rows], cut, kept, strict=True):
         assert t.remote_arrays is not None
         parts += [Part(t.remote_arrays.ref, *sample) for sample in samples]
-        counts += [_written(t, sample) * counted for sample in samples]
+        counts += [_trained_tokens(t, sample) * counted for sample in samples]
     samples_N = torch.tensor([len(samples) for samples in cut])
-    tokens_N, kept_N = found.counts[rows].double(), found.kept[rows]
+    tokens_N, kept_N = batch.counts[rows].double(), batch.kept[rows]
     groups_G = torch.tensor([len(group.trajectories) for group in groups])
 
     def of_samples(values_N: Tensor) -> Tensor:
@@ -129,47 +138,47 @@ def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: Al
     mini = Referred(parts, torch.tensor(counts, dtype=torch.int64), {"weights": of_samples(weights * kept_N)})
     if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
         mini.columns["kl_weights"] = of_samples(sequence_weights(tokens_N, algorithm.kl.mean) * kept_N)
-    mini.columns["advantages"] = of_samples(found.advantages[rows])
+    mini.columns["advantages"] = of_samples(batch.advantages[rows])
     if algorithm.sequence_unit == "trajectory":
         mini.columns[TRAJECTORY] = torch.arange(len(cut), dtype=torch.int32).repeat_interleave(samples_N)
     return mini
 
 
-def _written(t: Trajectory, sample: Sample) -> int:
+def _trained_tokens(t: Trajectory, sample: Sample) -> int:
     """Returns the number of policy tokens trained on in a sample."""
-    own = [(max(s.start, sample.own), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
-    return sum(max(0, end - start) for start, end in own)
+    spans = [(max(s.start, sample.trained_from), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
+    return sum(max(0, end - start) for start, end in spans)
 
 
 @singledispatch
-def load_of(mini: Mini) -> Load:
+def forward_load(mini: MiniBatch) -> Load:
     """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
     raise TypeError(type(mini))
 
 
-load_of.register(Sequences)(speed.load_of)
+forward_load.register(Sequences)(speed.forward_load)
 
 
-@load_of.register
+@forward_load.register
 def _(mini: Referred) -> Load:
     return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
 
 
-def weight_of(mini: Mini) -> float:
+def total_weight(mini: MiniBatch) -> float:
     """Returns the sum of all token weights."""
     if isinstance(mini, Referred):
         return float((mini.counts * mini.columns["weights"].double()).sum())
     return float(mini["weights"].sum())
 
 
-def learns(mini: Mini, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Returns True if a mini-batch contains anything to learn; see `batch.teaches`."""
+def has_gradient(mini: MiniBatch, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+    """Returns True if a mini-batch contains anything to learn; see `batch.tokens_have_gradient`."""
     if not isinstance(mini, Referred):
-        return teaches(mini, algorithm, moe)
+        return tokens_have_gradient(mini, algorithm, moe)
     counts = mini.counts > 0
-    return bool((counts & (pulls(algorithm, moe) | (mini.columns["advantages"] != 0))).any())
+    return bool((counts & (learns_without_advantage(algorithm, moe) | (mini.columns["advantages"] != 0))).any())
 
 
-def importance_mean_of(mini: Mini, algorithm: AlgorithmConfig) -> float:
-    """Returns the divisor of the importance weights; always 1 for references (`goes_by_reference`)."""
-    return 1.0 if isinstance(mini, Referred) else mean_weight(mini, algorithm)
+def importance_mean_of(mini: MiniBatch, algorithm: AlgorithmConfig) -> float:
+    """Returns the divisor of the importance weights; always 1 for references (`tokens_stay_remote`)."""
+    return 1.0 if isinstance(mini, Referred) else mean_importance_weight(mini, algorithm)

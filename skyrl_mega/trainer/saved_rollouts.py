@@ -21,7 +21,7 @@ from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 
-_ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
+_STATE, _ROWS = "rollouts.json", "rollouts.parquet"
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Discarded:
 
     groups: int
     """Number of discarded groups, finished or requested."""
-    why: str
-    named: int
+    reason: str
+    named_steps: int
     """Number of steps with names already given to groups; some of these groups may have been trained on."""
 
     def __str__(self) -> str:
@@ -39,28 +39,28 @@ class Discarded:
         if not self.groups:
             return ""
         return (
-            f"discarded: {counted(self.groups)} generated ahead or under way, whose prompts are drawn again first; "
-            f"{self.why}"
+            f"discarded: {count_groups(self.groups)} generated ahead or under way, whose prompts are drawn again "
+            f"first; {self.reason}"
         )
 
 
-def counted(groups: int) -> str:
+def count_groups(groups: int) -> str:
     """Returns the number with the noun, such as "1 group"."""
     return "1 group" if groups == 1 else f"{groups:,} groups"
 
 
-def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+def write(folder: Path, config: Config, state: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
     """Writes trajectories with all columns, and JSON with further state.
 
     Args:
         folder: The checkpoint's folder for rollouts.
         config: The run's settings.
-        about: Contains `stream`, the position in the data, and `prompts`, indices of prompts taken before this position
+        state: Contains `stream`, the position in the data, and `prompts`, indices of prompts taken before this position
             and not yet trained on. Also `named` if groups carry names of future steps (`Discarded`).
         trajectories: The trajectories to write.
     """
-    with writing(folder / _ABOUT), (folder / _ABOUT).open("w") as opened:
-        json.dump({**about, "form": FORM, "settings": _settings(config)}, opened)
+    with writing(folder / _STATE), (folder / _STATE).open("w") as opened:
+        json.dump({**state, "form": FORMAT, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
 
@@ -73,33 +73,33 @@ def read(
     Returns None if nothing was saved. If settings or prompts differ, returns `Discarded` and puts the prompts not yet
     trained on back into the stream.
     """
-    if not (folder / _ABOUT).exists():
+    if not (folder / _STATE).exists():
         return None
-    about: dict[str, Any] = read_json(folder / _ABOUT, "take another checkpoint")
-    stream.restore(about["stream"])
-    own = {prompt.uid: prompt for prompt in prompts}
-    why = _differing(about, _settings(config))
-    away = _away if config.environment.processes else lambda t: t
-    there = trajectory_io.read_some(folder / _ROWS) if not why and (folder / _ROWS).exists() else ()
-    trajectories = [away(t) for some in there for t in some]
-    if any(own[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in own):
-        why = "data.train has other prompts in their place"
-    if why:
-        stream.put_back(about["prompts"])
-        return Discarded(len(about["prompts"]), why, _named(about))
+    state: dict[str, Any] = read_json(folder / _STATE, "take another checkpoint")
+    stream.restore(state["stream"])
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    reason = _differing(state, _settings(config))
+    store = _store_remotely if config.environment.processes else lambda t: t
+    chunks = trajectory_io.read_some(folder / _ROWS) if not reason and (folder / _ROWS).exists() else ()
+    trajectories = [store(t) for chunk in chunks for t in chunk]
+    if any(by_uid[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in by_uid):
+        reason = "data.train has other prompts in their place"
+    if reason:
+        stream.put_back(state["prompts"])
+        return Discarded(len(state["prompts"]), reason, _named_steps(state))
     for t in trajectories:
-        t.prompt = own.get(t.prompt.uid, t.prompt)
-    return about, trajectories
+        t.prompt = by_uid.get(t.prompt.uid, t.prompt)
+    return state, trajectories
 
 
-def _named(about: Mapping[str, Any]) -> int:
+def _named_steps(state: Mapping[str, Any]) -> int:
     """Returns the number of steps with names already given to groups. Earlier versions saved only the number of groups;
     a step contained at least a group."""
-    steps: int = about["named"] if "named" in about else about.get("asked", 0)
+    steps: int = state["named"] if "named" in state else state.get("asked", 0)
     return steps
 
 
-def _away(t: Trajectory) -> Trajectory:
+def _store_remotely(t: Trajectory) -> Trajectory:
     """Moves a trajectory's arrays into Ray's object store, as rollout workers do."""
     import ray
 
@@ -107,14 +107,14 @@ def _away(t: Trajectory) -> Trajectory:
     return attach_arrays(small, ray.put(arrays))
 
 
-FORM = 4
+FORMAT = 4
 """Format version of the files. Trajectories in another format are discarded."""
-ENGINES = (
+ENGINE_SETTINGS = (
     *("engines", "tensor", "memory_fraction", "kv_cache_gib", "concurrency", "threads", "eager"),
     *("request_timeout_s", "restarts"),
 )
 """Settings in `rollout` about the number and care of engines, without effect on the content of trajectories."""
-WHERE = ("workers", "slots", "processes", "retries", "max_failed")
+PLACE_SETTINGS = ("workers", "slots", "processes", "retries", "max_failed")
 """Settings in `environment` about the place and concurrency of environments, without effect on the content of
 trajectories."""
 
@@ -126,8 +126,8 @@ def _settings(config: Config) -> dict[str, str]:
         **{f"asynchrony.{k}": v for k, v in asdict(config.asynchrony).items()},
         "data.prompts_per_step": data.prompts_per_step,
         "data.samples_per_prompt": data.samples_per_prompt,
-        **{f"rollout.{k}": v for k, v in asdict(config.rollout).items() if k not in ENGINES},
-        **{f"environment.{k}": v for k, v in asdict(config.environment).items() if k not in WHERE},
+        **{f"rollout.{k}": v for k, v in asdict(config.rollout).items() if k not in ENGINE_SETTINGS},
+        **{f"environment.{k}": v for k, v in asdict(config.environment).items() if k not in PLACE_SETTINGS},
         "algorithm.advantage": algorithm.advantage,
         "algorithm.reward_weights": algorithm.reward_weights,
         "policy.moe.replay": config.policy.moe.replay,
@@ -136,31 +136,34 @@ def _settings(config: Config) -> dict[str, str]:
     return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
-def _differing(about: Mapping[str, Any], now: Mapping[str, str]) -> str:
+def _differing(state: Mapping[str, Any], now: Mapping[str, str]) -> str:
     """Returns the reason why saved trajectories cannot be used under the present settings; empty if usable."""
-    before = about.get("settings")
-    if about.get("form") != FORM or not isinstance(before, dict):
+    before = state.get("settings")
+    if state.get("form") != FORMAT or not isinstance(before, dict):
         return "another version of the program has written it"
     keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     return f"not as in the checkpoint: {', '.join(keys)}" if keys else ""
 
 
-def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+def group_indices(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
     """Returns the indices of each group's trajectories in `trajectories`."""
-    at = {id(t): place for place, t in enumerate(trajectories)}
+    index = {id(t): place for place, t in enumerate(trajectories)}
     return [
-        {"samples": [at[id(t)] for t in group.trajectories], "greedy": at[id(group.greedy)] if group.greedy else None}
+        {
+            "samples": [index[id(t)] for t in group.trajectories],
+            "greedy": index[id(group.greedy)] if group.greedy else None,
+        }
         for group in groups
     ]
 
 
-def grouped(places: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> list[Group]:
+def rebuild_groups(indices: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> list[Group]:
     """Rebuilds the groups. Equal entries become the same object."""
-    made: dict[tuple[int, ...], Group] = {}
-    for place in places:
-        samples = tuple(place["samples"])
-        if samples not in made:
-            own = [trajectories[i] for i in samples]
-            greedy = None if place["greedy"] is None else trajectories[place["greedy"]]
-            made[samples] = Group(own[0].prompt, own, greedy)
-    return [made[tuple(place["samples"])] for place in places]
+    groups: dict[tuple[int, ...], Group] = {}
+    for entry in indices:
+        samples = tuple(entry["samples"])
+        if samples not in groups:
+            members = [trajectories[i] for i in samples]
+            greedy = None if entry["greedy"] is None else trajectories[entry["greedy"]]
+            groups[samples] = Group(members[0].prompt, members, greedy)
+    return [groups[tuple(entry["samples"])] for entry in indices]
