@@ -35,7 +35,7 @@ class Tail:
 
     def draw_sums(self, random: Random) -> int:
         """How many a trajectory has."""
-        return max(1, min(MOST_SUMS, round(self.sums.draw(random))))
+        return max(1, min(MOST_SUMS, round(self.sums.sample(random))))
 
 
 class Sums(BaseTextEnv):
@@ -68,7 +68,7 @@ class Sums(BaseTextEnv):
         self.turns += 1
         tool = LogNormal(float(self.options["mean_s"]), float(self.options["sigma"]))
         if info["split"] == "train":
-            time.sleep(min(TOOL_S, tool.draw(self.random)))
+            time.sleep(min(TOOL_S, tool.sample(self.random)))
         done = self.turns == len(info["answers"])
         return BaseTextEnvStepOutput(
             observations=[] if done else [{"role": "user", "content": info["questions"][self.turns]}],

@@ -21,13 +21,13 @@ from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.command import DONE, FAULT, Parser
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.evaluate import GOES_ON
-from skyrl_mega.evaluate.published import PUBLISHED, chosen
+from skyrl_mega.evaluate import RESUME_HINT
+from skyrl_mega.evaluate.published import PUBLISHED, matching_tables
 
 if TYPE_CHECKING:
     from skyrl_mega.evaluate.endpoint import Endpoint
-    from skyrl_mega.evaluate.play import Source
     from skyrl_mega.evaluate.results import Results
+    from skyrl_mega.evaluate.sampling import Source
     from skyrl_mega.evaluate.sets import PromptSet
     from skyrl_mega.rollout.renderer import Renderer
     from skyrl_mega.telemetry.console import Console
@@ -96,8 +96,8 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.cli import inputs
     from skyrl_mega.envs import registry
     from skyrl_mega.evaluate.identity import identity
-    from skyrl_mega.evaluate.results import opened
-    from skyrl_mega.evaluate.sets import load_sets, that_fit
+    from skyrl_mega.evaluate.results import open_results
+    from skyrl_mega.evaluate.sets import drop_long_prompts, load_sets
     from skyrl_mega.planner.fit import check_sandboxes
     from skyrl_mega.telemetry.console import Console
 
@@ -118,12 +118,12 @@ def _run(args: argparse.Namespace) -> int:
 
             chat = Renderer(config.model.path, config.rollout)
             chat.check_vocabulary(architecture(hf).describe(hf).vocab)
-            sets = that_fit(sets, chat, config.rollout.max_prompt_tokens, config.environment)
+            sets = drop_long_prompts(sets, chat, config.rollout.max_prompt_tokens, config.environment)
         _check_tools(config, sets, chat)
         samples = sum(len(s.prompts) for s in sets) * config.evaluation.samples
         check_sandboxes(config, min(samples, evaluation_concurrency(config, endpoint is not None)))
         folder = Path(args.output or Path(config.run.directory) / config.run.name / "evaluation")
-        with opened(folder, identity(config, endpoint), sets, config.evaluation.samples) as results:
+        with open_results(folder, identity(config, endpoint), sets, config.evaluation.samples) as results:
             console.log_to(folder / "logs" / "evaluate.log")
 
             from skyrl_mega.cluster.errors import ActorFailed, ClusterError
@@ -133,9 +133,11 @@ def _run(args: argparse.Namespace) -> int:
                 _sample_missing(config, sets, results, endpoint, chat, console)
             except (ActorFailed, ClusterError, EndpointFailed) as error:
                 console.say(f"fault: {error}")
-                console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
+                console.say(f"  logs  {folder / 'logs'}; {RESUME_HINT}")
                 return FAULT
-            published = {"auto": chosen([s.name for s in sets]), "none": []}.get(args.published, [args.published])
+            published = {"auto": matching_tables([s.name for s in sets]), "none": []}.get(
+                args.published, [args.published]
+            )
             _score(config, sets, results, endpoint, published=published, as_json=args.json, console=console)
     return DONE
 
@@ -179,12 +181,12 @@ def _sample_missing(
     """Samples the missing answers; starts nothing if all answers exist."""
     from skyrl_mega.envs import registry
     from skyrl_mega.envs.sandbox import budget
-    from skyrl_mega.evaluate.play import draw_missing
-    from skyrl_mega.evaluate.sets import draws
+    from skyrl_mega.evaluate.sampling import sample_missing
+    from skyrl_mega.evaluate.sets import sample_tasks
     from skyrl_mega.retriever.session import service_of
 
     samples = config.evaluation.samples
-    missing = results.missing(draws(sets, samples, config.run.seed))
+    missing = results.missing(sample_tasks(sets, samples, config.run.seed))
     total = sum(len(s.prompts) for s in sets) * samples
     existing = total - len(missing)
     console.say(
@@ -204,7 +206,7 @@ def _sample_missing(
             _source(config, endpoint, chat, results.folder, console) as source,
             console.phase("evaluate", total=len(missing)) as progress,
         ):
-            draw_missing(source, missing, results, metrics, progress.update, console.say)
+            sample_missing(source, missing, results, metrics, progress.update, console.say)
     if ended := budget.ended():
         console.say(f"{budget.told(ended)}; they count as programs that failed")
 

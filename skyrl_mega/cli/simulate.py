@@ -26,7 +26,7 @@ from skyrl_mega.planner.fixes import Change
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
-from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Workload
+from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workload
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
     if turns > most_turns:
         raise UserError(f"--turns {turns}: allowed is at most rollout.max_turns = {most_turns}; raise that too")
-    return Drawn(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
+    return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
 
 
 @dataclass(frozen=True)

@@ -1,2 +1,2 @@
-GOES_ON = "the same command goes on with the samples that are missing"
+RESUME_HINT = "the same command goes on with the samples that are missing"
 """Message after an interrupted evaluation."""

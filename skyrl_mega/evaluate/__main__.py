@@ -3,10 +3,10 @@
 import tempfile
 
 from skyrl_mega.cluster import driver
-from skyrl_mega.evaluate import GOES_ON
+from skyrl_mega.evaluate import RESUME_HINT
 
 
-def sandboxes_left() -> None:
+def remove_leftover_sandboxes() -> None:
     """Removes sandbox folders left by a killed driver."""
     from skyrl_mega.envs.sandbox import folders
 
@@ -14,7 +14,7 @@ def sandboxes_left() -> None:
 
 
 if __name__ == "__main__":
-    driver.start(GOES_ON, sandboxes_left)
+    driver.start(RESUME_HINT, remove_leftover_sandboxes)
     from skyrl_mega.cli.evaluate import main  # deferred: only the driver needs the imports
 
     driver.run(main)

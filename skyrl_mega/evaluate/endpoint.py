@@ -29,7 +29,7 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, PolicyTurn, Too
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
-MOST_TOKENS = 2**22
+MAX_TOKENS = 2**22
 """Largest credible token count of an answer; a trajectory keeps an entry in memory per token."""
 UNKNOWN = -1
 """Placeholder for a counted but unknown token."""
@@ -37,7 +37,7 @@ ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before the first and the longest pause before a later retry. Pauses double, each randomized between half and
 full length."""
-WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 TOO_LONG = ("context_length_exceeded", "context length", "maximum model length", "max_model_len")
 """Phrases in an endpoint's error for a conversation beyond the context length."""
 
@@ -98,7 +98,7 @@ class Endpoint:
         return cls(base, model, key, key_variable, fields)
 
     @property
-    def near(self) -> bool:
+    def is_local(self) -> bool:
         """True if the endpoint is on this machine; requests then bypass proxies."""
         host = httpx.URL(self.url).host
         try:
@@ -177,12 +177,12 @@ class Client:
             else:
                 if response.is_success:
                     return self._json(data)
-                said = self._hidden(_message(response, data))
-                if response.status_code == 400 and any(words in said for words in TOO_LONG):
+                message = self._without_key(_message(response, data))
+                if response.status_code == 400 and any(words in message for words in TOO_LONG):
                     return None
-                cause = f"HTTP {response.status_code}: {said}"
-                if response.status_code not in WORTH_A_RETRY:
-                    raise UserError(f"--endpoint {url} refused, {cause}; {self._mend(response.status_code)}")
+                cause = f"HTTP {response.status_code}: {message}"
+                if response.status_code not in RETRYABLE:
+                    raise UserError(f"--endpoint {url} refused, {cause}; {self._fix_hint(response.status_code)}")
                 wanted = _retry_after(response)
             if attempt < ATTEMPTS:
                 # randomized, so that many clients do not retry at the same moment
@@ -196,11 +196,11 @@ class Client:
         except Malformed as error:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON ({error})") from error
 
-    def _hidden(self, said: str) -> str:
+    def _without_key(self, message: str) -> str:
         """Replaces the key in an error text: some endpoints repeat the key."""
-        return said.replace(self.endpoint.key, "***") if self.endpoint.key else said
+        return message.replace(self.endpoint.key, "***") if self.endpoint.key else message
 
-    def _mend(self, status: int) -> str:
+    def _fix_hint(self, status: int) -> str:
         if status in (401, 403):
             state = "holds another key" if self.endpoint.key else "is not set"
             return f"the environment variable {self.endpoint.key_variable} {state}"
@@ -268,7 +268,7 @@ class EndpointSource:
             headers={"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {},
             limits=httpx.Limits(max_connections=self.at_once, max_keepalive_connections=self.at_once),
             timeout=timeout,
-            trust_env=not self.endpoint.near,
+            trust_env=not self.endpoint.is_local,
         ) as http:
             endpoint = with_template_options(self.endpoint, self.config.rollout)
             yield MessageAgent(Client(endpoint, evaluation_sampling(self.config), timeout, http), self.config)
@@ -283,7 +283,7 @@ def with_template_options(endpoint: Endpoint, rollout: RolloutConfig) -> Endpoin
     return replace(endpoint, extra={"chat_template_kwargs": options, **endpoint.extra}) if options else endpoint
 
 
-def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
+def with_stop_string(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
     """Returns a reply with the final stop string, left out by endpoints.
 
     vLLM (`stop_reason`) and SGLang (`matched_stop`) report the stop string. For other endpoints, a reply stopped inside
@@ -317,16 +317,16 @@ def _reply(answer: Any, stops: Sequence[str]) -> Reply:
     if not isinstance(text, str | None) or not isinstance(finish, str | None):
         raise Malformed(f"content is {type(text).__name__}, finish_reason {type(finish).__name__}; allowed is text")
     tokens = [usage[name] for name in ("prompt_tokens", "completion_tokens")]
-    if not all(type(n) is int and 0 <= n <= MOST_TOKENS for n in tokens):
-        raise Malformed(f"usage {shown(tokens)}; allowed are whole numbers from 0 to {MOST_TOKENS}")
-    return Reply(restored(text or "", choice, stops), finish == "length", *tokens)
+    if not all(type(n) is int and 0 <= n <= MAX_TOKENS for n in tokens):
+        raise Malformed(f"usage {shown(tokens)}; allowed are whole numbers from 0 to {MAX_TOKENS}")
+    return Reply(with_stop_string(text or "", choice, stops), finish == "length", *tokens)
 
 
 def _message(response: httpx.Response, data: bytes) -> str:
     """Returns the endpoint's error message on a single line."""
     try:
-        said = parse_json(data)
-        error = said.get("error", said)
+        body = parse_json(data)
+        error = body.get("error", body)
         text = f"{error.get('message', error)} {error.get('code') or ''}" if isinstance(error, dict) else str(error)
     except (Malformed, AttributeError):
         text = data[:2000].decode(errors="replace") or response.reason_phrase

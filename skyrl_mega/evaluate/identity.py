@@ -28,19 +28,19 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
     """
     sampling, environment = evaluation_sampling(config), config.environment
     if endpoint is None:
-        asked = {
+        target = {
             "model.path (its content)": fingerprint(Path(config.model.path)),
             "model.dtype": config.model.dtype,
             "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
         }
     else:
-        asked = {
+        target = {
             "--endpoint": endpoint.url,
             "--served-model": endpoint.model,
-            "--request": shown(endpoint.extra),
+            "--request": json_or_digest(endpoint.extra),
         }
     return {
-        **asked,
+        **target,
         "run.seed": config.run.seed,
         "evaluation.temperature": sampling.temperature,
         "evaluation.top_p": sampling.top_p,
@@ -48,27 +48,27 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         "rollout.sampling.max_tokens": sampling.max_tokens,
         "rollout.sampling.stop": list(sampling.stop),
         "rollout.conversation": config.rollout.conversation,
-        "rollout.chat_template_options": shown(config.rollout.chat_template_options),
+        "rollout.chat_template_options": json_or_digest(config.rollout.chat_template_options),
         "rollout.max_turns": config.rollout.max_turns,
         "rollout.max_response_tokens": response_limit(config.rollout),
         "rollout.max_input_tokens": config.rollout.max_input_tokens,
         "rollout.max_length": length_limit(config.rollout),
         "environment.default": environment.default,
         "environment.classes": environment.classes,
-        "environment.options": shown(environment.options, "environment.options"),
+        "environment.options": json_or_digest(environment.options, "environment.options"),
         "environment.retriever.index": environment.retriever.index,
         "environment.retriever.topk": environment.retriever.topk,
         "environment.retriever.passage_chars": environment.retriever.passage_chars,
     }
 
 
-def shown(options: Any, key: str = "") -> Any:
+def json_or_digest(options: Any, key: str = "") -> Any:
     """Returns options as JSON values, or a digest if any are secret."""
     plain = json.loads(json.dumps(options, default=str))
     return plain if masked(plain, key) == plain else digest(plain)
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal_or_digest(one: Any, other: Any) -> bool:
     """Returns True if two values of an identity are equal, with either possibly in the form of a digest."""
     return one == other or digest(one) == other or one == digest(other)
 
@@ -76,8 +76,8 @@ def alike(one: Any, other: Any) -> bool:
 def digest(value: Any) -> str:
     """Returns a deterministic digest, slow to reverse by guessing."""
     text = json.dumps(value, sort_keys=True)
-    found = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
-    return f"scrypt {found.hex()}"
+    key = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
+    return f"scrypt {key.hex()}"
 
 
 def fingerprint(model: Path) -> str:

@@ -20,7 +20,7 @@ class Row:
 
     title: str
     names: tuple[str, ...]
-    """Possible names of our corresponding set, in the form returned by `plain`."""
+    """Possible names of our corresponding set, in the form returned by `normalized`."""
     size: int
     """Examples of the full set."""
 
@@ -162,14 +162,14 @@ PUBLISHED: dict[str, tuple[Table, ...]] = {
 """Tables by the name given to `--published`."""
 
 
-def plain(name: str) -> str:
+def normalized(name: str) -> str:
     """Normalizes a set's name: lower case letters and digits, without the prefix `searchR1_` of SkyRL's users."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("searchr1")
 
 
-def chosen(names: Sequence[str]) -> list[str]:
+def matching_tables(names: Sequence[str]) -> list[str]:
     """Returns the names of published results with a row for any of these sets."""
-    ours = {plain(name) for name in names}
+    ours = {normalized(name) for name in names}
     return [
         key for key, tables in PUBLISHED.items() if any(ours & set(row.names) for table in tables for row in table.rows)
     ]

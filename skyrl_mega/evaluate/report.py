@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_mega.evaluate.published import PUBLISHED, Column, Row, Table, plain
+from skyrl_mega.evaluate.published import PUBLISHED, Column, Row, Table, normalized
 from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets
 
 ABSENT = "–"
@@ -21,13 +21,13 @@ def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> s
         published: Names in PUBLISHED of tables to append.
         about: A line about the evaluated model and settings.
     """
-    parts = [about, own_table(sets)]
+    parts = [about, score_table(sets)]
     for name in published:
-        parts += [f"## {table.title}\n\n{beside(table, sets)}" for table in PUBLISHED[name]]
+        parts += [f"## {table.title}\n\n{comparison_table(table, sets)}" for table in PUBLISHED[name]]
     return "\n\n".join(parts) + "\n"
 
 
-def own_table(sets: Sequence[SetScores]) -> str:
+def score_table(sets: Sequence[SetScores]) -> str:
     """Returns our table: a row for each set, the two means, and notes."""
     further = sorted({name for s in sets for name in s.scores} - {"reward", "accuracy", "pass"})
     names = ["reward", "accuracy", "pass", *further]
@@ -75,13 +75,13 @@ def _failed(s: SetScores, means: bool) -> str:
     return f"{s.name}: {count} of {every} samples have no score, as their environments failed{left}; none counts."
 
 
-def beside(table: Table, sets: Sequence[SetScores]) -> str:
+def comparison_table(table: Table, sets: Sequence[SetScores]) -> str:
     """Returns a published table with our results as the first column and dashes for sets not run.
 
     To be comparable, the means in every column cover the rows run, or all rows if none was run. Published means over
     examples weigh by the full sets' sizes, ours by the examples run.
     """
-    run = _run(table, sets)
+    run = _sets_by_row(table, sets)
     counted = [i for i, row in enumerate(table.rows) if row in run] or list(range(len(table.rows)))
     n = max((s.samples for s in run.values()), default=1)
     rows = []
@@ -135,12 +135,12 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), rule, *map(line, rows)])
 
 
-def _run(table: Table, sets: Sequence[SetScores]) -> dict[Row, SetScores]:
-    return {row: s for row in table.rows for s in sets if plain(s.name) in row.names}
+def _sets_by_row(table: Table, sets: Sequence[SetScores]) -> dict[Row, SetScores]:
+    return {row: s for row in table.rows for s in sets if normalized(s.name) in row.names}
 
 
 def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
-    run = _run(table, sets)
+    run = _sets_by_row(table, sets)
     every = list(range(len(table.rows)))
     return {
         "title": table.title,

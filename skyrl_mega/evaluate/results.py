@@ -21,8 +21,8 @@ from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import Malformed, parse_json, read_json, writing
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.evaluate.identity import alike
-from skyrl_mega.evaluate.sets import Draw, PromptSet
+from skyrl_mega.evaluate.identity import equal_or_digest
+from skyrl_mega.evaluate.sets import PromptSet, SampleTask
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.by_reference import fetch_arrays
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
 """Columns of a sample. `uid` is the row in the set's file. `response_tokens` counts tokens of the policy, without
 observations. `metrics`, `metadata`, `seconds` and `extras` are JSON."""
 ROWS_AT_ONCE = 1000
-LARGEST = 2**24
+MAX_BYTES = 2**24
 """Largest size in bytes of an evaluation.json."""
 
 
@@ -108,7 +108,7 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
 
 class Results:
     """Present samples of all sets, except samples lost to infrastructure failures in an earlier start. Created by
-    `opened`."""
+    `open_results`."""
 
     def __init__(self, folder: Path, sets: Sequence[PromptSet], samples: int) -> None:
         self.folder = folder
@@ -118,17 +118,17 @@ class Results:
         for s in sets:
             file = self._file(s.name)
             prompts = {prompt.uid: prompt for prompt in s.prompts}
-            there = {
+            present = {
                 (row["uid"], row["sample"]): _sample(row, place)
-                for place, row in _rows(file)
-                if self._asked(s.name, row, prompts, samples)
+                for place, row in _read_rows(file)
+                if self._belongs(s.name, row, prompts, samples)
             }
-            again = Status.ERROR_INFRASTRUCTURE  # the service may work now; later lines win
-            self.samples[s.name] = {key: one for key, one in there.items() if one.status is not again}
+            lost = Status.ERROR_INFRASTRUCTURE  # the service may work now; later lines win
+            self.samples[s.name] = {key: sample for key, sample in present.items() if sample.status is not lost}
 
-    def missing(self, draws: Iterator[Draw]) -> list[Draw]:
+    def missing(self, tasks: Iterator[SampleTask]) -> list[SampleTask]:
         """Returns the draws without a sample."""
-        return [d for d in draws if (d.prompt.uid, d.sample) not in self.samples[d.set]]
+        return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Saves a sample; from then on a crash of this process does not lose it."""
@@ -159,7 +159,7 @@ class Results:
     def _file(self, name: str) -> Path:
         return self.folder / "samples" / f"{name}.jsonl"
 
-    def _asked(self, name: str, row: Mapping[str, Any], prompts: Mapping[int, Prompt], samples: int) -> bool:
+    def _belongs(self, name: str, row: Mapping[str, Any], prompts: Mapping[int, Prompt], samples: int) -> bool:
         """Returns True if a line's sample belongs to the present evaluation.
 
         Raises:
@@ -178,7 +178,9 @@ class Results:
 
 
 @contextmanager
-def opened(folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet], samples: int) -> Iterator[Results]:
+def open_results(
+    folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet], samples: int
+) -> Iterator[Results]:
     """Opens and locks the folder, including samples of an earlier evaluation with the same identity.
 
     Raises:
@@ -198,7 +200,7 @@ def opened(folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet],
             results.close()
 
 
-SINCE: Mapping[str, Any] = {
+OLD_DEFAULTS: Mapping[str, Any] = {
     "rollout.conversation": "messages",
     "rollout.chat_template_options": {},
     "rollout.max_input_tokens": None,
@@ -209,11 +211,11 @@ SINCE: Mapping[str, Any] = {
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     file = folder / "evaluation.json"
     if file.exists():
-        before = read_json(file, "give another --output", most=LARGEST)
-        before = {**{key: value for key, value in SINCE.items() if key in identity}, **before}
+        before = read_json(file, "give another --output", most=MAX_BYTES)
+        before = {**{key: value for key, value in OLD_DEFAULTS.items() if key in identity}, **before}
         for key in [*identity, *before]:
             old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
-            if old != new and not alike(before.get(key), identity.get(key)):
+            if old != new and not equal_or_digest(before.get(key), identity.get(key)):
                 raise UserError(
                     f"--output {folder}: it holds an evaluation with {key} = {old}, and this one has {new}; "
                     "give another --output, or set it back"
@@ -229,7 +231,7 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     os.replace(partial, file)
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields offset and content of every line. Removes an incomplete last line, left by a kill."""
     if not file.exists():
         return
@@ -260,8 +262,8 @@ def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
             f"{file}, at byte {place}: it is no sample ({' '.join(str(error).split())}); cut the file off there, and "
             "what is missing is drawn again"
         ) from error
-    found: dict[str, Any] = row
-    return found
+    sample: dict[str, Any] = row
+    return sample
 
 
 def _line(lines: BinaryIO, place: int) -> dict[str, Any]:

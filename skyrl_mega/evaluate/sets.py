@@ -31,7 +31,7 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampleTask:
     """A sample to generate."""
 
     set: str
@@ -60,14 +60,14 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
     ]
     for name, files, key in sources:
         prompts = load_prompts(files, config.environment, key=key)
-        for found, part in ({name: prompts} if name else _by_source(prompts)).items():
-            if found in sets:
-                raise UserError(f"{key}: the set {found} is there twice; name one of them: --set NAME={files[0]}")
-            sets[found] = part
+        for set_name, set_prompts in ({name: prompts} if name else _by_source(prompts)).items():
+            if set_name in sets:
+                raise UserError(f"{key}: the set {set_name} is there twice; name one of them: --set NAME={files[0]}")
+            sets[set_name] = set_prompts
     return [PromptSet(name, prompts[: config.evaluation.limit]) for name, prompts in sets.items()]
 
 
-def that_fit(
+def drop_long_prompts(
     sets: Sequence[PromptSet], chat: Renderer, longest: int, environments: EnvironmentConfig | None = None
 ) -> list[PromptSet]:
     """Removes and counts prompts of more than `longest` tokens.
@@ -91,13 +91,13 @@ def that_fit(
     return kept
 
 
-def draws(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[Draw]:
+def sample_tasks(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[SampleTask]:
     """Yields every sample of every prompt; samples of the same prompt follow each other to share the engine's cached
     prefix."""
     for s in sets:
         for prompt in s.prompts:
             for sample in range(samples):
-                yield Draw(s.name, prompt, sample, f"{seed}/evaluate/{s.name}/{prompt.uid}/{sample}")
+                yield SampleTask(s.name, prompt, sample, f"{seed}/evaluate/{s.name}/{prompt.uid}/{sample}")
 
 
 def _parse(text: str) -> tuple[str, list[str], str]:

@@ -21,7 +21,7 @@ from skyrl_mega.simulation.virtual_time import VirtualTime
 
 EXACT = 1e-9
 """Tolerance for floating-point error in a quotient of places."""
-OWN = "own"
+OWN_SECONDS = "own"
 """Key in `Trajectory.seconds`: the time of a trajectory without waiting for a call's place."""
 
 
@@ -30,15 +30,15 @@ class Places:
     """A bound on concurrent use."""
 
     count: int
-    held: float = 1.0
+    occupation: float = 1.0
     """Factor, at least 1, of the time a place stays occupied over the time of use."""
 
     @classmethod
-    def of(cls, whole: int, factor: float) -> Places:
+    def of(cls, limit: int, factor: float) -> Places:
         """Scales a bound for users representing `factor` real users: 5 places with factor 4 become 2, occupied 1.6
         times as long."""
-        count = math.ceil(whole / factor - EXACT)
-        return cls(count, max(1.0, count * factor / whole))
+        count = math.ceil(limit / factor - EXACT)
+        return cls(count, max(1.0, count * factor / limit))
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Calls:
         self.places, self.loop = places, loop
         self._free = asyncio.Semaphore(places.count)
         self._now, self._seen, self._seconds = 0, 0.0, 0.0
-        self._over = 0.0
+        self._rounding = 0.0
         """Seconds of occupation lost so far by rounding to ticks."""
 
-    async def take(self, seconds: float) -> float:
+    async def run(self, seconds: float) -> float:
         """Waits for a place, runs a call of this duration, and returns the seconds of waiting."""
         start = self.loop.time()
         await self._free.acquire()
@@ -93,7 +93,7 @@ class Calls:
             await asyncio.sleep(seconds)
         finally:
             self._change(-1)
-            self._give_back((self.places.held - 1) * seconds)
+            self._free_later((self.places.occupation - 1) * seconds)
         return waited
 
     def measured(self) -> float:
@@ -101,14 +101,14 @@ class Calls:
         self._change(0)
         return self._seconds
 
-    def _give_back(self, after: float) -> None:
+    def _free_later(self, after: float) -> None:
         """Frees a place after this many seconds."""
-        after += self._over
+        after += self._rounding
         tick = self.loop.tick_s
-        whole = round(after / tick) * tick if tick else after
-        self._over = after - whole
-        if whole > 0:
-            self.loop.call_later(whole, self._free.release)
+        rounded = round(after / tick) * tick if tick else after
+        self._rounding = after - rounded
+        if rounded > 0:
+            self.loop.call_later(rounded, self._free.release)
         else:
             self._free.release()
 
@@ -122,13 +122,13 @@ class HeldSlots(SlotAgent):
     """Environment slots that stay occupied for longer than their trajectory takes.
 
     Args:
-        player: Runs the trajectories; must report `OWN` in their seconds.
+        player: Runs the trajectories; must report `OWN_SECONDS` in their seconds.
         slots: The bound on slots.
     """
 
     def __init__(self, player: Player, slots: Places) -> None:
         super().__init__(player, Slots(slots.count))
-        self.held = slots.held
+        self.occupation = slots.occupation
         self._later: set[asyncio.Task[Any]] = set()
 
     async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
@@ -139,7 +139,7 @@ class HeldSlots(SlotAgent):
         await slot.enter_async_context(self.slots.hold(self))
         begun = now()
         t = await self.player.play(opened.prompt, opened.sample, name)
-        task = asyncio.create_task(_close(slot, begun + self.held * t.seconds[OWN] - now()))
+        task = asyncio.create_task(_close(slot, begun + self.occupation * t.seconds[OWN_SECONDS] - now()))
         self._later.add(task)
         task.add_done_callback(self._later.discard)
         return t

@@ -13,7 +13,7 @@ from skyrl_mega.planner.times import decoding, mean_concurrency, policy_times, p
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.workload import Length
 
-MOST = 512
+MAX_TRAJECTORIES = 512
 """Largest number of individually simulated trajectories per step."""
 
 
@@ -30,21 +30,24 @@ class Rates:
     """Seconds of a weight sync, including moves between GPU and host memory (`residency.keep`)."""
 
     @classmethod
-    def planned(cls, config: Config, d: Decoder, parallel: ParallelDims, length: Length) -> Rates:
+    def planned(cls, config: Config, model: Decoder, parallel: ParallelDims, length: Length) -> Rates:
         """Returns the planner's estimates for trajectories of this mean length instead of `cluster.rates`'s."""
-        at = _of_length(config, parallel, length)
-        made, memory = replace(batch(at, parallel), generated=length.written), engine_memory(at, d)
-        found, decode = step_time(at, d, parallel), decoding(at, d, made.mean)
-        places = mean_concurrency(at, memory.tokens, replace(made, prompts=made.prompts * steps_under_way(config)))
+        scaled = _of_length(config, parallel, length)
+        step_batch, memory = replace(batch(scaled, parallel), generated=length.written), engine_memory(scaled, model)
+        times, decode = step_time(scaled, model, parallel), decoding(scaled, model, step_batch.mean)
+        places = mean_concurrency(
+            scaled, memory.tokens, replace(step_batch, prompts=step_batch.prompts * steps_under_way(config))
+        )
         return cls(
             engines=config.rollout.engines,
             speed=Speed(
                 seconds=(0.0, *(decode(running) for running in range(1, places + 1))),
-                prefill_s=prefill_time(at, d, made.mean),
+                prefill_s=prefill_time(scaled, model, step_batch.mean),
                 cache_tokens=memory.tokens,
             ),
-            train_s=(sum(policy_times(at, d, parallel, made)) + found.critic) / (made.sequences * made.mean),
-            sync_s=found.sync + found.residency,
+            train_s=(sum(policy_times(scaled, model, parallel, step_batch)) + times.critic)
+            / (step_batch.sequences * step_batch.mean),
+            sync_s=times.sync + times.residency,
         )
 
 
@@ -62,11 +65,11 @@ def _of_length(config: Config, parallel: ParallelDims, length: Length) -> Config
 
 def prompts_played(config: Config) -> int:
     """Returns the number of simulated prompts per step, representing all prompts."""
-    return min(config.data.prompts_per_step, max(1, MOST // config.data.samples_per_prompt))
+    return min(config.data.prompts_per_step, max(1, MAX_TRAJECTORIES // config.data.samples_per_prompt))
 
 
-def smaller(config: Config, rates: Rates) -> tuple[Config, Rates]:
-    """Scales a step down to at most `MOST` trajectories on fewer engines, each representing several.
+def scale_down(config: Config, rates: Rates) -> tuple[Config, Rates]:
+    """Scales a step down to at most `MAX_TRAJECTORIES` trajectories on fewer engines, each representing several.
 
     A simulated engine with n running sequences writes and reads at the total rate of the represented real engines with
     the represented sequences. The training time of a step stays the same.
@@ -74,11 +77,14 @@ def smaller(config: Config, rates: Rates) -> tuple[Config, Rates]:
     data, prompts = config.data, prompts_played(config)
     factor = data.prompts_per_step / prompts
     merged = max(n for n in range(1, min(int(factor), rates.engines) + 1) if rates.engines % n == 0)
-    each = factor / merged  # real sequences per simulated sequence, on each real engine
+    per_place = factor / merged  # real sequences per simulated sequence, on each real engine
     speed = Speed(
-        seconds=(0.0, *(_slower(rates.speed, n * each) for n in range(1, -int(-rates.speed.places // each) + 1))),
-        prefill_s=rates.speed.prefill_s * each,
-        cache_tokens=rates.speed.cache_tokens / each,
+        seconds=(
+            0.0,
+            *(_slower(rates.speed, n * per_place) for n in range(1, -int(-rates.speed.places // per_place) + 1)),
+        ),
+        prefill_s=rates.speed.prefill_s * per_place,
+        cache_tokens=rates.speed.cache_tokens / per_place,
     )
     return (
         replace(config, data=replace(data, prompts_per_step=prompts)),

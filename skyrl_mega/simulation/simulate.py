@@ -22,21 +22,21 @@ from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.slots import LocalPlayer
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.simulation.calls import OWN, Bounds, Calls, HeldSlots, Places
+from skyrl_mega.simulation.calls import OWN_SECONDS, Bounds, Calls, HeldSlots, Places
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
-from skyrl_mega.simulation.rates import MOST, Rates, smaller
+from skyrl_mega.simulation.rates import MAX_TRAJECTORIES, Rates, scale_down
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.simulation.workload import Workload
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.step import Step
 
-FIRST = 9
+FIRST_MEASURED = 9
 """First measured step, equal in all modes so that all get the same prompts. Most earlier steps are skipped; only enough
 for a steady state are simulated."""
-TICKS = 16
-"""Clock ticks in the time `MOST` trajectories write an answer; with fewer trajectories ticks are shorter."""
-FINEST = 256
+TICKS_PER_ANSWER = 16
+"""Clock ticks in the time `MAX_TRAJECTORIES` trajectories write an answer; shorter with fewer trajectories."""
+UNITS_PER_ANSWER = 256
 """Largest average number of units per answer; longer answers count tokens in larger units, for speed."""
 
 
@@ -70,14 +70,14 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         steps: Number of measured steps.
         seed: Seed of the trajectories, unless recorded; the same in every mode.
     """
-    whole = config
-    config, rates = smaller(_alone(config), rates)
-    bounds = Bounds.of(whole.environment, whole.data.prompts_per_step / config.data.prompts_per_step)
+    full_config = config
+    config, rates = scale_down(_normalized(config), rates)
+    bounds = Bounds.of(full_config.environment, full_config.data.prompts_per_step / config.data.prompts_per_step)
     grain = grain_of(workload)
-    before = _before(config.asynchrony)
-    first = max(FIRST, before + 1)
+    warmup = _warmup_steps(config.asynchrony)
+    first = max(FIRST_MEASURED, warmup + 1)
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
-        fleet = SimulatedFleet(loop.loop, rates.engines, _counted_by(grain, rates.speed))
+        fleet = SimulatedFleet(loop.loop, rates.engines, _scaled_speed(grain, rates.speed))
         calls = Calls(bounds.calls, loop.loop)
         players = _Players(fleet, workload, config.data, seed, grain, calls)
         players.slots = bounds.slots
@@ -87,8 +87,8 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         stream = PromptStream(size, batch=size, epochs=10**6, shuffle=False)
         rollouts = Asynchronous(config, prompts, stream, service, look=lambda: None, refill=lambda: None)
         begun, waited, stale = (0.0, 0.0, 0.0, 0.0), 0.0, list[Mapping[str, float]]()
-        _synced(fleet, rollouts, first - before - 1)
-        for number in range(first - before, first + steps):
+        _synced(fleet, rollouts, first - warmup - 1)
+        for number in range(first - warmup, first + steps):
             if number == first:
                 begun, waited = (loop.now, *fleet.measured(), calls.measured()), 0.0
             step, start = Step(number, Console(StringIO())), loop.now
@@ -121,16 +121,18 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
 def grain_of(workload: Workload) -> int:
     """Returns the number of real tokens represented by a simulated token."""
     length = workload.length
-    return max(1, int(length.written / length.answers / FINEST))
+    return max(1, int(length.written / length.answers / UNITS_PER_ANSWER))
 
 
 def _tick(config: Config, rates: Rates, workload: Workload) -> float:
     """Returns the resolution of the clock in seconds."""
     answer_s = rates.speed.seconds[-1] * workload.length.written / workload.length.answers
-    return answer_s / TICKS * config.data.prompts_per_step * config.data.samples_per_prompt / MOST
+    return (
+        answer_s / TICKS_PER_ANSWER * config.data.prompts_per_step * config.data.samples_per_prompt / MAX_TRAJECTORIES
+    )
 
 
-def _counted_by(grain: int, speed: Speed) -> Speed:
+def _scaled_speed(grain: int, speed: Speed) -> Speed:
     """Returns an engine's speed for tokens representing `grain` real tokens each."""
     return Speed(tuple(s * grain for s in speed.seconds), speed.prefill_s * grain, speed.cache_tokens / grain)
 
@@ -140,19 +142,19 @@ def _synced(fleet: SimulatedFleet, rollouts: Asynchronous, version: int) -> None
     rollouts.synced(version)
 
 
-def _before(asynchrony: AsynchronyConfig) -> int:
+def _warmup_steps(asynchrony: AsynchronyConfig) -> int:
     """Returns the number of steps until a steady state."""
     return asynchrony.max_staleness + (2 if asynchrony.mode == "full" else asynchrony.mode == "one_step")
 
 
-def _alone(config: Config) -> Config:
+def _normalized(config: Config) -> Config:
     """Returns settings with `off` as `full` without staleness, an equivalent, and without dynamic sampling."""
     asynchrony, algorithm = config.asynchrony, config.algorithm
-    most = 0 if asynchrony.mode == "off" else asynchrony.max_staleness
+    max_staleness = 0 if asynchrony.mode == "off" else asynchrony.max_staleness
     return replace(
         config,
         run=replace(config.run, steps=None),
-        asynchrony=AsynchronyConfig(asynchrony.mode, most),
+        asynchrony=AsynchronyConfig(asynchrony.mode, max_staleness),
         algorithm=replace(algorithm, dynamic_sampling=replace(algorithm.dynamic_sampling, enabled=False)),
     )
 
@@ -171,8 +173,8 @@ class _Players:
     def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
         """Returns the agent for all trajectories."""
         engine = self.fleet.engines[0]
-        made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
-        player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
+        own_router = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
+        player: Any = _Player(own_router, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
         player.calls = self.calls
         return player if self.slots is None else HeldSlots(LocalPlayer(player), self.slots)
 
@@ -183,7 +185,7 @@ class _Opened:
     sample: int
 
 
-class Whole:
+class UnitCounter:
     """Counts amounts in whole units without bias: each remainder goes to the next amount, and the first remainder is
     random.
 
@@ -241,9 +243,13 @@ class _Player:
             status=Status.COMPLETED,
             turns=0,
         )
-        random, tick, start, asleep = Random(f"{self.seed}/{name}"), self.tick, self.calls.loop.time(), 0.0
-        turns = self.workload.draw(random, self.group(name), opened.sample)
-        read, written, waited = Whole(self.grain, random), Whole(self.grain, random), Whole(tick, random)
+        random, tick, start, waiting = Random(f"{self.seed}/{name}"), self.tick, self.calls.loop.time(), 0.0
+        turns = self.workload.sample_turns(random, self.group(name), opened.sample)
+        read, written, waited = (
+            UnitCounter(self.grain, random),
+            UnitCounter(self.grain, random),
+            UnitCounter(tick, random),
+        )
         for turn in turns:
             _grow(t, read.units(turn.read), 0)
             if count := written.units(turn.written):
@@ -253,8 +259,8 @@ class _Player:
                 _grow(t, count, 1)
             t.turns += 1
             if ticks := waited.units(turn.env_s):
-                asleep += await self.calls.take(ticks * tick)
-        t.seconds[OWN] = self.calls.loop.time() - start - asleep
+                waiting += await self.calls.run(ticks * tick)
+        t.seconds[OWN_SECONDS] = self.calls.loop.time() - start - waiting
         return t
 
 

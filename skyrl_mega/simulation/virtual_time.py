@@ -15,7 +15,7 @@ LONGEST_S = 1e8
 """Three years: a longer wait counts as endless."""
 
 
-class WaitsForEver(RuntimeError):
+class EndlessWait(RuntimeError):
     """A coroutine waits for an event that can no longer happen."""
 
 
@@ -62,7 +62,7 @@ class _Jump(selectors.SelectSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None or self.loop.now > self.loop.longest_s:
-                raise WaitsForEver(f"after {self.loop.now:g} simulated seconds somebody waits for ever")
+                raise EndlessWait(f"after {self.loop.now:g} simulated seconds somebody waits for ever")
             self.loop.now += timeout
         return ready
 
@@ -73,7 +73,7 @@ class VirtualLoop:
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:
         self.loop = VirtualTime(longest_s, tick_s)
         self._event = asyncio.Event()
-        self._over = 0.0
+        self._remainder = 0.0
         """Seconds rounded off by `sleep` so far."""
 
     def __enter__(self) -> Self:
@@ -119,9 +119,9 @@ class VirtualLoop:
     def sleep(self, seconds: float) -> None:
         """Advances the time in whole ticks; the remainder is added to the next call."""
         if tick := self.loop.tick_s:
-            self._over += seconds
-            seconds = round(self._over / tick) * tick
-            self._over -= seconds
+            self._remainder += seconds
+            seconds = round(self._remainder / tick) * tick
+            self._remainder -= seconds
         self.run(asyncio.sleep(seconds))
 
     async def _wait(self, ready: Callable[[], bool], seconds: float) -> None:

@@ -16,9 +16,9 @@ from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Step
 from skyrl_mega.telemetry.run_dir import by_step
 
-LONGEST = 40
+SHOWN_CHARS = 40
 """Characters of an option shown in an error."""
-HIGHEST_SIGMA = 3.0
+MAX_SIGMA = 3.0
 """Largest allowed sigma: the largest of a thousand values is then a hundred times the mean."""
 
 
@@ -61,13 +61,13 @@ class LogNormal:
     mean: float
     sigma: float
 
-    def draw(self, random: Random) -> float:
+    def sample(self, random: Random) -> float:
         """Returns a random value."""
         if not self.mean:
             return 0.0
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
-    def mean_up_to(self, most: float) -> float:
+    def capped_mean(self, most: float) -> float:
         """Returns the mean of values capped at `most`."""
         if not self.mean or not self.sigma:
             return min(self.mean, most)
@@ -92,17 +92,17 @@ class LogNormal:
             mean, sigma = (float(part) for part in [*text.split(","), "0"][:2])
         except ValueError:
             mean = sigma = math.nan
-        if text.count(",") > 1 or not (lowest <= mean <= highest and 0 <= sigma <= HIGHEST_SIGMA):
-            given = printable(text[:LONGEST]) or "''"
+        if text.count(",") > 1 or not (lowest <= mean <= highest and 0 <= sigma <= MAX_SIGMA):
+            given = printable(text[:SHOWN_CHARS]) or "''"
             raise UserError(
                 f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g}"
-                f"{f' ({key})' if key else ''} and a SIGMA of 0 to {HIGHEST_SIGMA:g}"
+                f"{f' ({key})' if key else ''} and a SIGMA of 0 to {MAX_SIGMA:g}"
             )
         return cls(mean, sigma)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Synthetic:
     """Trajectories with a fixed number of turns and independent random lengths and durations."""
 
     prompt: int
@@ -111,30 +111,30 @@ class Drawn:
     environment: LogNormal
     """Seconds in the environment per turn."""
     turns: int
-    most: int
+    max_tokens: int
     """Limit on the tokens of a trajectory."""
-    longest_s: float = math.inf
+    max_env_s: float = math.inf
     """Time limit of an environment turn, in seconds."""
 
-    def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
+    def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
         """Returns a random trajectory, independent of the group's others."""
-        written = max(self.turns, min(self.most, round(self.tokens.draw(random))))
+        written = max(self.turns, min(self.max_tokens, round(self.tokens.sample(random))))
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
         return [
-            Turn(self.prompt if n == 0 else 0, count, min(self.longest_s, self.environment.draw(random)))
+            Turn(self.prompt if n == 0 else 0, count, min(self.max_env_s, self.environment.sample(random)))
             for n, count in enumerate(each)
         ]
 
     @property
     def length(self) -> Length:
         """Average length of a trajectory."""
-        return Length(self.prompt, max(self.turns, self.tokens.mean_up_to(self.most)), self.turns)
+        return Length(self.prompt, max(self.turns, self.tokens.capped_mean(self.max_tokens)), self.turns)
 
     @property
     def environment_s(self) -> float:
         """Average seconds in the environment per trajectory."""
-        return self.turns * self.environment.mean_up_to(self.longest_s)
+        return self.turns * self.environment.capped_mean(self.max_env_s)
 
 
 @dataclass(frozen=True)
@@ -144,28 +144,28 @@ class Recorded:
 
     groups: Sequence[Sequence[list[Turn]]]
 
-    def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
+    def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
         """Returns a sample of a group. Groups repeat only after all were used."""
-        found = self.groups[group % len(self.groups)]
-        again = group // len(self.groups)  # a repeated group starts with another sample
-        return found[(sample + again) % len(found)]
+        samples = self.groups[group % len(self.groups)]
+        repetition = group // len(self.groups)  # a repeated group starts with another sample
+        return samples[(sample + repetition) % len(samples)]
 
     @property
-    def played(self) -> list[list[Turn]]:
+    def trajectories(self) -> list[list[Turn]]:
         """All trajectories."""
         return [turns for group in self.groups for turns in group]
 
     @property
     def length(self) -> Length:
         """Average length of a trajectory."""
-        turns = [turn for played in self.played for turn in played]
+        turns = [turn for trajectory in self.trajectories for turn in trajectory]
         sums = sum(turn.read for turn in turns), sum(turn.written for turn in turns), len(turns)
-        return Length(*(value / len(self.played) for value in sums))
+        return Length(*(value / len(self.trajectories) for value in sums))
 
     @property
     def environment_s(self) -> float:
         """Average seconds in the environment per trajectory."""
-        return sum(turn.env_s for played in self.played for turn in played) / len(self.played)
+        return sum(turn.env_s for trajectory in self.trajectories for turn in trajectory) / len(self.trajectories)
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
@@ -174,28 +174,28 @@ class Recorded:
         Raises:
             UserError: A file is unreadable, or there are no trajectories.
         """
-        found = []
+        groups = []
         for file in by_step(folder / "trajectories", ".parquet").values():
             try:
-                played = trajectory_io.read_steps(file)
+                trajectories = trajectory_io.read_steps(file)
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"--like {folder}: {file.name} has no trajectories that can be read ({one_line(str(error))}); take "
                     "it out of the folder, or give another run's"
                 ) from error
-            for group in played:
+            for group in trajectories:
                 if answered := [turns for turns in map(turns_of, group) if turns]:
-                    found.append(answered)
-        if not found:
+                    groups.append(answered)
+        if not groups:
             raise UserError(
                 f"--like {folder}: there are no trajectories; give a run's folder, of a run with "
                 "telemetry.trajectories_every=1"
             )
-        Random(0).shuffle(found)  # so that few simulated steps cover the whole run
-        return cls(found)
+        Random(0).shuffle(groups)  # so that few simulated steps cover the whole run
+        return cls(groups)
 
 
-Workload = Drawn | Recorded
+Workload = Synthetic | Recorded
 
 
 def turns_of(steps: Sequence[Step]) -> list[Turn]:

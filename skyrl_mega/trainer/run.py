@@ -153,7 +153,7 @@ class Run:
             }
         )
         step.record(self.measurements.write_recordings(step))
-        if (killed := budget.killed()) is not None:
+        if (killed := budget.ended()) is not None:
             step.record({"environment/ended_for_memory": float(killed - self.killed_for_memory)})
             self.killed_for_memory = killed
         verdict = self.health.check(step.number, step.metrics, step.trajectories)
@@ -253,7 +253,7 @@ class Run:
         state["entropy"] = self.entropy.state()
         parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained_models.items()}
         if self.config.asynchrony.mode != "off":
-            parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
+            parts[ROLLOUTS] = partial(self.rollouts.save, done=self.step)
             state["stream"], state["version"] = self.stream.state(), self.version
             state["ahead"] = self.rollouts.prompts_left(self.step) - self.stream.remaining
         with self.console.phase("checkpoint"):

@@ -14,7 +14,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate import endpoint as module
-from skyrl_mega.evaluate.endpoint import ATTEMPTS, Endpoint, EndpointFailed, EndpointSource, restored
+from skyrl_mega.evaluate.endpoint import ATTEMPTS, Endpoint, EndpointFailed, EndpointSource, with_stop_string
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from tests.evaluate.fake import Fake, serving
 
@@ -219,7 +219,7 @@ STOPS = ["</search>", "</answer>"]
     ],
 )
 def test_the_stop_string_is_put_back(text: str, choice: dict[str, Any], whole: str) -> None:
-    assert restored(text, {"finish_reason": "stop", **choice}, STOPS) == whole
+    assert with_stop_string(text, {"finish_reason": "stop", **choice}, STOPS) == whole
 
 
 def test_requests_carry_the_sampling_and_what_is_added(fake: Fake) -> None:
@@ -262,5 +262,5 @@ def test_addresses() -> None:
     for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "http://h:1/v1/chat/completions"):
         assert Endpoint.of(given, "m", "KEY", None, "{}").url == "http://h:1/v1"
     assert Endpoint.of("https://h/openai/v9", "m", "KEY", None, "{}").url == "https://h/openai/v9"
-    assert Endpoint.of("http://127.0.0.5:1", "m", "KEY", None, "{}").near
-    assert not Endpoint.of("http://10.0.0.5:1", "m", "KEY", None, "{}").near
+    assert Endpoint.of("http://127.0.0.5:1", "m", "KEY", None, "{}").is_local
+    assert not Endpoint.of("http://10.0.0.5:1", "m", "KEY", None, "{}").is_local

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.evaluate.published import PUBLISHED, SEVEN, chosen, plain
-from skyrl_mega.evaluate.report import EXAMPLES, SETS, beside, report, values
+from skyrl_mega.evaluate.published import PUBLISHED, SEVEN, matching_tables, normalized
+from skyrl_mega.evaluate.report import EXAMPLES, SETS, comparison_table, report, values
 from skyrl_mega.evaluate.scores import Score, SetScores
 
 SEARCHR1 = PUBLISHED["searchr1"][0]
@@ -59,11 +59,11 @@ def test_published_figures_are_those_of_the_recipes(real_data: Path) -> None:
 
 def test_published_averages_are_the_means_that_the_table_says() -> None:
     """The 3B models' are means over sets; the 30B model's is the mean over examples, and proves the sizes."""
-    rows = cells(beside(SEARCHR1, []))
+    rows = cells(comparison_table(SEARCHR1, []))
     over_sets, over_examples = rows[SETS], rows[EXAMPLES]
     assert over_sets[1:5] == ["0.336", "0.356", "0.421", "0.403"] == rows["average, as published"][1:5]
     assert (over_sets[5], over_examples[5], rows["average, as published"][5]) == ("0.431", "0.457", "0.457")
-    sql = cells(beside(PUBLISHED["sql"][0], []))
+    sql = cells(comparison_table(PUBLISHED["sql"][0], []))
     assert sql[SETS][2] == sql["average, as published"][2] == "0.792"
     averages = sql["average, as published"][1:]
     for mean, average in zip(sql[SETS][1:], averages, strict=True):
@@ -72,7 +72,7 @@ def test_published_averages_are_the_means_that_the_table_says() -> None:
 
 def test_rows_stand_in_their_order_and_absent_sets_are_dashes() -> None:
     sets = [of("searchR1_hotpotqa", 40, 0.4), of("other", 5, 0.9), of("NQ", 10, 0.1)]
-    text = beside(SEARCHR1, sets)
+    text = comparison_table(SEARCHR1, sets)
     rows = cells(text)
     assert list(rows)[1:8] == ["NQ†", "TriviaQA†", "PopQA†", "HotpotQA*", "2wiki*", "Musique*", "Bamboogle*"]
     assert rows["NQ†"][:2] == ["0.100 ± 0.010", "0.397"]
@@ -87,7 +87,7 @@ def test_rows_stand_in_their_order_and_absent_sets_are_dashes() -> None:
 
 def test_all_tables_line_up_and_name_both_means() -> None:
     sets = [of("searchR1_tq", 40, 0.4, f1=0.5), of("openai/gsm8k", 10, 0.1)]
-    names = chosen([s.name for s in sets])
+    names = matching_tables([s.name for s in sets])
     assert names == ["searchr1", "gsm8k"]
     text = report(sets, names, "a model")
     blocks = [block for block in text.split("\n\n") if block.startswith("|")]
@@ -128,12 +128,12 @@ def test_all_tables_line_up_and_name_both_means() -> None:
     ],
 )
 def test_sets_find_their_published_table(name: str, key: str | None) -> None:
-    assert chosen([name]) == ([key] if key else [])
+    assert matching_tables([name]) == ([key] if key else [])
 
 
 def test_names_of_rows_are_plain_and_none_is_there_twice() -> None:
     names = [name for tables in PUBLISHED.values() for row in tables[0].rows for name in row.names]
-    assert all(plain(name) == name for name in names)
+    assert all(normalized(name) == name for name in names)
     assert len(names) == len(set(names))
     for tables in PUBLISHED.values():
         for table in tables:
@@ -152,7 +152,7 @@ def test_what_failed_is_counted_and_a_set_without_scores_leaves_no_mean() -> Non
     alone = report([none], [], "a model")
     assert "failed: it has no scores." in alone and "no mean" not in alone
     assert cells(text)[SETS][1:4] == cells(text)[EXAMPLES][1:4] == ["–"] * 3
-    assert cells(beside(SEARCHR1, [some, none]))["TriviaQA†"][0] == "–"
+    assert cells(comparison_table(SEARCHR1, [some, none]))["TriviaQA†"][0] == "–"
     assert values([some, none], ["searchr1"])[SETS]["accuracy"] is None
 
 

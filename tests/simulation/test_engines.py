@@ -14,8 +14,8 @@ from skyrl_mega.engines.base import Request
 from skyrl_mega.simulation.engines import SimulatedEngine, Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import Outcome, simulate
-from skyrl_mega.simulation.virtual_time import VirtualLoop, WaitsForEver
-from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Turn
+from skyrl_mega.simulation.virtual_time import EndlessWait, VirtualLoop
+from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Turn
 
 SECONDS = (0.0, 0.010, 0.011, 0.013)
 """Three places."""
@@ -68,11 +68,11 @@ RATES = Rates(
     train_s=10 / (32 * 640),
     sync_s=2.0,
 )
-ALIKE = Drawn(0, LogNormal(640, 0), LogNormal(0, 0), 1, 10**6)
+ALIKE = Synthetic(0, LogNormal(640, 0), LogNormal(0, 0), 1, 10**6)
 LONG_TAIL = replace(ALIKE, tokens=LogNormal(640, 1.2))
 
 
-def outcome(mode: str, most: int, workload: Drawn = ALIKE, rates: Rates = RATES) -> Outcome:
+def outcome(mode: str, most: int, workload: Synthetic = ALIKE, rates: Rates = RATES) -> Outcome:
     return simulate(replace(CONFIG, asynchrony=AsynchronyConfig(mode, most)), rates, workload, steps=6)
 
 
@@ -117,5 +117,5 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_waiting_for_ever_is_told() -> None:
-    with VirtualLoop() as loop, pytest.raises(WaitsForEver):
+    with VirtualLoop() as loop, pytest.raises(EndlessWait):
         loop.run(asyncio.Event().wait())

@@ -13,10 +13,10 @@ from skyrl_mega.config.schema import AsynchronyConfig, Config, EnvironmentConfig
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import Outcome, simulate
-from skyrl_mega.simulation.workload import Drawn, LogNormal
+from skyrl_mega.simulation.workload import LogNormal, Synthetic
 
 SYNC = 2.0
-ONE_TURN = Drawn(20, LogNormal(200, 0), LogNormal(0, 0), 1, 10**6)
+ONE_TURN = Synthetic(20, LogNormal(200, 0), LogNormal(0, 0), 1, 10**6)
 TWO_TURNS = replace(ONE_TURN, turns=2, environment=LogNormal(5, 0))
 SPEED = Speed((0.0, 0.05), prefill_s=0.05, cache_tokens=10**6)
 
@@ -26,7 +26,7 @@ def played(
     most: int,
     *,
     train: float,
-    workload: Drawn = ONE_TURN,
+    workload: Synthetic = ONE_TURN,
     speed: Speed = SPEED,
     prompts: int = 1,
     environment: EnvironmentConfig | None = None,
@@ -123,7 +123,7 @@ def test_one_environment_open_at_a_time() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_fewer_trajectories_have_as_many_calls_done(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 trajectories 3 are played, and their calls take as long as all of the 8 would: 8 · 100 / workers."""
-    monkeypatch.setattr("skyrl_mega.simulation.rates.MOST", 3)
+    monkeypatch.setattr("skyrl_mega.simulation.rates.MAX_TRAJECTORIES", 3)
     environment = EnvironmentConfig(workers=workers)
     found = played("full", 4, train=4, workload=TOOL, speed=BOTH, prompts=8, environment=environment)
     assert found.seconds * found.calls_filled == pytest.approx(800 / workers, rel=0.05)

@@ -19,10 +19,10 @@ from skyrl_mega.planner.times import decoding, step_time
 from skyrl_mega.simulation import rates as module
 from skyrl_mega.simulation.calls import Calls, Places
 from skyrl_mega.simulation.engines import Speed
-from skyrl_mega.simulation.rates import Rates, prompts_played, smaller
+from skyrl_mega.simulation.rates import Rates, prompts_played, scale_down
 from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.virtual_time import VirtualLoop
-from skyrl_mega.simulation.workload import Drawn, Length, LogNormal
+from skyrl_mega.simulation.workload import Length, LogNormal, Synthetic
 
 SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
 
@@ -71,9 +71,11 @@ def test_fewer_trajectories_do_the_same_work(prompts: int, engines: int, places:
     speed = Speed((0.0, *(0.01 + 0.001 * n for n in range(1, places + 1))), prefill_s=1e-4, cache_tokens=1e6)
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 8
-    less, scaled = smaller(config, Rates(engines, speed, train_s=1e-3, sync_s=2.0))
+    less, scaled = scale_down(config, Rates(engines, speed, train_s=1e-3, sync_s=2.0))
     factor = prompts / less.data.prompts_per_step
-    assert less.data.prompts_per_step * 8 <= module.MOST and less.data.prompts_per_step == prompts_played(config)
+    assert less.data.prompts_per_step * 8 <= module.MAX_TRAJECTORIES and less.data.prompts_per_step == prompts_played(
+        config
+    )
     # Tokens a second, of all engines: written with all places taken, read, and trained on.
     written = factor * scaled.engines * scaled.speed.places / scaled.speed.seconds[-1]
     assert written == pytest.approx(engines * places / speed.seconds[-1])
@@ -91,16 +93,16 @@ def test_fewer_trajectories_take_as_long(monkeypatch: pytest.MonkeyPatch) -> Non
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 8, 2
     rates = Rates(2, Speed((0.0, 0.01), 0.001, 1e9), train_s=1e-3, sync_s=2.0)
-    workload = Drawn(100, LogNormal(1000, 0), LogNormal(0, 0), 1, 10**6)
+    workload = Synthetic(100, LogNormal(1000, 0), LogNormal(0, 0), 1, 10**6)
     seconds = 8 * (0.1 + 10) + 16 * 1.1 + 2
     for most in (512, 4):
-        monkeypatch.setattr(module, "MOST", most)
+        monkeypatch.setattr(module, "MAX_TRAJECTORIES", most)
         assert simulate(config, rates, workload, steps=2).seconds == pytest.approx(seconds, rel=1e-2)
 
 
-def waiting(most: int, workload: Drawn, environment: EnvironmentConfig, monkeypatch: pytest.MonkeyPatch) -> float:
+def waiting(most: int, workload: Synthetic, environment: EnvironmentConfig, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds of a step of 256 trajectories, of which so many are simulated, that do little but wait for tools."""
-    monkeypatch.setattr(module, "MOST", most)
+    monkeypatch.setattr(module, "MAX_TRAJECTORIES", most)
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 256, 1
     config.asynchrony, config.environment = AsynchronyConfig("off"), environment
@@ -114,7 +116,7 @@ def test_any_number_of_slots_and_of_calls_is_that_of_all(
     bound: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the run in which all 256 play for themselves: of 32 each stands for 8."""
-    workload = Drawn(20, LogNormal(100, 0), LogNormal(5, 0), 2, 10**6)
+    workload = Synthetic(20, LogNormal(100, 0), LogNormal(5, 0), 2, 10**6)
     environment = EnvironmentConfig(**{"workers": 256, bound: places})
     all_of_them, few = (waiting(most, workload, environment, monkeypatch) for most in (256, 32))
     assert few == pytest.approx(all_of_them, rel=0.1)
@@ -127,7 +129,7 @@ def test_a_call_is_as_long_as_it_is_and_its_place_is_taken_for_longer() -> None:
 
         async def ends(count: int) -> list[float]:
             async def one() -> float:
-                await calls.take(90)
+                await calls.run(90)
                 return loop.now
 
             return await asyncio.gather(*(one() for _ in range(count)))

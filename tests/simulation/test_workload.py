@@ -15,8 +15,8 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
-from skyrl_mega.simulation.simulate import FINEST, Whole, grain_of
-from skyrl_mega.simulation.workload import Drawn, Length, LogNormal, Recorded, Turn
+from skyrl_mega.simulation.simulate import UNITS_PER_ANSWER, UnitCounter, grain_of
+from skyrl_mega.simulation.workload import Length, LogNormal, Recorded, Synthetic, Turn
 
 STEPS = [
     Step(Kind.PROMPT, 0, 3, env_s=9.0),
@@ -63,7 +63,7 @@ def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path
     found = Recorded.of_run(tmp_path)
     told = sorted([turns[0].env_s for turns in group] for group in found.groups)
     assert told == [[0, 1], [10, 11], [20, 21], [30, 31]]
-    drawn = [[found.draw(Random(0), group, sample)[0].env_s for sample in range(2)] for group in range(8)]
+    drawn = [[found.sample_turns(Random(0), group, sample)[0].env_s for sample in range(2)] for group in range(8)]
     assert sorted(drawn[:4]) == told and [[b, a] for a, b in drawn[4:]] == drawn[:4], "others come first then"
 
 
@@ -107,12 +107,12 @@ def test_a_broken_or_foreign_file_is_told(name: str, tmp_path: Path) -> None:
 
 
 def test_the_mean_is_that_of_what_is_drawn() -> None:
-    workload = Drawn(100, LogNormal(1000, 1.0), LogNormal(3, 1.0), 3, most=2000, longest_s=10)
+    workload = Synthetic(100, LogNormal(1000, 1.0), LogNormal(3, 1.0), 3, max_tokens=2000, max_env_s=10)
     random = Random(0)
-    drawn = [workload.draw(random, 0, 0) for _ in range(6000)]
+    drawn = [workload.sample_turns(random, 0, 0) for _ in range(6000)]
     assert workload.length == Length(100, pytest.approx(mean(sum(t.written for t in d) for d in drawn), rel=0.02), 3)
     assert max(turn.env_s for d in drawn for turn in d) == 10
-    assert LogNormal(1000, 0).mean_up_to(300) == 300 and LogNormal(0, 1).mean_up_to(300) == 0
+    assert LogNormal(1000, 0).capped_mean(300) == 300 and LogNormal(0, 1).capped_mean(300) == 0
 
 
 @pytest.mark.parametrize("unit", [1, 7, 64])
@@ -120,7 +120,7 @@ def test_counting_in_units_favours_no_length(unit: int) -> None:
     """Also parts of which each is less than a unit: in the sum, and each by itself."""
     parts, drawn = (5, 100, 3, 40), []
     for seed in range(4000):
-        whole = Whole(unit, Random(seed))
+        whole = UnitCounter(unit, Random(seed))
         drawn.append([whole.units(part) for part in parts])
         assert abs(sum(drawn[-1]) - sum(parts) / unit) < 1
     for part, units in zip(parts, zip(*drawn, strict=True), strict=True):
@@ -128,9 +128,9 @@ def test_counting_in_units_favours_no_length(unit: int) -> None:
 
 
 def test_long_answers_are_counted_by_more_tokens() -> None:
-    for mean_of_all, turns in ((200, 1), (FINEST * 10, 1), (FINEST * 30, 3)):
-        workload = Drawn(0, LogNormal(mean_of_all, 0), LogNormal(0, 0), turns, 10**9)
-        assert grain_of(workload) == max(1, mean_of_all // turns // FINEST)
+    for mean_of_all, turns in ((200, 1), (UNITS_PER_ANSWER * 10, 1), (UNITS_PER_ANSWER * 30, 3)):
+        workload = Synthetic(0, LogNormal(mean_of_all, 0), LogNormal(0, 0), turns, 10**9)
+        assert grain_of(workload) == max(1, mean_of_all // turns // UNITS_PER_ANSWER)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import httpx
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import SamplingConfig
-from skyrl_mega.evaluate.endpoint import MOST_TOKENS, Client, Endpoint, EndpointFailed
+from skyrl_mega.evaluate.endpoint import MAX_TOKENS, Client, Endpoint, EndpointFailed
 from tests.fuzz.target import Target
 from tests.fuzz.values import packed, real, spoilt, unpacked, value
 
@@ -44,7 +44,7 @@ def _run_endpoint(case: Any, folder: Path) -> None:
             reply = await client.reply([{"role": "user", "content": "x"}], 9, 1)
             if reply is not None:
                 reply.text.encode()
-                assert 0 <= reply.tokens <= MOST_TOKENS and 0 <= reply.prompt_tokens <= MOST_TOKENS
+                assert 0 <= reply.tokens <= MAX_TOKENS and 0 <= reply.prompt_tokens <= MAX_TOKENS
 
     asyncio.run(ask())
 

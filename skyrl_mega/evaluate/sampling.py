@@ -9,7 +9,7 @@ from typing import Protocol
 
 from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.evaluate.results import Results, row_of
-from skyrl_mega.evaluate.sets import Draw
+from skyrl_mega.evaluate.sets import SampleTask
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.slots import AgentLike
 from skyrl_mega.rollout.trajectory import Trajectory
@@ -30,20 +30,20 @@ class Source(Protocol):
         """Waits until an engine serves again, after NobodyServes."""
 
 
-def draw_missing(
+def sample_missing(
     source: Source,
-    draws: list[Draw],
+    tasks: list[SampleTask],
     results: Results,
     metrics: Callable[[str], tuple[str, ...]],
     progress: Callable[[int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Samples all `draws` and saves each sample as soon as finished. After a failure of all engines, continues once an
+    """Samples all `tasks` and saves each sample as soon as finished. After a failure of all engines, continues once an
     engine restarted.
 
     Args:
         source: Source of agents.
-        draws: The samples to generate.
+        tasks: The samples to generate.
         results: Stores the samples.
         metrics: Returns the metrics declared by an environment, by the environment's name.
         progress: Called with the number of finished samples.
@@ -53,43 +53,43 @@ def draw_missing(
         ActorFailed, EndpointFailed: No response; gives the root cause. Finished samples are kept.
         UserError: The endpoint refused a request.
     """
-    done = failed = 0
+    finished = failed = 0
 
-    def ended(draw: Draw, trajectory: Trajectory) -> None:
-        nonlocal done, failed
+    def ended(task: SampleTask, trajectory: Trajectory) -> None:
+        nonlocal finished, failed
         if trajectory.status.failed:
             failed += 1
             if failed == 1:
                 say(failures([trajectory]) or "")
-        results.add(draw.set, row_of(trajectory, metrics(draw.prompt.env_class)))
-        done += 1
-        progress(done)
+        results.add(task.set, row_of(trajectory, metrics(task.prompt.env_class)))
+        finished += 1
+        progress(finished)
 
-    left = draws
+    pending = tasks
     with EventLoop() as loop:
-        while left:
+        while pending:
             try:
-                loop.run(_play(source, left, ended))
+                loop.run(_play(source, pending, ended))
             except NobodyServes:
                 source.refill()
-            left = results.missing(iter(left))
+            pending = results.missing(iter(pending))
 
 
-async def _play(source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None]) -> None:
+async def _play(source: Source, tasks: Iterable[SampleTask], ended: Callable[[SampleTask, Trajectory], None]) -> None:
     """Runs up to `source.at_once` trajectories concurrently. Each environment opens only at the start of its
     trajectory, because environments hold files, processes and memory."""
-    left = iter(draws)
+    pending = iter(tasks)
     async with source.agent() as agent:
 
         async def worker() -> None:
-            for draw in left:
-                opened = await agent.open(draw.prompt, draw.sample)
-                ended(draw, await agent.play(opened, draw.name))
+            for task in pending:
+                opened = await agent.open(task.prompt, task.sample)
+                ended(task, await agent.play(opened, task.name))
 
-        tasks = [asyncio.create_task(worker()) for _ in range(source.at_once)]
+        workers = [asyncio.create_task(worker()) for _ in range(source.at_once)]
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*workers)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for running in workers:
+                running.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
