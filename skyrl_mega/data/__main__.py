@@ -1,4 +1,6 @@
-"""`python -m skyrl_mega.data addition|gsm8k|multiply …`: exit code 0 done, 2 the input is wrong (one line)."""
+"""Command line `python -m skyrl_mega.data addition|gsm8k|multiply …`; exit code 0 on success, 2 for wrong input (one
+line).
+"""
 
 import sys
 
@@ -7,7 +9,7 @@ from skyrl_mega.data.prepare import prepare
 
 
 def main() -> int:
-    """Writes the files that the command line asks for; the exit code."""
+    """Writes the files requested on the command line; returns the exit code."""
     prepare(sys.argv[1:])
     return DONE
 

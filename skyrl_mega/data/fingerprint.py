@@ -1,4 +1,4 @@
-"""What tells files of rows apart from others under the same names."""
+"""Fingerprints of data files, to detect changed contents under the same names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 BYTES = 16
-"""Of a fingerprint."""
+"""Length of a fingerprint, in bytes."""
 
 
 def fingerprint(files: Sequence[str | Path]) -> str:
-    """Returns a hash of the contents of files, in their order. To read the rows takes much longer."""
+    """Returns a hash of the contents of files, in order. Hashing is much faster than reading the rows."""
     whole = hashlib.blake2b(digest_size=BYTES)
     for file in files:
         with Path(file).open("rb") as opened:

@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: decided by the seed, and resumed at the exact place."""
+"""The order of prompts: decided by the seed, and resumed at the exact position."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from skyrl_mega.config.errors import UserError
 
 
 class PromptStream:
-    """Indices 0 … count-1, once per epoch, each epoch in an order of its own that (seed, epoch) decides.
+    """Stream of the indices 0 … count-1, once per epoch; (seed, epoch) decides the order of each epoch.
 
-    The stream runs on from one epoch to the next, so that no row is dropped where a batch does not divide the data,
-    and a step may draw more than one batch (dynamic sampling). A batch across an epoch's end may hold a prompt twice:
-    tell a batch's groups apart by their place in it, not by `Prompt.uid`.
+    The stream continues from one epoch to the next, so no row is dropped if the batch size does not divide the data,
+    and a step may draw several batches (dynamic sampling). A batch across the end of an epoch may contain a prompt
+    twice:
+    identify groups by their position in the batch, not by `Prompt.uid`.
     """
 
     def __init__(
         self, count: int, *, batch: int, seed: int = 0, shuffle: bool = True, epochs: int = 1, rows: str = ""
     ) -> None:
-        """Starts at the first epoch's first prompt.
+        """Starts at the first prompt of the first epoch.
 
         Args:
-            count: Prompts in the data.
-            batch: Prompts of one step.
-            seed: Decides every epoch's order.
-            shuffle: Whether the order is random; else it is the data's.
-            epochs: Passes over the data.
-            rows: Fingerprint of the data, which a checkpoint keeps.
+            count: Number of prompts in the data.
+            batch: Prompts per step.
+            seed: Seed of every epoch's order.
+            shuffle: True for random order; False for the order of the data.
+            epochs: Number of passes over the data.
+            rows: Fingerprint of the data, saved in checkpoints.
         """
         if count < 1 or batch < 1 or epochs < 1:
             raise ValueError(f"count={count}, batch={batch}, epochs={epochs} must all be at least 1")
         self.count, self.batch, self.seed, self.shuffle, self.epochs = count, batch, seed, shuffle, epochs
         self.rows = rows
         self.position = 0
-        """Prompts drawn so far."""
+        """Number of prompts drawn so far."""
         self.returned: list[int] = []
-        """Of these, what was put back, and comes first."""
+        """Drawn prompts put back; drawn again before all others."""
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
     def remaining(self) -> int:
-        """Prompts that can still be drawn."""
+        """Number of prompts left to draw."""
         return self.count * self.epochs - self.position + len(self.returned)
 
     @property
     def steps(self) -> int:
-        """Whole batches in all epochs, where each step draws one."""
+        """Number of whole batches in all epochs, with one batch per step."""
         return self.count * self.epochs // self.batch
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next prompt belongs to."""
+        """Epoch of the next prompt."""
         return self.position // self.count
 
     def take(self, count: int | None = None) -> list[int]:
-        """The next `count` indices (a batch by default), or [] once fewer than that remain."""
+        """Returns the next `count` indices (default: a batch), or [] if fewer remain."""
         count = self.batch if count is None else count
         if count > self.remaining:
             return []
@@ -70,11 +71,11 @@ class PromptStream:
         return drawn
 
     def put_back(self, indices: Sequence[int]) -> None:
-        """These were drawn, and nothing became of them: they come before all others."""
+        """Puts back drawn but unused prompts, ahead of all others."""
         self.returned = [*indices, *self.returned]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values."""
+        """Returns the stream's checkpoint state as JSON values."""
         state: dict[str, Any] = {
             "position": self.position,
             "count": self.count,
@@ -88,10 +89,10 @@ class PromptStream:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; batch size, epochs and what is in the rows may have changed since.
+        """Resumes at the position saved in `state`; batch size, epochs and row contents may have changed since.
 
         Raises:
-            UserError: The data or its order is another one, so the place means nothing.
+            UserError: The number of rows, the seed or the shuffling differs, so the position is meaningless.
         """
         for name, setting in (("count", "data.train rows"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != getattr(self, name):

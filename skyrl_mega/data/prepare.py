@@ -1,4 +1,4 @@
-"""What `python -m skyrl_mega.data` does."""
+"""Implementation of `python -m skyrl_mega.data`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """One subcommand per recipe, all with --output and --seed."""
+    """Returns the command-line parser: one subcommand per recipe, all with --output and --seed."""
     root = Parser(prog="python -m skyrl_mega.data", description="Prepares parquet files for training.")
     commands = root.add_subparsers(dest="recipe", required=True, metavar="|".join(RECIPES))
     for name, recipe in RECIPES.items():
@@ -59,35 +59,35 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: str) -> None:
-    """Refuses a command line before anything is made.
+    """Refuses a wrong command line before any file is written.
 
     Raises:
-        UserError: An option that is not there, or a value that it does not allow.
+        UserError: An option does not exist, or a value is not allowed.
     """
     parser().parse_args(_words(arguments))
 
 
 def prepare(arguments: str | Sequence[str]) -> list[Path]:
-    """Writes the files that the command line asks for and returns them.
+    """Writes the requested files and returns their paths.
 
     Args:
-        arguments: As after `python -m skyrl_mega.data`, one string or split.
+        arguments: Arguments of `python -m skyrl_mega.data`, as a string or already split.
 
     Raises:
-        UserError: An option or a source that is wrong.
+        UserError: An option or a source is wrong.
     """
     args = parser().parse_args(_words(arguments) if isinstance(arguments, str) else list(arguments))
     written = []
     try:
         tables = RECIPES[args.recipe].tables(args)
-        for name in tables:  # before the first is written
+        for name in tables:  # check all files before writing the first
             refuse_file(args.output / name, f"--output {args.output}", is_ours)
         for name, rows in tables.items():
             file = args.output / name
             count = write_rows(with_progress(rows, str(file)), file)
             print(f"{file}: {count} rows", file=sys.stderr)
             written.append(file)
-    except OSError as error:  # of a source, or of the folder of the output
+    except OSError as error:  # from a source, or from the output folder
         raise UserError(
             f"{error.filename or args.output} cannot be read or written: {error.strerror or error}; give a source that "
             "you may read, and as --output a folder with room that you may write to"

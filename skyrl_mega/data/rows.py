@@ -1,7 +1,7 @@
-"""Reading parquet files of prompts, every row checked.
+"""Reader of parquet files of prompts; every row is checked.
 
-The schema is SkyRL's: `prompt: list<struct<role, content>>` is needed; `env_class: string`, `data_source`,
-`reward_spec`, `extra_info` and any further column are as the environment wants them. Rows are counted from 0.
+The schema is SkyRL's: `prompt: list<struct<role, content>>` is required; `env_class: string`, `data_source`,
+`reward_spec`, `extra_info` and any further column depend on the environment. Rows are counted from 0.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ROWS_AT_ONCE = 65_536
 SCHEMA = "allowed: list<struct<role: string, content: string>>"
 
 LEARNED = ("role", "content", "tool_calls")
-"""What a demonstration's turn of the assistant may have."""
+"""Allowed keys of an assistant's turn in a demonstration."""
 CONVERSATION = "an assistant's message, then those that follow, and an assistant's at the end"
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt with what to learn from it."""
+    """A prompt with the conversation to learn."""
 
     messages: list[Message]
     """The prompt."""
     turns: list[Message]
-    """What follows: the assistant's messages are learned, the environment's between them are only read."""
+    """Messages after the prompt: the assistant's messages are learned, the environment's messages are only context."""
     env_class: str = ""
-    """The row's environment, whose tools the prompt shows; empty where the row names none."""
+    """Environment of the row, whose tools are shown in the prompt; empty for a row without an environment."""
 
 
 def load_prompts(
@@ -53,14 +53,14 @@ def load_prompts(
     """Reads and checks prompts.
 
     Args:
-        files: Parquet files; a prompt's `uid` is its position in all their rows.
-        config: Decides which environment names are known, and the one of rows without `env_class`.
-        key: The setting that named the files, for errors.
-        limit: Rows of each file at most; later rows keep their uids.
+        files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
+        config: Known environment names, and the default for rows without `env_class`.
+        key: Setting naming the files, for errors.
+        limit: Maximum number of rows per file; later rows keep their uids.
 
     Raises:
-        UserError: A file, a column or a row that is wrong: which, what is allowed; or too many rows whose reward no
-            answer can earn.
+        UserError: A file, column or row is wrong (with the allowed values), or no answer can earn the reward of too
+            many rows.
     """
     prompts, offset, wrong = [], 0, Wrong(key)
     for file in files:
@@ -82,13 +82,13 @@ def check_files(
     key: str = "data.train",
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Checks every row without building prompts, and tells of those whose reward no answer can earn.
+    """Checks every row without building prompts, and reports rows whose reward no answer can earn.
 
     Returns:
-        How many rows there are.
+        The number of rows.
 
     Raises:
-        UserError: As `load_prompts`.
+        UserError: As for `load_prompts`.
     """
     wrong = Wrong(key)
     count = sum(len(rows) for file in files for _, _, rows in _checked_batches(file, config, wrong))
@@ -99,7 +99,7 @@ def check_files(
 
 
 def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
-    """Names of the environments that the rows of checked files ask for."""
+    """Returns the names of the environments used by the rows of checked files."""
     names: dict[str, None] = {}
     for file in files:
         schema = pq.read_schema(file)
@@ -110,11 +110,11 @@ def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> l
 
 
 def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
-    """Reads prompts with the response, or the whole conversation, of `extra_info.demonstration`.
+    """Reads prompts with the response, or the whole conversation, in `extra_info.demonstration`.
 
     Raises:
-        UserError: As `load_prompts`, and for a row without a demonstration or with one that the assistant does not
-            begin and end.
+        UserError: As for `load_prompts`; also if a row lacks a demonstration, or if the first or last message of a
+            demonstration is not the assistant's.
     """
     column = "extra_info.demonstration"
     demonstrations = []
@@ -143,7 +143,7 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
 def _checked_batches(
     file: str | Path, config: EnvironmentConfig, wrong: Wrong
 ) -> Iterator[tuple[pa.RecordBatch, int, list[dict[str, Any]]]]:
-    """Yields pieces of a file, the number of their first row, and their rows without the prompts."""
+    """Yields batches of a file, the number of each batch's first row, and the rows without prompts."""
     where = f"{wrong.key}: {file}"
     for batch, first in _batches(file, wrong.key):
         _check_messages(batch["prompt"], first, where, "prompt")
@@ -156,7 +156,7 @@ def _checked_batches(
 
 
 def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Pieces of a file with the number of their first row, after the file and its columns were checked."""
+    """Yields batches of a file with the number of their first row, after checking the file and its columns."""
     path = Path(file)
     if not path.exists():
         raise UserError(f"{key}: {file} does not exist; allowed: parquet files; `python -m skyrl_mega.data` makes some")
@@ -192,7 +192,7 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
 
 
 def _check_text(batch: pa.RecordBatch, first: int, where: str) -> None:
-    """All text of all columns is UTF-8: a file can say so and hold something else."""
+    """Refuses text with invalid UTF-8 in any column: a parquet file may mislabel other bytes as UTF-8."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -210,7 +210,7 @@ def _is_broken(values: pa.Array) -> bool:
 
 
 def _check_messages(conversations: pa.Array, first: int, where: str, column: str) -> None:
-    """Every message of a column has a role and content."""
+    """Refuses messages without a role or content."""
     empty = pc.equal(pc.fill_null(pc.list_value_length(conversations), 0), 0)
     _refuse(empty, first, where, column, f"it is empty; {SCHEMA}")
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
@@ -228,7 +228,7 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
 
 
 def _check_words(conversations: pa.Array, first: int, where: str, among: pa.Array | None = None) -> None:
-    """Some message of every prompt says something; of those rows only where `among` is true."""
+    """Refuses prompts without a word in any message; checks only the rows selected by `among`, if given."""
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
     said = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
     silent = pc.invert(said) if among is None else pc.and_(pc.invert(said), among)
@@ -236,14 +236,14 @@ def _check_words(conversations: pa.Array, first: int, where: str, among: pa.Arra
 
 
 def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
-    """Whether an environment may write the first messages itself, so that a row's are a placeholder."""
+    """Returns True if an environment may write the first messages itself, so the row's prompt is a placeholder."""
     kind = registry.resolve(name, config)
     built_in = name in registry.BUILT_IN and name not in config.classes
     return getattr(kind, "init", None) is not BaseTextEnv.init and not (built_in and kind.requires_ground_truth)
 
 
 def _environments(batch: pa.RecordBatch, first: int, where: str, config: EnvironmentConfig) -> list[str]:
-    """Returns the environment of each row, after all were found and are ready."""
+    """Returns the environment of each row; all environments are resolved and ready."""
     if "env_class" in batch.schema.names:
         env_class = pc.if_else(_filled(batch["env_class"]), _plain(batch["env_class"]), config.default)
     else:
@@ -269,14 +269,14 @@ def _environments(batch: pa.RecordBatch, first: int, where: str, config: Environ
 
 
 def _refuse(bad: pa.Array, first: int, where: str, column: str, what: str) -> None:
-    """Raises for the first row where `bad` is true."""
+    """Raises UserError for the first row with a true value in `bad`."""
     at = pc.index(bad, True).as_py()
     if at >= 0:
         raise UserError(f"{where}, row {first + at}, column {column}: {what}")
 
 
 def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
-    """A field of a struct column; nulls where the column or the field is absent."""
+    """Returns a field of a struct column; nulls if the column or the field is absent."""
     if column in batch.schema.names:
         kind = batch.schema.field(column).type
         if pa.types.is_struct(kind) and kind.get_field_index(name) >= 0:
@@ -285,14 +285,16 @@ def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
 
 
 def _filled(values: pa.Array) -> pa.Array:
-    """True where there is a string that is not empty."""
+    """Returns a mask of the non-empty strings."""
     if not _is_string(values.type):
         return pa.array([False] * len(values))
     return pc.fill_null(pc.greater(pc.binary_length(_plain(values)), 0), False)
 
 
 def _worded(texts: pa.Array) -> pa.Array:
-    """True where a text has more than spaces; a missing one is refused by its own name."""
+    """Returns a mask of the texts with more than spaces; missing texts count as true, since another check refuses
+    them.
+    """
     return pc.fill_null(pc.greater(pc.binary_length(pc.utf8_trim_whitespace(_plain(texts))), 0), True)
 
 
@@ -305,7 +307,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_conversation(kind: pa.DataType) -> bool:
-    """Whether it is a list of structs with the strings `role` and `content`."""
+    """Returns True for a list of structs with the strings `role` and `content`."""
     if not (_is_list(kind) and pa.types.is_struct(kind.value_type)):
         return False
     fields = {f.name: f.type for f in kind.value_type}
@@ -319,7 +321,7 @@ def _is_string(kind: pa.DataType | None) -> bool:
 
 
 def _messages(prompt: Iterable[dict[str, Any]]) -> list[Message]:
-    """Returns messages without the keys that are null only because another row has them."""
+    """Returns messages without null keys, present only because another row uses them."""
     return [{k: _without_nulls(v) for k, v in message.items() if v is not None} for message in prompt]
 
 
@@ -330,7 +332,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *more: str) -> None:
-    """Refuses tool calls that no chat template writes, and, of an assistant, what is not learned from (`more`)."""
+    """Refuses tool calls no chat template can write, and assistant messages with keys outside `more`, if given."""
     for row, message in ((row, message) for row, messages in enumerate(conversations, first) for message in messages):
         try:
             calls_of(message)

@@ -1,4 +1,4 @@
-"""Names of evaluation sets, from the `data_source` of rows."""
+"""Names of evaluation sets, derived from the `data_source` of rows."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterable
 from skyrl_mega.envs.prompt import Prompt
 
 UNNAMED = "data"
-"""The set of rows without a `data_source`."""
+"""Name of the set of rows without a `data_source`."""
 
 
 def source_of(prompt: Prompt) -> str:
-    """Returns the data source of a row, as the row has it."""
+    """Returns the data source of a row, unchanged."""
     return str(prompt.extras.get("data_source") or UNNAMED)
 
 
 def set_names(sources: Iterable[str], allowed: str = r"\w.-") -> dict[str, str]:
-    """Returns a name for each data source: without characters that names of figures and files cannot have.
+    """Returns a name for each data source, without characters forbidden in names of metrics and files.
 
-    Two sources never share a name: `nq/open` is `nq_open`, or `nq_open_2` beside a source that has that name already.
+    Two sources never share a name: `nq/open` becomes `nq_open`, or `nq_open_2` if another source has the name already.
 
     Args:
-        sources: As rows have them.
-        allowed: Characters of a name, as within the brackets of a regular expression.
+        sources: Data sources of the rows.
+        allowed: Allowed characters of a name, as inside the brackets of a regular expression.
     """
     plain = {source: re.sub(rf"[^{allowed}]+", "_", source).lstrip(".") or UNNAMED for source in sources}
     names: dict[str, str] = {}
-    for source in sorted(plain, key=lambda source: (plain[source] != source, source)):  # who has the name keeps it
+    for source in sorted(plain, key=lambda source: (plain[source] != source, source)):  # a valid name is kept
         name, number = plain[source], 1
         while name in names.values():
             number += 1

@@ -1,4 +1,4 @@
-"""Rows whose reward no answer can earn: counted, told with the first of them, and refused where they are too many."""
+"""Rows whose reward no answer can earn: counted, reported with the first such row, and refused if too many."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from skyrl_mega.envs import registry
 from skyrl_mega.envs.truths import SPECS, spec_of
 
 MOST_WRONG = 0.05
-"""Share of the rows of a setting's files that may be wrong."""
+"""Largest allowed share of wrong rows in a setting's files."""
 STRUCT = "allowed is a struct with ground_truth, or JSON text of one"
 
 
 @dataclass
 class Wrong:
-    """The rows of a setting's files whose reward no answer can earn."""
+    """Counter of the rows in a setting's files whose reward no answer can earn."""
 
     key: str
-    """The setting that names the files."""
+    """Setting naming the files."""
     rows: int = 0
-    """Rows that were looked at."""
+    """Number of rows checked."""
     count: int = 0
-    """Rows that are wrong."""
+    """Number of wrong rows."""
     first: str = ""
-    """File, row, column and reason of the first one."""
+    """File, row, column and reason of the first wrong row."""
 
     def look(
         self,
@@ -41,12 +41,12 @@ class Wrong:
         first: int,
         config: EnvironmentConfig,
     ) -> None:
-        """Asks each row's environment whether an answer could earn its reward.
+        """Checks each row with its environment, and counts the rows whose reward no answer can earn.
 
         Args:
-            rows: As `judged_rows` gives them.
-            names: The environment of each.
-            file: Where they are from.
+            rows: Rows returned by `judged_rows`.
+            names: Environment of each row.
+            file: File of the rows.
             first: Number of the first row.
             config: Names and options of environments.
         """
@@ -59,14 +59,14 @@ class Wrong:
                 self.first = self.first or f"{file}, row {first + at}, {why}"
 
     def line(self) -> str | None:
-        """Returns what to tell of them; None if there are none."""
+        """Returns a summary of the wrong rows; None if there are none."""
         if not self.count:
             return None
         share = f"{self.count} of {self.rows} rows ({100 * self.count / self.rows:.3g} %)"
         return f"{self.key}: no answer can earn the reward of {share}; the first: {self.first}"
 
     def refuse(self) -> None:
-        """Raises UserError if there are more than may be."""
+        """Raises UserError if the share of wrong rows exceeds `MOST_WRONG`."""
         if self.count > MOST_WRONG * self.rows:
             raise UserError(f"{self.line()}; correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
 
@@ -74,17 +74,17 @@ class Wrong:
 def judged_rows(
     batch: pa.RecordBatch, names: Sequence[str], first: int, where: str, config: EnvironmentConfig
 ) -> list[dict[str, Any]]:
-    """Returns the rows without their prompts, with a ground truth wherever the environment needs one.
+    """Returns the rows without their prompts, with a ground truth in every row whose environment needs one.
 
     Args:
         batch: The rows.
-        names: The environment of each.
+        names: Environment of each row.
         first: Number of the first row.
         where: Setting and file, for errors.
         config: Names of environments.
 
     Raises:
-        UserError: A row has no ground truth, or has something else in its place.
+        UserError: A ground truth is missing or malformed.
     """
     kinds = {name: registry.resolve(name, config) for name in set(names)}
     judged = {name for name, kind in kinds.items() if getattr(kind, "requires_ground_truth", True)}
@@ -101,7 +101,7 @@ def judged_rows(
 
 
 def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the columns of `SPECS` that are text, as the JSON object that they hold."""
+    """Yields the text columns among `SPECS`, parsed as JSON objects."""
     for column in SPECS:
         spec = row.get(column)
         if isinstance(spec, str) and spec:
@@ -113,4 +113,4 @@ def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]
         if spec and not isinstance(spec, dict):
             raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {STRUCT}")
         if spec and spec.get("ground_truth") is not None:
-            return  # the other column judges nothing: it may be the name of a model, or its score
+            return  # the other column is not judged: it may hold a model's name or score

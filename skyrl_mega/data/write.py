@@ -1,4 +1,4 @@
-"""Rows into parquet files: whole or not at all, and never in the place of a file that a person made or changed."""
+"""Writer of rows to parquet files: atomic, and never replacing a file made or changed by a person."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from skyrl_mega.cluster.whole import whole_file
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
-"""Of a row group, at most; but for one row that alone is larger."""
+"""Maximum size of a row group; a single larger row is an exception."""
 PROGRESS_AFTER_S = 3.0
 _SHA256 = b"skyrl_mega.sha256"
-"""Key in a file's metadata: the digest of all that lies before them."""
+"""Metadata key of the digest over all preceding bytes of the file."""
 
 
 def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
-    """Writes rows to `file` through a neighbour that takes its name at the end; returns how many.
+    """Writes rows to a temporary neighbour of `file` and renames it at the end; returns the number of rows.
 
-    The first rows decide the schema. On an error nothing is left behind and an older file stays as it was.
+    The first rows decide the schema. On an error nothing is left behind and an older file stays unchanged.
 
     Raises:
-        UserError: There is a file that `write_rows` did not write, or that was changed since; or a number is too large
-            for a parquet file.
+        UserError: The file was not written by `write_rows` or was changed since; or a number is too large for parquet.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -51,7 +50,7 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
 
 
 def _pieces(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows in lists, each of which is a row group: readers take one as a whole."""
+    """Yields the rows in lists, one per row group: readers load a whole row group."""
     piece, size = [], 0
     for row in rows:
         piece.append(row)
@@ -64,7 +63,7 @@ def _pieces(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _size(value: Any) -> int:
-    """Returns about how many bytes a value takes."""
+    """Returns the approximate size of a value in bytes."""
     if isinstance(value, dict):
         return sum(map(_size, value.values()))
     if isinstance(value, list | tuple):
@@ -80,7 +79,7 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
 
 
 def is_ours(file: Path) -> bool:
-    """Returns True if `write_rows` wrote a file, and nobody changed it since."""
+    """Returns True if `write_rows` wrote a file, unchanged since."""
     try:
         told = (pq.read_metadata(file).metadata or {}).get(_SHA256)
         with file.open("rb") as opened:
@@ -92,7 +91,7 @@ def is_ours(file: Path) -> bool:
 
 
 def _digest(file: IO[bytes], end: int) -> str:
-    """The digest of a file's first `end` bytes; the file's position is `end` then."""
+    """Returns the digest of a file's first `end` bytes and leaves the file position at `end`."""
     digest = hashlib.sha256()
     file.seek(0)
     while some := file.read(min(2**20, end - file.tell())):
@@ -101,7 +100,7 @@ def _digest(file: IO[bytes], end: int) -> str:
 
 
 def with_progress(rows: Iterable[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:
-    """The same rows, with a line on stderr every 3 seconds."""
+    """Yields the same rows, and prints a line to stderr every 3 seconds."""
     said = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row

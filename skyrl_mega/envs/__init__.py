@@ -1,4 +1,4 @@
-"""Environments: the contract, the registry, the built-in ones and the preparation of their data."""
+"""Environments: the contract, the registry, the built-in environments and the preparation of their data."""
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.faults import InfrastructureFault

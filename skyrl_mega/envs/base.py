@@ -1,4 +1,4 @@
-"""The environment contract: what judges a policy's text and answers it."""
+"""The environment contract: an environment judges the policy's text and answers the policy."""
 
 from __future__ import annotations
 
@@ -10,54 +10,64 @@ from skyrl_mega.envs.options import Option, filled
 from skyrl_mega.envs.truths import spec_of
 
 Message = dict[str, Any]
-"""A chat message: `role` and `content`, both text. One of role `tool` may have `tool_call_id` and `name`, one of the
-assistant `tool_calls`, a list."""
+"""A chat message: `role` and `content`, both text. A `tool` message may also carry `tool_call_id` and `name`, an
+`assistant` message `tool_calls`, a list.
+"""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a message. Chat templates drop any other without a word."""
+"""Roles of a message. Chat templates silently drop any other role."""
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What one step gives back: a plain dict with these keys."""
+    """The result of one step: a plain dict with these keys."""
 
     observations: list[Message]
-    """Messages appended to the conversation before the next turn; [] when there is none."""
+    """Messages appended to the conversation before the next turn; [] for none."""
     reward: float | Mapping[str, float]
-    """This step's reward. A trajectory's reward is the sum over its steps. Several have names, and are added up with
-    `algorithm.reward_weights`."""
+    """Reward of this step. A trajectory's reward is the sum over its steps. A dict holds several rewards by name,
+    summed with `algorithm.reward_weights`.
+    """
     rewards_at: NotRequired[Sequence[tuple[int, float]] | None]
-    """May be left out. (end, reward) of parts of the answer, which are earned beside `reward`: the token that completes
-    the first `end` characters of `action` has it, where advantages are estimated by token."""
+    """Optional. (end, reward) of parts of the answer, earned in addition to `reward`. Where advantages are estimated
+    per token, the token completing the first `end` characters of `action` receives the reward.
+    """
     done: bool
-    """Whether the trajectory ends here."""
+    """True if the trajectory ends here."""
     metadata: dict[str, Any]
-    """For people: kept with the trajectory, never seen by the policy. `tool_calls`, a list, says what was called."""
+    """Information for people: kept with the trajectory, never seen by the policy. `tool_calls`, a list, names the calls
+    made.
+    """
     messages: NotRequired[list[Message] | None]
-    """May be left out. The whole conversation, rewritten, in the place of all that the policy saw before;
-    `observations` is then []. Needs `rewrites_history` and `rollout.step_wise`."""
+    """Optional. The whole conversation, rewritten; replaces everything the policy saw before, and `observations` is
+    then []. Needs `rewrites_history` and `rollout.step_wise`.
+    """
 
 
 class BaseTextEnv:
-    """One conversation with a policy: made for one trajectory, stepped once per turn, closed at its end.
+    """One conversation with a policy: created for one trajectory, stepped once per turn, closed at its end.
 
-    A subclass overrides `step`. It is constructed as `cls(env_config=…, extras=…)`, away from the GPUs. `step` may
-    block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
+    A subclass overrides `step`. The class is constructed as `cls(env_config=…, extras=…)`, in a process without GPUs.
+    `step` may block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
     """
 
     requires_ground_truth: ClassVar[bool] = True
-    """Rows without `reward_spec.ground_truth` are refused before the run starts. Set False to judge without one."""
+    """True if every row needs `reward_spec.ground_truth`: rows without a ground truth are refused before the run
+    starts. Set False to judge without a ground truth.
+    """
 
     rewrites_history: ClassVar[bool] = False
-    """Whether `step` may give `messages`, a conversation that is not the old one with more behind it."""
+    """True if `step` may return `messages`, a conversation other than the old one plus new messages."""
     OPTIONS: ClassVar[Mapping[str, Option] | None] = None
-    """Its options, as `skyrl_mega.envs.options` declares them: others, and values that they do not allow, are refused
-    before a run starts. None takes whatever is given."""
+    """Options of the environment, declared with `skyrl_mega.envs.options`. Undeclared options and invalid values are
+    refused before a run starts. None accepts everything.
+    """
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Entries of the last step's metadata that are scores between 0 and 1, for `skyrl_mega.evaluate`; the first one is
-    the accuracy. Without any, a sample is right when its reward is at least 1."""
+    """Entries of the last step's metadata with scores between 0 and 1, for `skyrl_mega.evaluate`; the first entry is
+    the accuracy. Without entries, a sample is right when its reward is at least 1.
+    """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
-        """Keeps what the row says.
+        """Stores the options and the row.
 
         Args:
             env_config: `environment.options.<name>` of the configuration.
@@ -66,55 +76,58 @@ class BaseTextEnv:
         """
         self.env_config: Mapping[str, Any] = env_config or {}
         self.options: Mapping[str, Any] = filled(type(self).__name__, self.env_config, self.OPTIONS)
-        """`env_config`, and what is usual of the `OPTIONS` that it leaves out."""
+        """`env_config`, completed with the defaults of `OPTIONS`."""
         self.extras: Mapping[str, Any] = extras or {}
         self.ground_truth: Any = spec_of(self.extras)[1].get("ground_truth")
-        """`reward_spec.ground_truth` of the row, of whatever type the row gives it."""
+        """`reward_spec.ground_truth` of the row, of any type."""
         self.max_turns: int = int(self.extras.get("max_turns", 1))
-        """Turns of this trajectory at most."""
+        """Maximum number of turns of this trajectory."""
         self.turns: int = 0
-        """Turns taken; an environment of several turns counts them itself in `step`."""
+        """Turns taken; a multi-turn environment increments the count in `step`."""
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses what `OPTIONS` cannot say of options, whatever the machine; called before anything else is done.
+        """Refuses options with mistakes beyond the reach of `OPTIONS`, independent of the machine; called before all
+        else.
 
         Args:
-            options: `environment.options.<name>` of the configuration, filled.
+            options: `environment.options.<name>` of the configuration, with defaults filled in.
 
         Raises:
-            UserError: What is wrong, and the fix.
+            UserError: An option is wrong; the message names the problem and the fix.
         """
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine on which this environment cannot work; called when the data that ask for it are in place.
+        """Refuses a machine unable to run this environment; called once the data using the environment are in place.
 
         Args:
-            options: As `check_options`, which has seen them.
+            options: Options accepted by `check_options`.
 
         Raises:
-            UserError: What is missing, and the fix.
+            UserError: A requirement is missing; the message names the requirement and the fix.
         """
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns why no answer can equal a row's `reward_spec.ground_truth`, and what is allowed; None if one can.
+        """Returns the reason why no answer can equal a row's `reward_spec.ground_truth`, and the allowed form; None if
+        an answer can.
 
         Args:
-            truth: Not None.
+            truth: The ground truth; not None.
         """
         return None
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns why no answer to a row can earn the reward: the column, the reason, what is allowed; None if one can.
+        """Returns the reason why no answer to a row can earn the reward (column, reason, allowed form); None if an
+        answer can.
 
-        Asked of every row before a run starts.
+        Called for every row before a run starts.
 
         Args:
-            row: Its columns but for the prompt.
-            options: As `check_options`, which has seen them.
+            row: The row's columns without the prompt.
+            options: Options accepted by `check_options`.
         """
         column, spec = spec_of(row)
         truth = spec.get("ground_truth")
@@ -123,28 +136,30 @@ class BaseTextEnv:
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Seconds that one step may take by the options' own limits; to be below `rollout.env_timeout_s`.
+        """Returns the longest duration of one step in seconds under the options' own limits.
+
+        It must be below `rollout.env_timeout_s`.
 
         Args:
-            options: As `check_options`, which has seen them.
+            options: Options accepted by `check_options`.
         """
         return 0.0
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the conversation: the messages that the policy sees first, and information for people."""
+        """Opens the conversation; returns the first messages for the policy, and information for people."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the policy's text of this turn (stop string included) and answers it."""
+        """Judges the policy's text of this turn (stop string included) and returns the answer to the text."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def out_of_time(self) -> BaseTextEnvStepOutput | None:
-        """Judges what there is where the trajectory's time (`rollout.trajectory_timeout_s`) is over between two turns.
+        """Judges the work so far when the trajectory's time limit (`rollout.trajectory_timeout_s`) hits between turns.
 
-        Of an environment that judges only at the end, which `step` has not seen then. Its own time is
-        `rollout.env_timeout_s`. None: the trajectory has the rewards that it was given.
+        Intended for environments judging only at the end, since `step` has then not judged the work. The call itself is
+        limited by `rollout.env_timeout_s`. None keeps the rewards given so far.
         """
         return None
 
     def close(self) -> None:
-        """Releases what the environment holds; called once, also after a failure."""
+        """Releases the environment's resources; called once, also after a failure."""

@@ -1,4 +1,4 @@
-"""Where in an environment's own file a fault came from: what its author looks at first."""
+"""Location of a fault in an environment's own source file: the first place for its author to look."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib
 
 
 def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> str | None:
-    """`my_env.py, line 12, in step: the line's text`; None where that cannot be told.
+    """Returns `my_env.py, line 12, in step: the line's text`, or None if the place is unknown.
 
-    It is the innermost frame outside of Python, of installed packages and of this one; of a built-in environment, the
-    innermost in its own folder. Without such a frame, or without an error (a step that took too long, or gave what the
-    contract does not allow), it is where the class defines `step`.
+    The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,
+    the innermost frame in the environment's own folder. Without such a frame, or without an exception (a step timed out
+    or broke the contract), the place is the definition of the class's `step`.
 
     Args:
-        error: What the environment raised.
-        name: The environment's.
+        error: The exception raised by the environment.
+        name: Registered name of the environment.
         config: Names and import paths.
     """
-    raised = error if not isinstance(error, BadOutput) else None  # that one is raised here
+    raised = error if not isinstance(error, BadOutput) else None  # BadOutput is raised in this package
     frames = traceback.extract_tb(raised.__traceback__) if raised else []
     try:
         source = inspect.getsourcefile(step := registry.resolve(name, config).step)
@@ -44,7 +44,9 @@ def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> 
 
 
 def _is_users(file: Path) -> bool:
-    """Whether a file belongs to neither Python, nor an installed package, nor this one but for its environments."""
+    """Returns True if a file is neither Python's, nor an installed package's, nor this package's outside its
+    environments.
+    """
     if file.is_relative_to(ENVIRONMENTS):
         return file.parent != ENVIRONMENTS
     return file.is_file() and not any(file.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))

@@ -1,9 +1,9 @@
-"""What an environment raises where it is not to blame."""
+"""The exception for failures outside an environment's own logic."""
 
 
 class InfrastructureFault(RuntimeError):
-    """Raised by an environment when what failed is neither its own logic nor what the policy wrote, but a service under
-    it: a sandbox that did not start, a database that is not reached, a checker that was killed.
+    """A failure of a service below an environment, caused neither by the environment's logic nor by the policy's text:
+    a sandbox did not start, a database is unreachable, a checker was killed.
 
-    The trajectory is played again from its prompt, `environment.retries` times; then it counts as failed.
+    The trajectory is retried from its prompt, `environment.retries` times; then it counts as failed.
     """

@@ -1,4 +1,4 @@
-"""`skyrl_mega.config.options` under the name by which environments import it (docs/environments.md)."""
+"""`skyrl_mega.config.options` under the import name for environments (docs/environments.md)."""
 
 from skyrl_mega.config.options import (
     Option,

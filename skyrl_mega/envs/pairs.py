@@ -1,16 +1,18 @@
-"""Pairs of numbers for arithmetic, with none of the test pairs in the training set."""
+"""Pairs of numbers for arithmetic, with disjoint training and test sets."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Loaded here, not where it is first named: while its extension modules load, a signal's exception is lost in them.
+# Loaded here, not at its first use: a signal's exception is lost while numpy loads its extension modules.
 from numpy.random import Generator
 
 from skyrl_mega.config.errors import UserError
 
 ENUMERATE_UP_TO = 3
-"""Digits up to which every pair is listed (405,450 unordered pairs); with more, pairs are drawn and repeats dropped."""
+"""Largest number of digits for listing every pair (405,450 unordered pairs); above it, pairs are drawn at random and
+duplicates dropped.
+"""
 
 
 def disjoint_pairs(
@@ -18,21 +20,20 @@ def disjoint_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws distinct pairs of numbers for training and testing.
 
-    A pair and its mirror image (27, 58 and 58, 27) are always on the same side, so that a test problem is new in
-    earnest.
+    A pair and its mirror image (27, 58 and 58, 27) are always in the same set, so every test problem is new.
 
     Args:
-        digits: Digits of each number, 1 to 9; the first is not 0.
-        train: Training pairs.
-        test: Test pairs.
-        rng: Decides which.
-        second: Digits of the second number; None are as many as of the first.
+        digits: Digits of each number, 1 to 9; the first digit is not 0.
+        train: Number of training pairs.
+        test: Number of test pairs.
+        rng: Random generator for the choice.
+        second: Digits of the second number; None for as many as the first.
 
     Returns:
         int64 [train, 2] and [test, 2], in random order.
 
     Raises:
-        UserError: There are not so many pairs.
+        UserError: The digits allow fewer pairs than requested.
     """
     second = second or digits
     if second == digits:
@@ -52,7 +53,7 @@ def disjoint_pairs(
 
 
 def _ordered_pairs(first: int, second: int, wanted: int, rng: Generator) -> np.ndarray:
-    """Pairs of a number of `first` digits and one of `second`: none is another's mirror image."""
+    """Returns pairs of a `first`-digit and a `second`-digit number; no pair is the mirror image of another."""
     lows = np.array([10 ** (first - 1), 10 ** (second - 1)])
     if first + second <= 2 * ENUMERATE_UP_TO:
         numbers = [np.arange(low, 10 * low) for low in lows]
@@ -71,7 +72,9 @@ def _unordered_pairs(digits: int, wanted: int, rng: Generator) -> np.ndarray:
 
 
 def _first_with(unordered: np.ndarray, count: int) -> int:
-    """How many unordered pairs it takes for `count` ordered ones: a pair of equal numbers has no mirror image."""
+    """Returns the number of unordered pairs needed for `count` ordered pairs; a pair of equal numbers has no mirror
+    image.
+    """
     ordered = np.cumsum(np.where(unordered[:, 0] == unordered[:, 1], 1, 2))
     return int(np.searchsorted(ordered, count)) + 1 if count else 0
 

@@ -1,4 +1,4 @@
-"""One row of the data, as every room above knows it."""
+"""The `Prompt` record: one row of the data, as all higher packages use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data: what the policy is asked and what the environment needs to judge it."""
+    """One row of the data: the question for the policy and the information for judging the answer."""
 
     uid: int
     """Position in the data; the same across epochs and restarts."""

@@ -1,7 +1,7 @@
-"""Environments by name: the built-in ones, and the user's own by import path.
+"""Registry of environments by name: built-in classes, and user classes by import path.
 
-A name is resolved from the configuration alone, so that any process with the same configuration and working directory
-finds the same class. A row of data can only name what is registered: data never decides which code is imported.
+A name is resolved from the configuration alone, so every process with the same configuration and working directory
+finds the same class. A data row can only name registered environments: data never decides which code is imported.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ BUILT_IN: Mapping[str, str] = {
     "swe": "skyrl_mega.envs.swe.env:SweEnv",
     "text2sql": "skyrl_mega.envs.text2sql.env:Text2SqlEnv",
 }
-"""Name → import path of the environments that come with the project."""
+"""Name → import path of the built-in environments."""
 
 ROW_HOOKS = ("wrong_row", "wrong_ground_truth")
-"""Methods of an environment that refuse a row."""
+"""Methods of an environment for refusing a row."""
 
 CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
-"""What a pasted class takes from this package."""
+"""Names from this package used by a pasted environment class."""
 CONTRACT_IMPORT = f"from skyrl_mega.envs import {', '.join(CONTRACT)}"
 
 
 def names(config: EnvironmentConfig) -> list[str]:
-    """Every name that a row's `env_class` may have."""
+    """Returns every allowed value of a row's `env_class`."""
     return sorted({*BUILT_IN, *config.classes})
 
 
 def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
-    """The class behind a name; the user's own go before the built-in ones.
+    """Returns the class behind a name; user classes take precedence over built-in classes.
 
     Raises:
         UserError: The name is unknown, or its import path leads nowhere.
@@ -62,7 +62,7 @@ def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
 
 
 def unknown_name(name: str, config: EnvironmentConfig) -> str:
-    """What to say of a name that is not registered: the nearest, the allowed, the fix."""
+    """Returns the error text for an unregistered name: the nearest name, the allowed names, the fix."""
     allowed = names(config)
     near = get_close_matches(name, allowed, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -73,13 +73,13 @@ def unknown_name(name: str, config: EnvironmentConfig) -> str:
 
 
 def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None = None) -> BaseTextEnv:
-    """A fresh environment for one trajectory.
+    """Creates the environment for one trajectory.
 
     Args:
         name: Registered name.
-        extras: What the row carries beside its prompt.
+        extras: The row's columns besides the prompt.
         config: Names, import paths and options.
-        max_turns: `rollout.max_turns`; the environment finds it as `extras["max_turns"]` and `self.max_turns`.
+        max_turns: `rollout.max_turns`; available as `extras["max_turns"]` and `self.max_turns`.
     """
     given = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
     cls = resolve(name, config)
@@ -90,8 +90,8 @@ def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
     """Resolves every registered class and every name in `used`, and checks all options, before any process starts.
 
     Raises:
-        UserError: An import path that leads nowhere, an unknown name, options for a name that is not registered, or
-            options that an environment does not have.
+        UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, or an option
+            does not exist.
     """
     for name in (*config.classes, *used, *filter(None, [config.default])):
         resolve(name, config)
@@ -102,10 +102,10 @@ def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
 
 
 def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
-    """An environment's options, filled and checked.
+    """Returns an environment's options, checked and completed with defaults.
 
     Raises:
-        UserError: One that it does not have, or a value that it does not allow.
+        UserError: An option does not exist, or a value is not allowed.
     """
     cls, key, given = resolve(name, config), f"environment.options.{name}", config.options.get(name)
     if not issubclass(cls, BaseTextEnv):
@@ -116,10 +116,10 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
 
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
-    """Lets an environment that rows ask for refuse its options or the machine, before any process starts.
+    """Lets an environment used by rows refuse its options or the machine, before any process starts.
 
     Raises:
-        UserError: It does.
+        UserError: The environment refuses.
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
@@ -127,7 +127,9 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
 
 
 def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, Any]], str | None] | None:
-    """Returns what says of a row that no answer can earn its reward; None if the environment never does.
+    """Returns an environment's check for rows without a reachable reward; None if the environment accepts every row.
+
+    The check maps a row to the reason for refusing the row, or None.
 
     Args:
         name: Registered name.
@@ -143,22 +145,22 @@ def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, An
 
 
 def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Options; with `retriever`, the settings of the retrieval service, for an environment that asks it."""
+    """Returns the options, plus `retriever`, the retrieval service's settings, for an environment using the service."""
     return {**options, "retriever": config.retriever} if getattr(cls, "needs_retriever", False) else options
 
 
 def has_tools(name: str, config: EnvironmentConfig) -> bool:
-    """Whether the policy of an environment calls tools in the model's own template.
+    """Returns True if the policy of an environment calls tools in the model's own template.
 
     Raises:
-        UserError: What its class has as tools is none.
+        UserError: The class's `tools` are not tools.
     """
     tools(name, config)
     return calls_tools(resolve(name, config))
 
 
 def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """The tools of an environment's class, as chat templates take them; [] where it has none, or has them by row."""
+    """Returns the class's tools in chat-template form; [] for a class without tools or with tools per row."""
     try:
         return definitions(resolve(name, config))
     except TypeError as error:
@@ -166,7 +168,7 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
-    """The same names with file paths made absolute, for processes that start in another folder."""
+    """Returns the configuration with absolute file paths, for processes started in another folder."""
     classes = {}
     for name, path in config.classes.items():
         source, _, attribute = path.rpartition(":")

@@ -1,4 +1,4 @@
-"""The shape of a row of data: the schema that SkyRL's users already have."""
+"""The shape of a data row: the schema of SkyRL's users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_mega.envs.base import Message
 def row(
     *, data_source: str, prompt: list[Message], env_class: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """One row: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`."""
+    """Returns one row: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`."""
     return {
         "data_source": data_source,
         "prompt": prompt,

@@ -1,8 +1,7 @@
-"""Tool calls in what a policy wrote, as the model's own chat template has them.
+"""Parsing of tool calls in a policy's text, in the format of the model's own chat template.
 
-A form is how a family of templates writes a call. `PARSERS` has those that are known, by name; `form_of` reads off a
-template which one it uses. A call that cannot be read is no error of the run: it keeps what is wrong with it, and the
-policy is told.
+A form is the way a family of templates writes a call. `PARSERS` holds the known forms by name; `form_of` detects a
+template's form. An unreadable call does not fail the run: the call stores its error, shown to the policy.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from skyrl_mega.config.safe_read import Malformed, parse_json, parse_json_at
 from skyrl_mega.config.values import shown
 
 MOST_BYTES = 2**20
-"""Of one call."""
+"""Maximum size of one call, in bytes."""
 CALL, CLOSED = "<tool_call>", "</tool_call>"
 TAG = re.compile("</?(?:think|tool_call)>")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; `error` says what is wrong with one that cannot be read."""
+    """One call; `error` describes the mistake in an unreadable call."""
 
     id: str
-    """Names it within its trajectory; the message with its result has the same."""
+    """Identifier within the trajectory; the message with the call's result carries the same identifier."""
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -34,25 +33,25 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class AssistantMessage:
-    """A turn of the policy, read."""
+    """A parsed turn of the policy."""
 
     content: str
-    """What it said beside its calls and after its thinking."""
+    """The text outside the calls and after the thinking."""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 Parser = Callable[[str, int], AssistantMessage]
-"""(a turn's text, the number of the turn, from 1) → the message."""
+"""Function (text of a turn, number of the turn from 1) → message."""
 
 
 def hermes(text: str, turn: int = 1) -> AssistantMessage:
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
 
-    The JSON behind an opening tag is read first: tags within it are text. What is thought is neither call nor answer.
+    The JSON after an opening tag is read first, so tags inside the JSON are text. Thoughts are neither call nor answer.
     """
     calls: list[ToolCall] = []
     content: list[str] = []
-    thinking, end = False, 0  # end: of what is read
+    thinking, end = False, 0  # end of the text read so far
     while tag := TAG.search(text, end):
         if not thinking:
             content.append(text[end : tag.start()])
@@ -63,7 +62,7 @@ def hermes(text: str, turn: int = 1) -> AssistantMessage:
                 calls.append(call)
         elif tag[0] == "<think>":
             thinking = True
-        elif tag[0] == "</think>":  # the chat template may have opened it
+        elif tag[0] == "</think>":  # the chat template may have written the opening tag
             thinking, calls, content = False, [], []
         elif not thinking:
             content.append(tag[0])
@@ -73,7 +72,7 @@ def hermes(text: str, turn: int = 1) -> AssistantMessage:
 
 
 def _call(text: str, start: int, id: str) -> tuple[ToolCall, int]:
-    """Returns the call behind an opening tag, and where it ends."""
+    """Returns the call after an opening tag, and its end position."""
     form = 'allowed is {"name": …, "arguments": {…}}'
     try:
         value, end = parse_json_at(text, start, most=MOST_BYTES)
@@ -106,10 +105,10 @@ def _read(value: Any, id: str, form: str) -> ToolCall:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a message's `tool_calls` as chat templates take them: arguments that are JSON in a text become a mapping.
+    """Returns a message's `tool_calls` in chat-template form: arguments in JSON text become a mapping.
 
     Raises:
-        Malformed: They are something else.
+        Malformed: `tool_calls` is not a list of calls.
     """
     calls = message.get("tool_calls") or []
     if isinstance(calls, str):
@@ -137,6 +136,6 @@ PARSERS: Mapping[str, Parser] = {"hermes": hermes}
 
 
 def form_of(template: str) -> str | None:
-    """The form in which a chat template has the policy write calls; None for one that is not known."""
-    # Qwen3-Coder's has XML within the same tags.
+    """Returns the form of tool calls in a chat template; None for an unknown form."""
+    # Qwen3-Coder's template puts XML inside the same tags.
     return "hermes" if "<tool_call>" in template and "<function=" not in template else None

@@ -1,4 +1,4 @@
-"""Environments with native tool calls: the model is shown the tools and calls them as its chat template says.
+"""Environments with native tool calls: the chat template shows the tools to the model and defines the call format.
 
 class Weather(ToolEnv):
     tools = (Tool("temperature", {"type": "object", "properties": {"city": {"type": "string"}}}, look_up),)
@@ -23,30 +23,31 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.tool_calls import Parser, ToolCall, hermes
 
 LONGEST_ERROR = 300
-"""Characters of an error that the policy is told."""
+"""Maximum length of an error shown to the policy, in characters."""
 
 
 class ToolError(Exception):
-    """Raised by a tool: the policy reads its text. Any other exception is an error of the environment."""
+    """Error of a tool, shown to the policy. Any other exception is an error of the environment."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that the policy may call.
+    """A function offered to the policy.
 
     Raises:
-        ValueError: A name or a schema that is not allowed.
+        ValueError: The name or the schema is not allowed.
     """
 
     name: str
     """Letters, digits, `_`, `.` and `-`."""
     schema: Mapping[str, Any]
-    """JSON Schema of the arguments: an object, without other properties where it does not say that they may be. A call
-    with others is refused, and the policy is told."""
+    """JSON Schema of the arguments: an object, without additional properties unless the schema allows them. A call with
+    additional arguments is refused, and the policy reads the error.
+    """
     call: Callable[..., Any]
-    """Gets the arguments by name. Gives text, or what JSON can say."""
+    """The function, called with the arguments by name. Returns text, or a JSON-serializable value."""
     description: str = ""
-    """What the model reads about it; the first line of `call`'s docstring where there is none."""
+    """Description for the model; defaults to the first line of `call`'s docstring."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]{1,64}", self.name):
@@ -60,15 +61,15 @@ class Tool:
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in chat-template form."""
         lines = (self.description or self.call.__doc__ or "").strip().splitlines() or [""]
         described = self.description or lines[0]
         function = {"name": self.name, "description": described, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
     def wrong(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with a call's arguments; None where nothing is."""
-        schema = {"additionalProperties": False, **self.schema}  # JSON Schema lets others pass, `call` does not
+        """Returns the mistake in a call's arguments, or None."""
+        schema = {"additionalProperties": False, **self.schema}  # JSON Schema allows more arguments, `call` does not
         error = best_match(Draft202012Validator(schema).iter_errors(dict(arguments)))
         if error is None:
             return None
@@ -77,18 +78,18 @@ class Tool:
 
 
 class ToolEnv(BaseTextEnv):
-    """An environment whose policy calls tools. A subclass gives `tools` and `judge`.
+    """An environment whose policy calls tools. A subclass defines `tools` and `judge`.
 
-    A turn with calls is answered with a message of role `tool` for each; a turn without calls is the answer, which
-    ends the trajectory.
+    A turn with calls is answered with a `tool` message per call. A turn without calls is the answer and ends the
+    trajectory.
     """
 
     tools: Sequence[Tool] = ()
-    """What may be called: of the class, or given to `__init__` where tools need the row."""
+    """The callable tools: an attribute of the class, or passed to `__init__` if the tools depend on the row."""
     calls_per_turn: ClassVar[int] = 8
-    """Calls of one turn that are made; the policy is told that the others are not."""
+    """Maximum number of executed calls per turn; the policy reads an error for the rest."""
     result_characters: ClassVar[int] = 10_000
-    """Of one result; what follows is left out."""
+    """Maximum length of one result, in characters; the rest is cut."""
 
     def __init__(
         self,
@@ -100,14 +101,16 @@ class ToolEnv(BaseTextEnv):
         if tools is not None:
             self.tools = tools
         self.parse: Parser = hermes
-        """Reads a turn; the agent loop gives the one of the model's template."""
+        """Parser of a turn; the agent loop sets the parser of the model's template."""
 
     def judge(self, answer: str) -> float:
-        """The reward of the policy's answer: the text of a turn without calls."""
+        """Returns the reward of the policy's answer, the text of a turn without calls."""
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Makes the calls, or judges the answer. In the last turn nothing is called: the policy would not read it."""
+        """Executes the calls, or judges the answer. The last turn executes no calls, since the policy could not read
+        the results.
+        """
         self.turns += 1
         message = self.parse(action, self.turns)
         calls, metadata = message.tool_calls, {"tool_calls": [_shown(call) for call in message.tool_calls]}
@@ -121,7 +124,7 @@ class ToolEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=results, reward=0.0, done=False, metadata=metadata)
 
     def _result(self, call: ToolCall) -> Message:
-        """The answer to one call: its result, or what is wrong with it."""
+        """Returns the message answering one call: its result, or its error."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         error = call.error
         if error is None and tool is None:
@@ -140,10 +143,10 @@ class ToolEnv(BaseTextEnv):
 
 
 def definitions(env: object) -> list[dict[str, Any]]:
-    """The tools of an environment, or of its class, as chat templates take them; [] where it has none.
+    """Returns the tools of an environment, or of its class, in chat-template form; [] without tools.
 
     Raises:
-        TypeError: `tools` is no sequence of tools.
+        TypeError: `tools` is not a sequence of tools.
     """
     tools = getattr(env, "tools", ()) if calls_tools(env) else ()
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Tool) for tool in tools):
@@ -152,7 +155,7 @@ def definitions(env: object) -> list[dict[str, Any]]:
 
 
 def calls_tools(env: object) -> bool:
-    """Whether an environment, or a class of them, has tools that are called in the model's own template."""
+    """Returns True if an environment, or an environment class, uses tool calls in the model's own template."""
     return issubclass(env if isinstance(env, type) else type(env), ToolEnv)
 
 
@@ -161,6 +164,6 @@ def _message(call: ToolCall, content: str) -> Message:
 
 
 def _shown(call: ToolCall) -> dict[str, Any]:
-    """For people: kept with the trajectory's step."""
+    """Returns a call for people, kept with the trajectory's step."""
     shown = {"id": call.id, "name": call.name, "arguments": call.arguments}
     return shown if call.error is None else {**shown, "error": call.error}

@@ -1,4 +1,4 @@
-"""Checks of ground truths that environments share: can any answer equal what a row gives?"""
+"""Checks of ground truths shared by environments: can any answer equal a row's ground truth?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 ONE = "allowed is one text or number"
 SPECS = ("reward_spec", "reward_model")
-"""Columns that say how a row is judged; the latter in DAPO's files."""
+"""Columns describing how a row is judged; `reward_model` in DAPO's files."""
 
 
 def wrong_text(truth: Any) -> str | None:
-    """Returns why a ground truth is not one text or number that says something; None if it is.
+    """Returns the reason why a ground truth is not one non-empty text or number; None if it is.
 
     Args:
         truth: `reward_spec.ground_truth` of a row.
@@ -33,9 +33,9 @@ def wrong_text(truth: Any) -> str | None:
 
 
 def wrong_spelling(truth: Any) -> str | None:
-    """Returns why a ground truth that is compared letter by letter cannot be given; None if it can.
+    """Returns the reason why no answer can equal a ground truth compared letter by letter; None if an answer can.
 
-    A column of whole numbers with one gap becomes one of floats in pandas: 18 is then written as 18.0.
+    In pandas, a column of whole numbers with one gap becomes a column of floats, so 18 is written as 18.0.
 
     Args:
         truth: `reward_spec.ground_truth` of a row.
@@ -48,7 +48,7 @@ def wrong_spelling(truth: Any) -> str | None:
 
 
 def is_json_object(text: str) -> bool:
-    """Returns whether a text is a JSON object."""
+    """Returns True if a text is a JSON object."""
     if not text.lstrip().startswith("{"):
         return False
     try:
@@ -58,7 +58,7 @@ def is_json_object(text: str) -> bool:
 
 
 def spec_of(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Returns the column of a row that has its ground truth, and what the column holds; `{}` without one."""
+    """Returns the name and the content of the row's column with the ground truth; `{}` as content if there is none."""
     for column in SPECS:
         spec = row.get(column)
         if isinstance(spec, Mapping) and spec.get("ground_truth") is not None:

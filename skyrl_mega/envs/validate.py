@@ -1,4 +1,4 @@
-"""What an environment gives back, checked against the contract: a user's code may return anything."""
+"""Validation of an environment's output against the contract: user code may return anything."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
 KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
 MORE = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
-"""Role → what a message of it may have beside role and content."""
+"""Role → keys of its messages besides role and content."""
 
 
 class BadOutput(Exception):
-    """An environment gave what the contract does not allow. Names method, key and value, and what is allowed."""
+    """An environment's output breaks the contract. The message gives method, key, value and the allowed values."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`BaseTextEnvStepOutput`, of which every part has the type that it should have."""
+    """A validated `BaseTextEnvStepOutput`: every field is of its declared type."""
 
     observations: list[Message]
     messages: list[Message] | None
-    """The whole conversation, rewritten; None where it goes on."""
+    """The whole conversation, rewritten; None if the conversation continues."""
     reward: float
-    """Finite; the sum of several, and of parts."""
+    """Finite; the weighted sum of named rewards, plus the rewards of parts."""
     done: bool
     metadata: dict[str, Any]
-    """As JSON has it: lists for tuples, text for what is neither number, list nor dict."""
+    """Metadata after a round trip through JSON: lists for tuples, text for other types."""
     rewards: dict[str, float]
-    """By name, before weights; empty where the environment gives one without."""
+    """Rewards by name, before weighting; empty for a single unnamed reward."""
     _: KW_ONLY
     rewards_at: list[tuple[int, float]]
-    """(end, reward) of parts of the answer: up to that character of it."""
+    """(end, reward) of parts of the answer, each up to character `end`."""
 
     @property
     def tool_calls(self) -> list[Any]:
-        """What the environment says that the policy called in this step."""
+        """The environment's list of the policy's calls in this step."""
         calls: list[Any] = self.metadata.get("tool_calls") or []
         return calls
 
 
 def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
-    """Opens a conversation.
+    """Opens a conversation and returns its first messages.
 
     Raises:
-        BadOutput: Its output is none.
+        BadOutput: The output breaks the contract.
     """
     output = env.init(prompt)
     if not isinstance(output, tuple) or len(output) != 2:
@@ -63,32 +63,32 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
 
 
 def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = None) -> StepOutput:
-    """Takes a step. What the environment reads is valid Unicode, whatever was written.
+    """Takes a step and returns its validated output. The environment always receives valid Unicode.
 
     Args:
         env: The environment.
-        action: The policy's words.
+        action: The policy's text.
         weights: `algorithm.reward_weights`.
 
     Raises:
-        BadOutput: Its output is none.
+        BadOutput: The output breaks the contract.
     """
     return _output("step", env.step(action.encode(errors="replace").decode()), len(action), weights)
 
 
 def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) -> StepOutput | None:
-    """What an environment makes of what there is when time is over between turns; None where it says nothing.
+    """Asks the environment to judge the work so far when the time limit hits between turns; None without a judgement.
 
     Raises:
-        BadOutput: Its output is none.
+        BadOutput: The output breaks the contract.
     """
-    judge = getattr(env, "out_of_time", None)  # a class that does not inherit may have none
+    judge = getattr(env, "out_of_time", None)  # a class without BaseTextEnv as a base may lack the method
     output = judge() if callable(judge) else None
     return None if output is None else _output("out_of_time", output, 0, weights)
 
 
 def _output(method: str, output: Any, characters: int, weights: Mapping[str, float] | None) -> StepOutput:
-    """What a method has given for an answer of so many characters."""
+    """Validates a method's output for an answer of `characters` characters."""
     if not isinstance(output, Mapping):
         raise BadOutput(f"{method} gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
     for key in ("observations", "reward", "done"):
@@ -130,7 +130,7 @@ def _finite(value: Any) -> bool:
 
 
 def _named(method: str, rewards: Mapping[Any, Any], weights: Mapping[str, float]) -> dict[str, float]:
-    """Several rewards by name."""
+    """Validates rewards by name."""
     for name, value in rewards.items():
         if not isinstance(name, str) or not name or not _finite(value):
             raise BadOutput(f"{method}: reward[{name!r}] = {_shown(value)}; allowed: a finite number under a text")
@@ -143,7 +143,7 @@ def _named(method: str, rewards: Mapping[Any, Any], weights: Mapping[str, float]
 
 
 def _of_parts(method: str, rewards_at: Any, characters: int) -> list[tuple[int, float]]:
-    """Rewards of parts of an answer that has so many characters."""
+    """Validates rewards of parts of an answer of `characters` characters."""
     if rewards_at is None:
         return []
     if not isinstance(rewards_at, list | tuple):
@@ -182,7 +182,7 @@ def _messages(key: str, messages: Any) -> list[Message]:
 
 
 def _plain(key: str, message: Mapping[str, Any]) -> Message:
-    """A message as JSON has it."""
+    """Returns a message in JSON form."""
     plain: Message = {"role": str(message["role"]), "content": str(message["content"])}
     for name in MORE.get(plain["role"], ()):
         if (value := message.get(name)) is None:
@@ -221,13 +221,13 @@ def _metadata(method: str, metadata: Any) -> dict[str, Any]:
     try:
         text = json.dumps(dict(metadata), default=str, ensure_ascii=False)
         text.encode()
-    except Exception as error:  # keys that are no text, cycles, a __str__ that raises
+    except Exception as error:  # keys of other types, cycles, a failing __str__
         raise BadOutput(f"{method}: metadata cannot be written as JSON: {error!r}") from error
     plain: dict[str, Any] = json.loads(text)
     return plain
 
 
 def _shown(value: Any) -> str:
-    """A value's type, and its beginning."""
+    """Returns a value's type and the start of its repr."""
     text = f"{type(value).__name__} {value!r}"
     return text if len(text) <= 200 else text[:200] + "…"

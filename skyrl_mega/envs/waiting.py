@@ -1,4 +1,4 @@
-"""Time that an environment waits its turn for something shared is not time that it works: a limit must not count it."""
+"""A clock for the time an environment waits for a shared resource: time limits of steps must not count waiting."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ _here = threading.local()
 
 
 class Clock:
-    """How long a thread has waited its turn."""
+    """Measures how long a thread has waited for shared resources."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._since: float | None = None
 
     def waited(self) -> float:
-        """Seconds so far; any thread may ask."""
+        """Returns the seconds waited so far; callable from any thread."""
         since = self._since
         return self._sum + (0.0 if since is None else time.perf_counter() - since)
 
     def begin(self) -> None:
-        """The thread waits from now on."""
+        """Marks the start of a wait."""
         self._since = time.perf_counter()
 
     def end(self) -> None:
-        """It has what it waited for."""
+        """Marks the end of a wait."""
         if self._since is not None:
             waited, self._since = time.perf_counter() - self._since, None
             self._sum += waited
 
     def run_here(self) -> None:
-        """Counts what this thread waits."""
+        """Makes this clock the one counting the waits of the current thread."""
         _here.clock = self
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around a wait for something that others hold."""
+    """Counts the time inside the block as waiting, on the clock of the current thread."""
     clock: Clock | None = getattr(_here, "clock", None)
     if clock is None:
         yield

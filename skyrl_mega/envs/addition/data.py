@@ -1,4 +1,4 @@
-"""Rows for addition: training and test problems that share no pair, and demonstrations of which a share is wrong."""
+"""Rows for addition: disjoint training and test problems, and demonstrations with a share of wrong answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_mega.envs.row import row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data addition`."""
+    """Adds the options of `python -m skyrl_mega.data addition`."""
     parser.add_argument("--train", type=integer(1, ROWS), default=6000, help="training problems")
     parser.add_argument("--test", type=integer(0, ROWS), default=512, help="held-out problems")
     parser.add_argument(
@@ -26,11 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Deterministic in `args.seed`.
+    """Returns file name → rows. Deterministic in `args.seed`.
 
-    Demonstrations are drawn with repetition from the training problems. Exactly the share `args.wrong` of them shows
-    the sum of some other problem: a model that has learned them all answers wrongly as often, and RL has honest work
-    to do.
+    Demonstrations are drawn with repetition from the training problems. Exactly the share `args.wrong` shows the sum of
+    another problem, so a model trained on them answers wrongly equally often and leaves real work for RL.
     """
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
@@ -50,9 +49,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _other_sums(sums: np.ndarray, digits: int, rng: np.random.Generator) -> np.ndarray:
-    """For each sum another one that two numbers of so many digits can have, drawn uniformly."""
+    """Returns, for each sum, a different sum of two numbers of `digits` digits, drawn uniformly."""
     low, high = 2 * 10 ** (digits - 1), 2 * (10**digits - 1)
-    drawn = rng.integers(low, high, size=len(sums))  # one value short of the range, so the sum itself can be left out
+    drawn = rng.integers(low, high, size=len(sums))  # one value short of the range, so the sum itself can be skipped
     return drawn + (drawn >= sums)
 
 

@@ -1,4 +1,4 @@
-"""Addition with the answer's digits reversed: what a tiny model learns and carries over to new problems."""
+"""Addition with reversed answer digits: learnable by a tiny model, and transferable to new problems."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def units_first(number: int) -> str:
-    """A number's digits in reverse: 85 is "58". Written so, each carry of a sum is known before it is needed."""
+    """Returns a number's digits in reverse: 85 becomes "58". Each carry of a sum is then known before its use."""
     return str(number)[::-1]
 
 
 class AdditionEnv(BaseTextEnv):
-    """1 when the answer is exactly the reversed sum (white space around it is ignored), else 0; one turn."""
+    """Reward 1 if the answer is exactly the reversed sum (surrounding white space ignored), else 0; one turn."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a text without space around it, which an answer never has."""
+        """Refuses a text with surrounding white space, since answers are stripped."""
         around = str(truth) != str(truth).strip()
         return wrong_spelling(truth) or ("it has space around it; allowed is the answer alone" if around else None)
 

@@ -1,4 +1,4 @@
-"""AIME and DAPO-Math as DAPO scores them: ±1, integers, the `Answer:` line."""
+"""AIME and DAPO-Math with DAPO's scoring: ±1, integers, the `Answer:` line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_mega.envs.options import Option, number, switch
 
 
 class AimeEnv(MathEnv):
-    """`MathEnv` with DAPO's settings: 1 and −1, answers compared as numbers or text and not by algebra."""
+    """`MathEnv` with DAPO's settings: rewards 1 and −1, answers compared as numbers or text, without algebra."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **MathEnv.OPTIONS,

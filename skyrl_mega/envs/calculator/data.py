@@ -1,4 +1,4 @@
-"""Rows for the calculator: sums to be computed, and conversations that call it, of which a share copies wrongly."""
+"""Rows for the calculator: sums to compute, and conversations calling the calculator, a share with wrong guesses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_mega.envs.row import row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data calculator`."""
+    """Adds the options of `python -m skyrl_mega.data calculator`."""
     parser.add_argument("--train", type=integer(1, ROWS), default=4000, help="training problems")
     parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out problems")
     parser.add_argument("--digits", type=integer(1, 9), default=2, help="digits of each number")
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Deterministic in `args.seed`. No test problem is a training problem, not even mirrored."""
+    """Returns file name → rows. Deterministic in `args.seed`. No test problem is a training problem, not even
+    mirrored.
+    """
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
     tables: dict[str, Iterator[dict[str, Any]]] = {
@@ -47,7 +49,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _conversation(a: int, b: int) -> list[Message]:
-    """A call, its result, and the answer."""
+    """Returns a conversation: a call, its result, and the answer."""
     call = {"name": "calculate", "arguments": {"expression": f"{a}+{b}"}}
     said = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     env = CalculatorEnv(extras={"reward_spec": {"ground_truth": str(a + b)}, "max_turns": 2})

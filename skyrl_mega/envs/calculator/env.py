@@ -12,7 +12,7 @@ from skyrl_mega.envs.options import Option
 from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError
 
 LONGEST, LARGEST = 200, 10**15
-"""Characters of an expression, and the largest number in it."""
+"""Maximum length of an expression in characters, and the largest number in it."""
 OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,7 +43,7 @@ def _value(node: ast.AST) -> int:
 
 
 class CalculatorEnv(ToolEnv):
-    """1 when the last number of the answer is the right one, else 0."""
+    """Reward 1 if the last number of the answer is right, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
     tools: Sequence[Tool] = (
@@ -61,11 +61,11 @@ class CalculatorEnv(ToolEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a whole number that is not too long to be read in an answer."""
+        """Refuses everything but a whole number short enough to be read in an answer."""
         number = re.fullmatch(r"-?\d+", str(truth).strip()) and len(str(truth).strip()) <= LONGEST
         return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 
     def judge(self, answer: str) -> float:
-        """Reads the answer's last number."""
+        """Returns the reward of the answer's last number."""
         numbers = re.findall(r"-?\d+", answer)
         return float(bool(numbers) and int(numbers[-1][:LONGEST]) == int(str(self.ground_truth)))

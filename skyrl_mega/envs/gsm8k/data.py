@@ -17,14 +17,14 @@ from skyrl_mega.envs.gsm8k.env import strict_answer
 from skyrl_mega.envs.row import row
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""Appended to each question; SkyRL's and verl's wording, so that figures can be compared."""
+"""Suffix of each question; the wording of SkyRL and verl, so results are comparable."""
 
 SPLITS = ("train", "test")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data gsm8k`."""
+    """Adds the options of `python -m skyrl_mega.data gsm8k`."""
     parser.add_argument(
         "--source",
         type=path_of,
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. The order is the source's; `args.seed` changes nothing."""
+    """Returns file name → rows. The order is the source's, independent of `args.seed`."""
     files = _from_hub() if args.source is None else _from_disk(args.source)
     shots = _shots(files, args.shots)
     return {f"{split}.parquet": _rows(file, split, args.limit, shots) for split, file in files.items()}
@@ -56,7 +56,7 @@ def _from_hub() -> dict[str, Path]:
             split: Path(hf_hub_download("openai/gsm8k", f"main/{split}-00000-of-00001.parquet", repo_type="dataset"))
             for split in SPLITS
         }
-    except Exception as error:  # the client's many ways to say that the hub cannot be reached
+    except Exception as error:  # the client raises many types for an unreachable hub
         reason = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
             f"openai/gsm8k cannot be read from the Hugging Face hub ({type(error).__name__}: {reason}); "
@@ -74,7 +74,7 @@ def _from_disk(source: Path) -> dict[str, Path]:
 
 
 def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
-    """The training records with the least text; calculator notes `<<1+1=2>>` are no part of what a person reads."""
+    """Returns the `count` shortest training records, without calculator notes such as `<<1+1=2>>`."""
     if not count:
         return []
     if "train" not in files:
@@ -106,7 +106,11 @@ def _answered(answer: str) -> Message:
 
 
 def _checked(file: Path) -> Iterator[tuple[int, dict[str, str], str]]:
-    """Index, record and ground truth of each row; UserError at the first that is wrong."""
+    """Yields index, record and ground truth of each row.
+
+    Raises:
+        UserError: A row is malformed; the first such row is named.
+    """
     for index, record in enumerate(records(file)):
         for column in ("question", "answer"):
             if not isinstance(record, dict) or not isinstance(record.get(column), str):

@@ -12,21 +12,21 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def strict_answer(text: str) -> str | None:
-    """The number after the first `#### `, without thousands separators; None when the format is not kept.
+    """Returns the number after the first `#### `, without thousands separators; None for another format.
 
-    The first one counts, so that a policy cannot list guesses; SkyRL's and verl's strict grading do the same.
+    Only the first number counts, so a policy cannot list guesses; the strict grading of SkyRL and verl does the same.
     """
     match = re.search(r"#### (-?[0-9.,]+)", text)
     return match.group(1).replace(",", "") if match else None
 
 
 def is_right(answer: str | None, ground_truth: object) -> bool:
-    """Whether the strict answer is the ground truth, which may be written as `1,234` or `$1,234`."""
+    """Returns True if the strict answer equals the ground truth, possibly written as `1,234` or `$1,234`."""
     return answer is not None and answer == re.sub(r"[,$]", "", str(ground_truth)).strip()
 
 
 def wrong_truth(truth: Any) -> str | None:
-    """Returns why no strict answer can be a ground truth; None if one can."""
+    """Returns the reason why no strict answer can equal a ground truth; None if an answer can."""
     if why := wrong_spelling(truth):
         return why
     given = is_right(strict_answer(f"#### {str(truth).replace('$', '').strip()}"), truth)
@@ -34,13 +34,13 @@ def wrong_truth(truth: Any) -> str | None:
 
 
 class Gsm8kEnv(BaseTextEnv):
-    """1 when the strict answer equals the ground truth, else 0; one turn."""
+    """Reward 1 if the strict answer equals the ground truth, else 0; one turn."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a number as a strict answer has it."""
+        """Refuses everything but a number in the form of a strict answer."""
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

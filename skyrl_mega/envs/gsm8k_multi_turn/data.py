@@ -1,4 +1,4 @@
-"""Rows for GSM8K over several turns: those of `gsm8k`, for the other environment."""
+"""Rows for GSM8K over several turns: the rows of `gsm8k` with another environment name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ add_arguments = gsm8k.add_arguments
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows."""
+    """Returns file name → rows."""
     return {
         name: ({**row, "env_class": "gsm8k_multi_turn"} for row in rows) for name, rows in gsm8k.tables(args).items()
     }

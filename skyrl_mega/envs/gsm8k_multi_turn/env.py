@@ -1,4 +1,4 @@
-"""GSM8K over several turns: a wrong answer is told so and may be tried again."""
+"""GSM8K over several turns: after a wrong answer the policy gets feedback and may try again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from skyrl_mega.envs.gsm8k.env import is_right, strict_answer, wrong_truth
 from skyrl_mega.envs.options import Option
 
 FORMAT_REWARD = 0.2
-"""Shared by all turns: what a trajectory earns that keeps the format in every turn and never finds the answer."""
+"""Reward of a trajectory with the right format in every turn and no right answer; split over the turns."""
 
 
 class Gsm8kMultiTurnEnv(BaseTextEnv):
-    """SkyRL's rewards, turn by turn: 1 for the right answer, which ends it; 0.2 / max_turns for a wrong one in the
-    format `#### number`; 0 for no answer."""
+    """SkyRL's rewards per turn: 1 for the right answer, ending the trajectory; 0.2 / max_turns for a wrong answer in
+    the format `#### number`; 0 for no answer.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a number as a strict answer has it."""
+        """Refuses everything but a number in the form of a strict answer."""
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

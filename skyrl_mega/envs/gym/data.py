@@ -15,14 +15,14 @@ PROMPT = "You act in an environment. In each turn give one action inside <action
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data gym`."""
+    """Adds the options of `python -m skyrl_mega.data gym`."""
     parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training rows (default: 1000)")
     parser.add_argument("--test", type=integer(0, ROWS), default=100, help="held-out rows (default: 100)")
     parser.add_argument("--prompt", default=PROMPT, help="the system message: the rules (default: %(default)r)")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. No seed is in both files."""
+    """Returns file name → rows. The seeds of the two files are disjoint."""
     seeds = np.random.default_rng(args.seed).permutation(args.train + args.test).tolist()
     return {
         "train.parquet": _rows(seeds[: args.train], "train", args.prompt),

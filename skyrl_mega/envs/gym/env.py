@@ -1,4 +1,4 @@
-"""Any gymnasium environment whose observations are text."""
+"""Adapter for any gymnasium environment with text observations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from skyrl_mega.envs.tags import every
 
 
 class GymEnv(BaseTextEnv):
-    """The observation after a reset is added to the prompt; a row's `extra_info.seed` decides the reset.
+    """Adapter for a gymnasium environment. The first observation is added to the prompt; a row's `extra_info.seed`
+    decides the reset.
 
-    Actions are numbers for `Discrete`, else text. Rewards are the environment's own, step by step. Which environment is
-    made is a setting: rows of data never decide which code is imported.
+    Actions are numbers for `Discrete`, else text. Rewards are the environment's own, step by step. The environment is
+    chosen by a setting: data rows never decide which code is imported.
     """
 
     requires_ground_truth = False
@@ -38,7 +39,7 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Makes one environment, to see that it can be and speaks text."""
+        """Creates and resets one environment, and refuses observations other than text."""
         made = _make(options)
         try:
             observation, _ = made.reset(seed=0)
@@ -48,7 +49,7 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Allowed is a row without a seed, or with a whole number."""
+        """Refuses a seed other than a whole number; rows without a seed are allowed."""
         info = row.get("extra_info")
         seed = info.get("seed") if isinstance(info, Mapping) else info
         if seed is None or (isinstance(info, Mapping) and isinstance(seed, int | float) and seed == int(seed)):
@@ -56,11 +57,13 @@ class GymEnv(BaseTextEnv):
         return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Resets the environment; its first observation is the last message, or the end of it."""
+        """Resets the environment; its first observation becomes the last message, or is appended to the last user
+        message.
+        """
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))
         text = _text(observation)
-        if prompt and prompt[-1]["role"] == "user":  # templates want the roles to alternate
+        if prompt and prompt[-1]["role"] == "user":  # chat templates want the roles to alternate
             last = {**prompt[-1], "content": f"{prompt[-1]['content']}\n\n{text}"}
             return [*prompt[:-1], last], _plain(info)
         return [*prompt, {"role": "user", "content": text}], _plain(info)
@@ -91,7 +94,7 @@ class GymEnv(BaseTextEnv):
         self.gym.close()
 
     def _move(self, text: str) -> tuple[Any, str | None]:
-        """The action, or what to say of a text that has none."""
+        """Returns the action and None, or None and the reply to a text without a valid action."""
         import gymnasium
 
         tag, space = self.options["tag"], self.gym.action_space

@@ -1,4 +1,4 @@
-"""Rows for code generation: LiveCodeBench's files, or small tasks made here."""
+"""Rows for code generation: LiveCodeBench's files, or small generated tasks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from skyrl_mega.envs.row import row
 STDIN = "Read the input from standard input and print the answer to standard output."
 STARTER = "Complete this code; keep its names:\n```python\n{starter}\n```"
 LARGEST = 2**30
-"""Bytes of a task's tests."""
+"""Maximum size of a task's unpacked tests, in bytes."""
 LAST = "Give the whole program in one ```python block."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data lcb`."""
+    """Adds the options of `python -m skyrl_mega.data lcb`."""
     form = "a .jsonl file of LiveCodeBench's code_generation_lite"
     parser.add_argument("--train-file", type=path_of, help=f"{form}; without files, small tasks are made")
     parser.add_argument("--test-file", type=path_of, help="such a file; its tasks are left out of the training rows")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. No task is in both files."""
+    """Returns file name → rows. The tasks of the two files are disjoint."""
     if args.train_file is None and args.test_file is None:
         train, test = _small(np.random.default_rng(args.seed))
         splits = {"train": train, "test": test}
@@ -48,7 +48,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 Task = tuple[str, list[dict[str, Any]]]
-"""What is asked, and the tests."""
+"""The question, and its tests."""
 
 
 def _rows(tasks: list[Task], split: str) -> Iterator[dict[str, Any]]:
@@ -82,7 +82,9 @@ def _read(file: Path) -> list[Task]:
 
 
 def _private(text: str) -> list[dict[str, Any]]:
-    """JSON; or base64 of zlib of a pickled string of JSON, of which the string is read and nothing is unpickled."""
+    """Parses tests from JSON, or from base64 of zlib of a pickled JSON string; the string is read without
+    unpickling.
+    """
     if text.lstrip().startswith("["):
         plain = text
     else:
@@ -95,7 +97,7 @@ def _private(text: str) -> list[dict[str, Any]]:
 
 
 def _unpacked(text: str) -> bytes:
-    """What base64 of zlib holds, which may be a thousand times as long."""
+    """Returns the bytes inside base64 of zlib, at most `LARGEST`: compressed data may expand a thousandfold."""
     stream = zlib.decompressobj()
     data = stream.decompress(base64.b64decode(text), LARGEST)
     if stream.unconsumed_tail:
@@ -104,7 +106,7 @@ def _unpacked(text: str) -> bytes:
 
 
 def _small(rng: np.random.Generator) -> tuple[list[Task], list[Task]]:
-    """Programs and functions over lists of numbers, with a parameter each; a sixth of the parameters is for testing."""
+    """Generates tasks on lists of numbers, each with a parameter; a sixth of the parameters is for testing."""
     kinds: list[tuple[str, Callable[[list[int], int], Any]]] = [
         ("the sum of the numbers that {k} divides", lambda n, k: sum(x for x in n if x % k == 0)),
         ("how many of the numbers are above {k}", lambda n, k: sum(x > k for x in n)),

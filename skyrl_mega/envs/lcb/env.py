@@ -1,4 +1,4 @@
-"""Code generation, judged by tests as LiveCodeBench's (arXiv:2403.07974)."""
+"""Code generation, judged by tests in the manner of LiveCodeBench (arXiv:2403.07974)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
 
 
 class LcbEnv(BaseTextEnv):
-    """One turn: the last fenced block of the answer is the program; `reward_spec.ground_truth` has the tests."""
+    """One turn: the last fenced block of the answer is the program; `reward_spec.ground_truth` holds the tests."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "reward": choice("all", "share", doc="all: 1 when every test passes, else 0; share: of the tests that pass"),
@@ -32,12 +32,12 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine that cannot confine."""
+        """Refuses a machine without the needed confinement."""
         Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed are tests, at least one."""
+        """Refuses everything but a list of at least one test."""
         try:
             cases(truth)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -47,11 +47,11 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """All tests'."""
+        """Returns the time limit of all tests together, in seconds."""
         return float(options["timeout_s"])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs the tests."""
+        """Runs the tests and returns the reward."""
         code = code_of(action)
         tests = self.cases[: self.options["max_tests"] or None]
         share = self.options["reward"] == "share"

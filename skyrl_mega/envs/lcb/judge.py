@@ -1,7 +1,7 @@
 """LiveCodeBench's tests: standard input and output, or calls of a function.
 
-Programs run in the sandbox, which sees a test's input and never its expected output: whatever it prints is compared
-outside, so a program cannot say of itself that it passed.
+Programs run in the sandbox and see a test's input, never its expected output. The printed output is compared outside,
+so a program cannot declare itself right.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ json.dump(result, out, default=list)
 out.flush()
 os._exit(0)
 """
-"""Calls the solution's function inside the sandbox; what the solution prints goes to stderr."""
+"""Program calling the solution's function inside the sandbox; the solution's own prints go to stderr."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test."""
+    """One test of a program."""
 
     input: str
     """Standard input; or a function's arguments, a JSON value per line."""
@@ -51,11 +51,11 @@ class Case:
 
 
 def cases(tests: Any) -> list[Case]:
-    """The tests of a row: a list, or JSON of one, of `input`, `output`, `testtype` (`stdin`, `functional`) and
-    `metadata.func_name`.
+    """Returns the tests of a row: a list, or JSON of a list, of `input`, `output`, `testtype` (`stdin`, `functional`)
+    and `metadata.func_name`.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The value is not a non-empty list of tests.
     """
     listed = json.loads(tests) if isinstance(tests, str) else list(tests)
     if not isinstance(listed, list):
@@ -75,27 +75,27 @@ def cases(tests: Any) -> list[Case]:
 
 
 def code_of(answer: str) -> str | None:
-    """The last fenced block of an answer, as LiveCodeBench takes it; None where there is none."""
+    """Returns the last fenced block of an answer, as LiveCodeBench does; None if there is no block."""
     blocks = re.findall(r"```(?:[a-zA-Z0-9+]*)\n(.*?)```", answer, re.DOTALL)
     return blocks[-1] if blocks else None
 
 
 def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, stop: bool) -> list[str]:
-    """Runs the tests in turn; for each `ok`, `wrong`, or how the sandbox ended it.
+    """Runs the tests in order; returns for each test `ok`, `wrong`, or the sandbox's status.
 
     Args:
         code: The program.
-        tests: What to run.
-        box: Where to run it; its limits are for one test.
-        seconds: For all tests together; those that are left then count as `timeout`.
-        stop: Whether the first test that fails is the last one run.
+        tests: The tests to run.
+        box: The sandbox; its limits apply per test.
+        seconds: Time limit for all tests together; the remaining tests then count as `timeout`.
+        stop: True to stop after the first failing test.
     """
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds
     for test in tests:
         left = min(box.limits.wall_s, deadline - time.monotonic())
         bounded = replace(box, limits=replace(box.limits, wall_s=left))
-        tries = 1 if "memory" in verdicts else TRIES  # a program that always takes too much is not run often
+        tries = 1 if "memory" in verdicts else TRIES  # a program always exceeding memory is not retried
         verdicts.append(_verdict(code, test, bounded, tries) if left > 0 else "timeout")
         if stop and verdicts[-1] != "ok":
             break
@@ -122,7 +122,7 @@ def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line without the space around them: the same text, or the same decimal numbers."""
+    """Returns True if the outputs match line by line, ignoring surrounding space: the same text or decimal numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -139,19 +139,19 @@ def _same_value(printed: str, expected: str) -> bool:
     try:
         result = json.loads(printed)
         return bool(result == _listed(wanted)) and isinstance(result, bool) == isinstance(wanted, bool)
-    except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError):  # invalid JSON, numbers of thousands of digits, deeply nested brackets
         return False
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
+    """Returns a value with tuples replaced by lists, as in JSON."""
     if isinstance(value, list | tuple):
         return [_listed(item) for item in value]
     return value
 
 
 def _value(text: str) -> Any:
-    """JSON, or a Python literal, as some data sets have them."""
+    """Parses JSON, or a Python literal, used by some data sets; returns other text unchanged."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
