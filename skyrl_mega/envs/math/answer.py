@@ -1,15 +1,15 @@
-"""Finding the answer in a solution."""
+"""Extraction of the answer from a solution."""
 
 from __future__ import annotations
 
 import re
 
 TAIL = 300
-"""Characters at the end of a solution in which DAPO looks for the answer."""
+"""Length of the end of a solution searched for the answer by DAPO, in characters."""
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    """Where the last `\\boxed{…}` with balanced braces begins, and what is in it."""
+    """Returns the position and the content of the last `\\boxed{…}` with balanced braces; None if there is none."""
     boxes = list(re.finditer(r"\\(?:boxed|fbox)[ \t]*\{", text))
     if not boxes:
         return None
@@ -23,24 +23,26 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def last_line(text: str) -> tuple[int, str] | None:
-    """Where the last `Answer: …` begins, and the rest of its line; capitals and `**` around do not matter."""
+    """Returns the position of the last `Answer: …` and the rest of its line; ignores case and surrounding `**`."""
     lines = list(re.finditer(r"(?i)answer(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*([^\n]+)", text))
     return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 
 
 def dapo(text: str) -> str | None:
-    """What DAPO's published grader takes: what follows the last `Answer:` up to the end of its line or a `<`."""
+    """Returns the answer found by DAPO's published grader: the text after the last `Answer:`, up to the end of the line
+    or a `<`.
+    """
     found = re.findall(r"(?i)answer\s*:\s*([^\n<]+)", text)
     return found[-1] if found else None
 
 
 def extract(text: str, form: str) -> str | None:
-    """The answer in a solution; None where there is none.
+    """Returns the answer in a solution; None if there is none.
 
     Args:
         text: The solution, or its end.
         form: `boxed`, the last `\\boxed{…}`; `line`, the last `Answer:` line; `either`, the later of the two. A box on
-            the line is opened. `dapo`, where the grader that DAPO and SkyRL published finds it.
+            the line is opened. `dapo`, the answer found by the published grader of DAPO and SkyRL.
     """
     if form == "dapo":
         return dapo(text)

@@ -1,4 +1,4 @@
-"""Are two answers the same? As they are read; expressions by algebra, in processes that can be killed."""
+"""Equality of two answers: by their readings, and for expressions by algebra in killable processes."""
 
 from __future__ import annotations
 
@@ -25,29 +25,34 @@ from skyrl_mega.envs.waiting import waiting
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Processes that do algebra, each for one pair of answers at a time; 120 MB each."""
+"""Number of algebra processes, each for one pair of answers at a time; 120 MB each."""
 QUICK_S = 0.5
-"""What takes longer goes on with the one process that is kept for it, where it holds up nothing but its like."""
+"""Time limit of the first attempt, in seconds. A slower comparison is repeated on the one process reserved for slow
+comparisons, so slow comparisons delay only each other.
+"""
 GRACE_S = 1.0
-"""After its time a worker tells that it is late; one that does not is killed, which costs seconds to start another."""
+"""Seconds past the time limit for a worker to report being late. A silent worker is killed, and starting another takes
+seconds.
+"""
 
 START_S = 120.0
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What others send; a crash of its own has another signal."""
+"""Signals sent by other processes; a worker's own crash shows another signal."""
 DYING_S = 1.0
-"""Until a process that has closed its output is gone."""
+"""Seconds to wait for the exit of a process with closed output."""
 LONGEST = 500
-"""Characters of an answer that is read; a longer one is equal to its own text alone."""
+"""Maximum length of an answer to parse, in characters; a longer answer equals only its own text."""
 
 
 def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
-    """Whether an answer equals the gold one.
+    """Returns True if an answer equals the gold answer.
 
     Args:
         gold: The right answer.
-        answer: What `extract` found.
-        seconds: For the algebra; past it the answer counts as another one. None does without algebra.
-        question: What was asked: an expression that is copied from it is no answer, nor a sum where factors are wanted.
+        answer: The answer returned by `extract`.
+        seconds: Time limit for algebra; after it the answers count as different. None disables algebra.
+        question: The question. An expression copied from the question is no answer, nor is a sum if the question asks
+            for factors.
     """
     if gold.strip() == answer.strip():
         return bool(gold.strip())
@@ -72,7 +77,9 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-    """Whether two expressions are equal, from a worker that is stopped when it takes longer; and how long it took."""
+    """Returns True if two expressions are equal, and the seconds taken; a worker exceeding the time limit is
+    stopped.
+    """
     quick, patient = _pools_here()
     result, took = _asked(quick, gold, answer, min(seconds, QUICK_S))
     if result == "late" and seconds > QUICK_S:
@@ -113,10 +120,10 @@ def _made_ready(worker: Worker) -> None:
 
 
 def check() -> None:
-    """Tries the library.
+    """Checks the import of the algebra library.
 
     Raises:
-        UserError: It is not installed.
+        UserError: The library cannot be imported.
     """
     try:
         import math_verify  # noqa: F401
@@ -127,28 +134,28 @@ def check() -> None:
 
 
 class Worker:
-    """A process of `worker.py`, started when it is first asked and again after it was killed."""
+    """A process running `worker.py`, started on first use and restarted after a kill."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.rest = b""
 
     def ready(self) -> None:
-        """Starts the process where there is none.
+        """Starts the process unless already running.
 
         Raises:
-            TimeoutError: It does not start; it must be killed.
-            OSError: It died.
+            TimeoutError: The process does not start and must be killed.
+            OSError: The process died.
         """
         if self.process is None or self.process.poll() is not None:
             self._start()
 
     def ask(self, gold: str, answer: str, seconds: float) -> bool | str | None:
-        """The answer of the worker; None when its algebra failed, "late" when it was not done in time.
+        """Returns the worker's result; None if its algebra failed, "late" if the time limit passed.
 
         Raises:
-            TimeoutError: It does not even tell that it is late; it must be killed.
-            OSError: It died.
+            TimeoutError: The worker did not even report being late and must be killed.
+            OSError: The process died.
         """
         assert self.process is not None and self.process.stdin is not None, "ready() comes first"
         self.process.stdin.write(json.dumps({"gold": gold, "answer": answer, "seconds": seconds}).encode() + b"\n")
@@ -157,26 +164,28 @@ class Worker:
         return result
 
     def killed(self) -> bool:
-        """Of a process that died: whether another killed it. What a policy wrote may crash it, but in other ways."""
+        """Returns True if the dead process was killed by another process. A policy's text may crash the process, but
+        only with other signals.
+        """
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             return -self.process.wait(DYING_S) in KILLS
         return False
 
     def kill(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """Kills the process unconditionally."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # a question that it never read
+                    with contextlib.suppress(OSError):  # a question never read
                         pipe.close()
         self.process, self.rest = None, b""
 
     def _start(self) -> None:
         self.kill()
-        # It ends with this process: its stdin does.
+        # The child ends with this process, because its stdin does.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)],
             stdin=subprocess.PIPE,
@@ -203,7 +212,7 @@ class Worker:
 
 
 class Pool:
-    """A few workers; who finds none free waits."""
+    """A fixed number of workers; callers wait for a free worker."""
 
     def __init__(self, size: int) -> None:
         self.free: queue.LifoQueue[Worker] = queue.LifoQueue()
@@ -222,6 +231,6 @@ _lock = threading.Lock()
 
 
 def _pools_here() -> tuple[Pool, Pool]:
-    """This process's own, quick and patient: pipes are not shared with a fork."""
+    """Returns this process's quick and patient pools: a fork must not share the pipes."""
     with _lock:
         return _pools.setdefault(os.getpid(), (Pool(WORKERS), Pool(1)))

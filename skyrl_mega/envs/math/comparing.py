@@ -1,4 +1,4 @@
-"""Do two readings say the same? Kind by kind, part by part; algebra is asked only about two expressions."""
+"""Comparison of two readings, kind by kind and part by part; algebra is used only for two expressions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_mega.envs.math.reading import Reading
 from skyrl_mega.envs.math.units import agree
 
 Ask = Callable[[str, str], bool]
-"""Algebra's opinion of two expressions."""
+"""Function deciding the equality of two expressions by algebra."""
 
 ORDERED = ("tuple", "ratio", "matrix", "relation")
 UNORDERED = ("list", "union")
@@ -19,12 +19,12 @@ MOST_PARTS = 64
 
 
 def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
-    """Whether an answer says what the gold one says.
+    """Returns True if an answer means the same as the gold answer.
 
     Args:
-        gold: The right answer.
-        answer: Another.
-        ask: Algebra.
+        gold: Reading of the right answer.
+        answer: Reading of the answer to check.
+        ask: Equality by algebra.
     """
     if not agree(gold.unit, answer.unit):
         return False
@@ -49,7 +49,7 @@ def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
 
 
 def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) -> bool:
-    """In any order, each once. Those that are the same without algebra find each other first."""
+    """Returns True if the parts match one to one in any order. Parts equal without algebra are paired first."""
     left = list(answer)
     for asked in (_never, ask):
         rest = []
@@ -64,7 +64,7 @@ def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) ->
 
 
 def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
-    """Name by name; where one side has no names, in the order of the other's."""
+    """Compares parts by name; if one side is without names, in the other side's order."""
     if gold.kind == answer.kind:
         there = {part.symbol: part for part in answer.parts}
         parts = [there.get(part.symbol) for part in gold.parts]
@@ -91,7 +91,7 @@ def _same_equation(gold: Reading, answer: Reading, ask: Ask) -> bool:
 
 
 def _difference(reading: Reading) -> str | None:
-    """Left side minus right side."""
+    """Returns left side minus right side as text; None if the reading is not an equation."""
     if reading.kind == "equation":
         return f"{reading.parts[0].text}-({reading.parts[1].text})"
     if re.fullmatch(r"[A-Za-z]", reading.symbol) and reading.kind in ("number", "expression"):

@@ -1,7 +1,7 @@
-"""How much work an expression is for algebra, told from its text: what could not be finished is never handed over.
+"""Cost estimates for algebra, from an expression's text alone: expressions too expensive to finish are never passed on.
 
-The text is read once, from left to right, and every part of it gets a size: how many terms it has when it is multiplied
-out and brought over one denominator, how many bits its numbers have, its degree. Nothing is computed but these bounds.
+The text is read once, from left to right, and every part gets a size: its number of terms when multiplied out over one
+denominator, the bits of its numbers, and its degree. Only these bounds are computed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 BITS = 40_000
-"""Of all numbers when they are worked out: `1007^{1007}` has 10,000."""
+"""Maximum number of bits of all evaluated numbers: `1007^{1007}` takes 10,000."""
 TERMS = 128
-"""When it is multiplied out, above and below the line."""
+"""Maximum number of terms when multiplied out, in the numerator and in the denominator."""
 WIDTH = 300
-"""Terms times letters: so many variables, so long a greatest common divisor."""
+"""Maximum product of terms and letters: greatest common divisors take longer with more variables."""
 DEGREE = 3000
 DEPTH = 20
-"""Brackets, fractions, roots and functions within each other."""
+"""Maximum nesting of brackets, fractions, roots and functions."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
-"""How many roots, functions and different letters: simplifying them grows with their combinations."""
+"""Maximum numbers of roots, functions and different letters: simplification grows with their combinations."""
 CHOSEN = 20
 """Largest k of a `\\binom{n}{k}` with letters."""
 FACTORIAL = 1000
@@ -36,26 +36,26 @@ ENDS = (")", "}", "]")
 
 
 class TooMuch(Exception):
-    """Algebra could not finish it, or could not read it."""
+    """The expression is too expensive for algebra, or unreadable."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bounds of a part."""
+    """Upper bounds for one part of an expression."""
 
     top: float = 1
-    """Terms above the line."""
+    """Number of terms in the numerator."""
     bottom: float = 1
     bits: float = 0
     degree: float = 0
     value: Fraction | None = None
-    """Of a small constant."""
+    """Exact value of a small constant."""
     rational: bool = False
-    """No letter, root or function is in it."""
+    """True for a part without letters, roots and functions."""
 
 
 def refused(text: str) -> bool:
-    """Whether an expression is too much for algebra, or none that it could read."""
+    """Returns True if an expression is too expensive for algebra, or unreadable."""
     try:
         reader = _Reader(TOKEN.findall(text))
         size = reader.sum(0)
@@ -109,7 +109,7 @@ def _signed(size: Size, sign: int) -> Size:
 
 
 def _turned(size: Size) -> Size:
-    """One over it."""
+    """Returns the size of the reciprocal."""
     value = 1 / size.value if size.value else None
     return replace(size, top=size.bottom, bottom=size.top, value=value)
 
@@ -132,7 +132,7 @@ def _power(base: Size, exponent: Size) -> Size:
 
 
 def _largest(size: Size) -> int:
-    """A bound of its magnitude. Letters may cancel, so that its numbers alone count: `n-n+9` is 9."""
+    """Returns an upper bound of the magnitude. Letters may cancel, so only the numbers count: `n-n+9` is 9."""
     if size.value is not None:
         return math.ceil(abs(size.value))
     if size.bits > math.log2(BITS):
@@ -141,7 +141,7 @@ def _largest(size: Size) -> int:
 
 
 def _terms(count: float, times: int) -> float:
-    """Of a sum of so many terms, so many times itself."""
+    """Returns the number of terms of a `count`-term sum raised to the power `times`."""
     if count == 1:
         return 1
     if times > TERMS:
@@ -168,7 +168,7 @@ def _chosen(over: Size, under: Size) -> Size:
 
 
 class _Reader:
-    """A text, part by part."""
+    """Recursive-descent parser computing the size of each part."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -176,7 +176,7 @@ class _Reader:
         self.roots = self.functions = 0
         self.letters: set[str] = set()
         self.bars = 0
-        """Of absolute values that are open."""
+        """1 if the innermost open group is an absolute value, else 0."""
 
     def left(self) -> bool:
         return self.at < len(self.tokens)
@@ -192,21 +192,21 @@ class _Reader:
         return token
 
     def sum(self, depth: int) -> Size:
-        """Terms between signs."""
+        """Parses terms between signs."""
         size = self.term(depth)
         while self.next() in SIGNS:
             size = _added(size, self.term(depth))
         return size
 
     def term(self, depth: int) -> Size:
-        """A product with its signs."""
+        """Parses a product with its leading signs."""
         sign = 1
         while self.next() in SIGNS:
             sign = -sign if self.take() == "-" else sign
         return _signed(self.product(depth), sign)
 
     def product(self, depth: int) -> Size:
-        """Factors, with a sign for it between them or none."""
+        """Parses factors, with or without an operator between them."""
         size = self.factor(depth)
         while self.left() and self.next() not in (*ENDS, *SIGNS) and not (self.next() == "|" and self.bars):
             sign = self.take() if self.next() in ("\\cdot", "*", "/") else ""
@@ -216,13 +216,13 @@ class _Reader:
         return size
 
     def factor(self, depth: int) -> Size:
-        """Something with its powers, factorials and indices."""
+        """Parses an atom with its powers, factorials and indices."""
         size = self.atom(depth)
         while self.next() in ("^", "!", "_", "'"):
             sign = self.take()
             if sign == "^":
                 size = _power(size, self.argument(depth))
-                if self.next() == "^":  # x^2^3 can be read in two ways
+                if self.next() == "^":  # x^2^3 is ambiguous
                     raise TooMuch
             elif sign == "!":
                 if self.next() == "!":
@@ -233,7 +233,7 @@ class _Reader:
         return size
 
     def argument(self, depth: int) -> Size:
-        """What stands behind `^` or `_`: a group, or one thing. A tower of bare powers is written wrongly."""
+        """Parses an argument, for example after `^` or `_`: a group, or one atom. A tower of bare powers is invalid."""
         if self.next() == "-":
             self.take()
             return _signed(self.atom(depth), -1)

@@ -1,4 +1,4 @@
-"""Rows for mathematics: DAPO-Math-17k, AIME24, MATH and the like from files, or small problems made here."""
+"""Rows for mathematics: DAPO-Math-17k, AIME24, MATH and similar files, or small generated problems."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BEFORE = (
     "Answer: \\boxed{$Answer} where $Answer is the answer to the problem."
 )
 AFTER = 'Remember to put your answer on its own line after "Answer:".'
-"""DAPO's wording, so that figures can be compared."""
+"""DAPO's wording, so results are comparable."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data math`."""
+    """Adds the options of `python -m skyrl_mega.data math`."""
     form = (
         "a .parquet, .json or .jsonl file with problem or question and answer, or as DAPO-Math-17k: prompt, and "
         "reward_model.ground_truth or label"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Every problem is there once, and none in both files."""
+    """Returns file name → rows. Problems are unique, within and across the files."""
     if args.train_file is None and args.test_file is None:
         splits = dict(zip(("train", "test"), _small(np.random.default_rng([args.seed, 1])), strict=True))
     else:
@@ -71,16 +71,16 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 Problem = tuple[list[Message], str]
-"""The messages that ask it, and the answer."""
+"""Messages asking the problem, and the answer."""
 
 
 def asked(problem: str) -> list[Message]:
-    """A problem as DAPO asks it."""
+    """Returns the messages asking a problem in DAPO's wording."""
     return [{"role": "user", "content": f"{BEFORE}\n\n{problem.strip()}\n\n{AFTER}"}]
 
 
 def _problems(file: Path) -> list[Problem]:
-    """Those that have an answer. Published files have a few rows whose answer was lost."""
+    """Returns the problems with an answer; published files contain a few rows with a lost answer."""
     found = [_problem(record, file, index) for index, record in enumerate(records(file))]
     kept = [(messages, answer) for messages, answer in found if answer]
     if len(kept) < len(found):
@@ -90,7 +90,7 @@ def _problems(file: Path) -> list[Problem]:
 
 
 def _problem(record: Any, file: Path, index: int) -> Problem:
-    """A row's problem, with "" for an answer that is there and empty."""
+    """Returns the problem of a record, with "" for an empty answer."""
     given = record if isinstance(record, dict) else {}
     spec = given.get("reward_model") or given.get("reward_spec")
     spec = spec if isinstance(spec, dict) else {}
@@ -118,7 +118,7 @@ def _messages(prompt: Any, where: str) -> list[Message]:
 
 
 def _once(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
-    """Those whose text is not yet known."""
+    """Returns the problems with unknown text of at most `longest` characters, and adds their texts to `known`."""
     kept = []
     for messages, answer in problems:
         text = messages[-1]["content"]
@@ -143,7 +143,7 @@ def _rows(problems: list[Problem], split: str, env: str, shots: list[Problem]) -
 
 
 def _small(rng: np.random.Generator) -> tuple[list[Problem], list[Problem]]:
-    """1200 problems of six kinds; every sixth is for testing."""
+    """Generates 1200 problems of six kinds; a random sixth is for testing."""
 
     def line(a: int, b: int, c: int) -> tuple[str, str]:
         return f"Solve ${a}x + {b} = {a * c + b}$ for $x$.", str(c)

@@ -1,4 +1,4 @@
-"""Mathematics with an answer that can be checked (DAPO, AIME, MATH)."""
+"""Mathematics with a checkable answer (DAPO, AIME, MATH)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from skyrl_mega.envs.truths import spec_of, wrong_spelling, wrong_text
 
 
 class MathEnv(BaseTextEnv):
-    """One turn. `right` for the right answer, `wrong` for another or none.
+    """Mathematics problem; one turn. Reward `right` for the right answer, `wrong` for a wrong answer or none.
 
     The answer is the last `\\boxed{…}` or `Answer:` line, whichever comes later, in the last characters of the text. It
-    is right when it is the same number, or the same expression by algebra. With `answer: dapo` both are as DAPO's
-    published grader has them: the last `Answer:` line, compared as text.
+    is right if it is the same number as the ground truth, or the same expression by algebra. `answer: dapo` uses the
+    rules of DAPO's published grader instead: the last `Answer:` line, compared as text.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
@@ -33,29 +33,31 @@ class MathEnv(BaseTextEnv):
     }
 
     question: str = ""
-    """What was asked, the last of the user's messages."""
+    """The question: the last user message."""
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses to start without the library that does algebra."""
+        """Refuses to start without the algebra library."""
         if options["algebra"]:
             check.check()
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Keeps the question: what is copied from it is no answer."""
+        """Keeps the question, since an expression copied from the question is no answer."""
         self.question = next((m["content"] for m in reversed(prompt) if m["role"] == "user"), "")
         return super().init(prompt)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is one answer, as text or a number, and no NaN."""
+        """Refuses everything but one answer as text or a number; NaN is refused."""
         if str(truth).strip().lower().lstrip("+-") == "nan":
             return "it is no number; allowed is an answer that can be right"
         return wrong_text(truth)
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """As the base class; and the ground truth, given as an answer, must be found and right."""
+        """Applies the base class's checks, and refuses a ground truth not found, or not right, when given as the
+        answer.
+        """
         if why := super().wrong_row(row, options):
             return why
         column, spec = spec_of(row)
@@ -76,7 +78,7 @@ class MathEnv(BaseTextEnv):
         )
 
     def is_right(self, answer: str) -> bool:
-        """Whether an answer is the ground truth."""
+        """Returns True if an answer equals the ground truth."""
         if self.options["answer"] == "dapo":
             return minerva.same(str(self.ground_truth), answer)
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
@@ -84,7 +86,7 @@ class MathEnv(BaseTextEnv):
 
 
 def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:
-    """Returns why a ground truth is not found where it is given as the answer; None if it is."""
+    """Returns the reason why a ground truth is not found when given as the answer; None if it is found."""
     dapo, gold = options["answer"] == "dapo", str(truth)
     if dapo and (why := wrong_spelling(truth)):
         return why
@@ -95,8 +97,10 @@ def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:
 
 @lru_cache(maxsize=2**16)
 def _earns(gold: str, kind: str, tail: int) -> bool:
-    """Returns True if a ground truth is found and right where it is given as the answer. A file of DAPO's has each row
-    a hundred times, and every row is read more than once."""
+    """Returns True if a ground truth is found and right when given as the answer.
+
+    Cached: DAPO's files repeat each row a hundred times, and every row is read more than once.
+    """
     for solution in (f"\\boxed{{{gold}}}", f"Answer: {gold.strip()}"):
         answer = extract(solution[-tail:], kind)
         if answer is not None and (minerva.same(gold, answer) if kind == "dapo" else check.same(gold, answer, None)):

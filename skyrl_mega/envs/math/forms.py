@@ -1,8 +1,12 @@
-"""Has an answer been worked out? Algebra finds the question's own expression equal to its result; that is no answer.
+"""Checks for unfinished answers: algebra finds the question's own expression equal to its result, but repeating the
+question is no answer.
 
-Three rules. What is left to be done where gold has done it: a sum where gold is a single term, more than one operation
-where gold is a number. What was to be factored has fewer factors than gold. And what stands in the question already: an
-expression that is copied from it, also with its terms in another order, where gold is written in another way.
+Three rules refuse an answer:
+
+- Work is left undone, but done in gold: a sum where gold is a single term, or several operations where gold is a
+  number.
+- The question asks for factors, and the answer shows fewer factors than gold.
+- An expression is copied from the question, possibly with its terms reordered, and gold is written differently.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ ONE_STEP = re.compile(
 )
 """One operation on plain numbers: `2^{10}`, `5!`, `\\binom{5}{2}`, `\\log_2 8`."""
 TERM = re.compile(r"(?<=[\w)}\]!.])\s*[-+]")
-"""A sign between two terms, not in front of one."""
+"""Sign between two terms, other than a leading sign."""
 SIMPLE = ("frac", "sqrt", "cdot", "pi")
 TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|[-+*/^!=<>(]")
 NOTHING = re.compile(r"[-+]\s*0+(?![\d.])(?:\s*[a-z](?:\^\d|\^\{\d+\})?)*|(?:\\cdot|/|\^)\s*\{?1\}?(?![\d.])")
@@ -35,28 +39,28 @@ OPERATIONS = {*"+-/^!=<>"} | {
     f"\\{name}" for name in (*FUNCTIONS, "sqrt", "binom", "le", "ge", "pm", "overline", "ldots")
 }
 BETWEEN = frozenset("+-^=<>")
-"""What no expression begins with, but for a minus, and none ends with."""
+"""Tokens never at the start (except a minus) or at the end of an expression."""
 TASKS = (
     *("simplif", "evaluat", "comput", "calculat", "rationali", "express", "writ", "reduc", "find", "what", "determin"),
     *("convert", "equivalent"),
 )
-"""How words begin that say what is to be worked out: the value that follows them."""
+"""Prefixes of words asking to work out the value after them."""
 NEAR = 12
-"""Tokens between such a word and the value, none of them `=`."""
+"""Maximum number of tokens between such a word and the value, none of them `=`."""
 TO_FACTOR = re.compile(r"(?i)\bfactor(?:ed|ing|i[sz](?:e|ed|es|ing|ation))?\b")
 FACTOR = re.compile(r"\([^()]*\)(?:\^\{?(\d{1,3})\}?)?")
 LONGEST_WORD = 3
-"""Letters in a row that may be a product; longer ones are words."""
+"""Maximum length of a run of letters read as a product; longer runs are words."""
 QUESTION = 20_000
-"""Characters of a question that are looked at, its last."""
+"""Number of characters of a question to search, counted from its end."""
 
 
 def unfinished(gold: Reading, answer: Reading) -> bool:
-    """Whether an answer leaves something to be worked out that gold has worked out.
+    """Returns True if an answer leaves work undone, but gold does not.
 
     Args:
-        gold: A number or an expression.
-        answer: The same.
+        gold: Reading of the right answer, a number or an expression.
+        answer: Reading of the answer to check, a number or an expression.
     """
     if answer.value is not None or gold.text == answer.text:
         return False
@@ -67,12 +71,12 @@ def unfinished(gold: Reading, answer: Reading) -> bool:
 
 
 def copied(gold: str, answer: str, question: str) -> bool:
-    """Whether what an answer says stands in the question, is no plain number, and is not how gold is written.
+    """Returns True if an answer's expression occurs in the question, is no plain number, and is not written like gold.
 
     Args:
         gold: The right answer.
-        answer: Another that is equal to it.
-        question: What was asked.
+        answer: An answer equal to gold.
+        question: The question.
     """
     said, right = read(answer), read(gold)
     if said is None or right is None or not question:
@@ -89,7 +93,9 @@ def copied(gold: str, answer: str, question: str) -> bool:
 
 
 def unfactored(gold: str, answer: str, question: str) -> bool:
-    """Whether a question asks for factors and an answer has a sum outside of them, or fewer than gold."""
+    """Returns True if a question asks for factors and an answer has a sum outside the factors, or fewer factors than
+    gold.
+    """
     if not TO_FACTOR.search(question[-QUESTION:]):
         return False
     want, found = _factors(tidy(gold)), _factors(tidy(answer))
@@ -97,12 +103,12 @@ def unfactored(gold: str, answer: str, question: str) -> bool:
 
 
 def _form(text: str) -> Counter[str]:
-    """How a text is written, whatever its brackets."""
+    """Counts the tokens of a text, ignoring brackets."""
     return Counter(token for token in tokens(text) if token != "(")
 
 
 def _factors(text: str) -> int:
-    """Sums in brackets that are multiplied, each as often as its power says; 0 where there is a sum outside of them."""
+    """Counts the bracketed sums in a product, each as often as its power; 0 if there is a sum outside brackets."""
     text = text.lstrip("- ")
     if wrapped(text, "(", ")"):
         return 0
@@ -111,7 +117,7 @@ def _factors(text: str) -> int:
 
 
 def tokens(text: str) -> list[str]:
-    """Numbers, letters, operations, opening brackets; nothing that changes nothing: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
+    """Returns numbers, letters, operations and opening brackets, without no-ops: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
     text = FRACTION.sub(r"(\1)/(\2)", NOTHING.sub(" ", text.replace("*", "\\cdot ")))
     text = ALONE.sub(r" \1 ", text)
     found: list[str] = []
@@ -126,7 +132,7 @@ def tokens(text: str) -> list[str]:
 
 
 def _open(reading: Reading, written: str) -> list[str]:
-    """The texts of those parts that could still be worked out."""
+    """Returns the texts of the parts with work left to do."""
     if reading.kind == "number":
         written = written.split("=")[-1].strip()
         if re.search(r"\\(?:overline|ldots)", written):
@@ -145,14 +151,16 @@ def _leaves(reading: Reading) -> list[Reading]:
 
 
 def _is_value(text: str) -> bool:
-    """Whether a text is one number with at most fractions, roots and powers: a question may give it, and mean it."""
+    """Returns True for one number with at most fractions, roots and powers: a question may state such a value as its
+    answer.
+    """
     names = re.findall(r"\\([A-Za-z]+)", text)
     letters = re.search(r"[A-Za-z!]", re.sub(r"\\[A-Za-z]+", " ", text))
     return not letters and not TERM.search(text) and set(names) <= {"frac", "sqrt", "pi", "overline", "ldots"}
 
 
 def _told(before: list[str]) -> bool:
-    """Whether the question says to work out what stands behind these tokens."""
+    """Returns True if the question's tokens before an expression ask to work it out."""
     near = before[-NEAR:]
     while "=" in near:
         near = near[near.index("=") + 1 :]
@@ -160,7 +168,7 @@ def _told(before: list[str]) -> bool:
 
 
 def _windows(asked: list[str], found: list[str]) -> Iterator[int]:
-    """Where the same tokens stand together in the question, in any order."""
+    """Yields the positions of the same adjacent tokens in the question, in any order."""
     size, want = len(found), Counter(found)
     here = Counter(asked[:size])
     for end in range(size, len(asked) + 1):

@@ -1,4 +1,4 @@
-"""The many ways to write the same LaTeX, made one; nothing here changes what an answer says."""
+"""Normalization of LaTeX: many spellings of an answer become the same text; its meaning never changes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ SAME = {
     "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "simeq": "approx", "pounds": "sterling", "langle": "(",
     "rangle": ")", "bar": "overline",
 }  # fmt: skip
-"""Commands → what is written for them."""
+"""Command → its canonical spelling."""
 
 DROPPED = ("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "rm")
 ONE_LETTER_UNITS = ("m", "g", "s", "h", "l", "L", "V", "W", "N", "J", "K")
-"""What `\\text{ m}` behind a number is; it would be a variable elsewhere."""
+"""Letters meaning a unit in `\\text{ m}` after a number; elsewhere they are variables."""
 SPACES = ("quad", "qquad", "thinspace", "enspace", "hspace", "phantom")
 GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|\\ |\\!|~)(?=\d{3}(?!\d))")
-"""Between the groups of a long number, where nothing else can be meant."""
+"""Unambiguous separator between digit groups of a long number."""
 
 BEFORE = re.compile(
     r"(?i)^(?:(?:so|thus|therefore),? )?(?:the )?(?:final )?answer(?: is|\s*:)\s*:?\s*|^(?:=|\\(?:approx|sim)\b)\s*"
 )
-"""What may stand before an answer and says nothing about it."""
+"""Text without meaning in front of an answer."""
 MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 
 
 def tidy(answer: str) -> str:
-    """An answer in one way of writing: one name per command, braces around every argument, no marks of layout."""
+    """Returns the canonical spelling of an answer: one name per command, braces around every argument, no layout
+    marks.
+    """
     text = answer.strip()
     for sign, command in UNICODE.items():
         text = text.replace(sign, command)
@@ -91,13 +93,15 @@ def _command(match: re.Match[str]) -> str:
 
 
 def _infix(match: re.Match[str]) -> str:
-    """`{1 \\over 2}`, `{5 \\choose 2}`."""
+    """Rewrites `{1 \\over 2}` and `{5 \\choose 2}` as prefix commands."""
     name = "frac" if match.group(2) == "over" else "binom"
     return f"\\{name}{{{match.group(1).strip()}}}{{{match.group(3).strip()}}}"
 
 
 def _unwrapped(text: str) -> str:
-    """`\\text{A}`, `\\mathbf{12}` as A, 12: without a word inside it is no text. Lone "or" and "and" are commas."""
+    """Unwraps `\\text{A}` and `\\mathbf{12}` to A and 12: without a word inside it is no text. A lone "or" or "and"
+    becomes a separator.
+    """
 
     def plain(match: re.Match[str]) -> str:
         inner = match.group(1)
@@ -111,14 +115,16 @@ def _unwrapped(text: str) -> str:
 
 
 def cut(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What stands between separators outside of all brackets, and the separators; the longest at a place counts."""
+    """Splits a text at separators outside all brackets; returns the pieces and the separators. The longest separator at
+    a position wins.
+    """
     pieces, found, depth, at, last = [], [], 0, 0, 0
     known = sorted(separators, key=len, reverse=True)
     while at < len(text):
         depth += (text[at] in "([{") - (text[at] in ")]}")
         here = next((s for s in known if text.startswith(s, at)), None) if depth == 0 else None
         if here is not None and here[0] == "\\" and text[at + len(here) : at + len(here) + 1].isalpha():
-            here = None  # the beginning of a longer command
+            here = None  # prefix of a longer command
         if here is None:
             at += 1
             continue
@@ -129,7 +135,7 @@ def cut(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def wrapped(text: str, opening: str, closing: str) -> bool:
-    """Whether one pair of brackets is around all of a text."""
+    """Returns True if one pair of brackets encloses the whole text."""
     if not (text.startswith(opening) and text.endswith(closing)) or len(text) <= len(opening) + len(closing):
         return False
     depth = 0

@@ -1,6 +1,6 @@
-"""Answers compared as text, by the rules that Minerva published (arXiv:2206.14858, appendix D) and DAPO's grader uses.
+"""Text comparison of answers by Minerva's published rules (arXiv:2206.14858, appendix D), used by DAPO's grader.
 
-Neither value nor algebra counts: `34.` and `34.0` are not 34, and `3 4` is, because spaces are dropped.
+Values and algebra are ignored: `34.` and `34.0` are not 34, but `3 4` is, because spaces are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DROPPED = (
     *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
     *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-"""What is taken out wherever it stands, in this order."""
+"""Texts removed at every position, in this order."""
 
 RULES: tuple[tuple[str, str], ...] = (
     *((re.escape(article), "") for article in ("an ", "a ")),
@@ -33,16 +33,16 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"sqrt([^{])", r"sqrt{\1}"),
     (r"\$", ""),
 )
-"""Pattern and what replaces it, one after the other."""
+"""Patterns and replacements, applied in order."""
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether two answers have the same normal form."""
+    """Returns True if the normal forms of two answers are equal."""
     return normal(gold) == normal(answer)
 
 
 def normal(answer: str) -> str:
-    """The last side of a chain of equations, without articles, units, dollars, boxes and spaces."""
+    """Returns the last side of a chain of equations, without articles, units, dollars, boxes and spaces."""
     text = answer.rpartition("=")[2]
     for pattern, put in RULES:
         text = re.sub(pattern, put, text)

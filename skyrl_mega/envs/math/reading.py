@@ -1,8 +1,8 @@
-"""What an answer says: a number, an expression, words, or something made of parts.
+"""Parser of answers: a number, an expression, words, or a compound of parts.
 
-Two answers are compared only where they say the same kind of thing, so that letters, lists, pairs, equations, ratios
-and percentages are kept apart. Words are taken off inside `\\text{}` or behind a number, and nowhere else; an equation
-stays whole unless its left side is one symbol. What is not understood is `opaque`, and equal to its own text alone.
+Only answers of the same kind are compared, so letters, lists, pairs, equations, ratios and percentages are kept apart.
+Words are removed only inside `\\text{}` or after a number; an equation stays whole unless its left side is one symbol.
+Unrecognized text is `opaque` and equals only its own text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arct
              "ln", "exp")  # fmt: skip
 COMMANDS = {*FUNCTIONS, "frac", "sqrt", "cdot", "pi", "infty", "binom", "alpha", "beta", "gamma", "delta", "epsilon",
             "theta", "lambda", "mu", "phi", "varphi", "omega", "rho", "sigma", "tau", "div"}  # fmt: skip
-"""What may stand in an expression that algebra reads."""
+"""Commands allowed in an expression for algebra."""
 
 FIGURES = ("angle", "triangle", "overline", "overrightarrow", "widehat", "vec", "parallel", "perp")
 SYMBOL = re.compile(
@@ -28,7 +28,7 @@ SYMBOL = re.compile(
     r"|[fghpqFGHPQE]\s*'*(?:_(?:\w|\{[^{}]*\}))?\s*\([^()]*\)"
     r"|[A-Z]{2,3}|\|[A-Z]{2}\||\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\text\{[^{}]*\}"
 )
-"""What an equation names: `x`, `a_{n+1}`, `f'(x)`, `P(X = 3)`, `AB`, `(x,y)`."""
+"""Pattern of a name on one side of an equation: `x`, `a_{n+1}`, `f'(x)`, `P(X = 3)`, `AB`, `(x,y)`."""
 
 CURRENCIES = {"dollar": "dollar", "euro": "euro", "sterling": "pound"}
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
@@ -38,25 +38,26 @@ DIGITS = r"\d{1,300}"
 
 @dataclass(frozen=True)
 class Reading:
-    """An answer, read."""
+    """A parsed answer."""
 
     kind: str
-    """number, expression, words, name, base, opaque; tuple, list, named, union, matrix, ratio, relation, equation of
-    parts. `named` is a list of which each part has a symbol of its own."""
+    """number, expression, words, name, base or opaque; with parts: tuple, list, named, union, matrix, ratio, relation
+    or equation. `named` is a list of parts with a different symbol each.
+    """
     text: str
-    """Written one way; what algebra is given of a number or an expression."""
+    """Canonical text; the input of algebra for a number or an expression."""
     value: Fraction | None = None
-    """Of a number."""
+    """Exact value of a number."""
     parts: tuple[Reading, ...] = ()
     shape: str = ""
     """Brackets of a tuple, operators of a relation, rows of a matrix."""
     symbol: str = ""
-    """What stood before a single `=`."""
+    """Symbol equated with the value, as in `x = 3`."""
     unit: str = ""
 
 
 def read(answer: str) -> Reading | None:
-    """What an answer says; None where it says nothing."""
+    """Parses an answer; None for an empty answer."""
     text = tidy(answer)
     return _whole(text) if text else None
 
@@ -96,7 +97,7 @@ def _list(pieces: list[str], text: str, depth: int) -> Reading:
 
 
 def _related(text: str, depth: int) -> Reading | None:
-    """Equations, inequalities and `x \\in …`."""
+    """Parses equations, inequalities and `x \\in …`; None for other texts."""
     sides, signs = cut(text, ["=", "\\in", "\\approx", *RELATIONS])
     if not signs:
         return None
@@ -153,7 +154,7 @@ def _union(text: str, depth: int) -> Reading | None:
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
-    """Pairs, intervals and sets; brackets around one thing alone are no more than brackets."""
+    """Parses pairs, intervals and sets; parentheses around a single part are dropped. None for other texts."""
     for opening, closing in (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}")):
         if not wrapped(text, opening, closing):
             continue
@@ -187,7 +188,7 @@ def _ratio(text: str, depth: int) -> Reading | None:
 
 
 def _both_signs(text: str, depth: int) -> Reading | None:
-    """`a \\pm b` is two numbers."""
+    """Parses `a \\pm b` as two numbers; None for other texts."""
     if text.count("\\pm") != 1 or "\\mp" in text:
         return None
     plus, minus = (text.replace("\\pm", sign).strip().removeprefix("+") for sign in "+-")
@@ -195,7 +196,7 @@ def _both_signs(text: str, depth: int) -> Reading | None:
 
 
 def _single(text: str) -> Reading:
-    """A number, perhaps with a unit, an expression, or words."""
+    """Parses a number, optionally with a unit, an expression, or words."""
     text = text.strip()
     if wrapped(text, "(", ")"):
         return _single(text[1:-1])
@@ -217,7 +218,7 @@ def _single(text: str) -> Reading:
 
 
 def _based(text: str) -> Reading | None:
-    """`101_2`, `(101)_{\\text{two}}`, `101 base 2`."""
+    """Parses a number in a base: `101_2`, `(101)_{\\text{two}}`, `101 base 2`; None for other texts."""
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     match = re.fullmatch(r"\(?\s*(-?[0-9A-F]+)\s*\)?\s*(?:_\s*\{?|base)\s*(\d{1,2}|[a-z]{3,7})\s*\}?", words)
     if match is None or re.fullmatch(r"[A-F]", match.group(1)):
@@ -227,7 +228,7 @@ def _based(text: str) -> Reading | None:
 
 
 def _measured(text: str) -> Reading | None:
-    """A number or an expression with a figure, and a unit or what is counted behind it."""
+    """Parses a number, or an expression with a digit, followed by a unit or a counted noun; None for other texts."""
     match = re.fullmatch(r"(.*?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\circ)\s*([CF])?", text)
     if match and re.search(r"\d", match.group(1)):
         core = _expression(match.group(1)) if number(match.group(1)) is None else _single(match.group(1))
@@ -252,7 +253,7 @@ def _measured(text: str) -> Reading | None:
 
 
 def _worded(text: str) -> Reading | None:
-    """Words, names of figures."""
+    """Parses words and names of figures; None for other texts."""
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     if re.fullmatch(r"[A-Z]{2,}", words.strip()) or any(f"\\{figure}" in text for figure in FIGURES):
         return Reading("name", _joined(words))
@@ -276,7 +277,7 @@ def _worded(text: str) -> Reading | None:
 
 
 def _expression(text: str) -> Reading:
-    """What algebra may read; opaque where there is anything that it could misread."""
+    """Parses an expression for algebra; opaque if algebra could misread any part."""
     spelled = re.sub(r"(?<![A-Za-z\\])(pi|infty|sqrt|" + "|".join(FUNCTIONS) + r")(?![a-z])", r"\\\1 ", text)
     spelled = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", spelled.replace("*", "\\cdot "))
     spelled = re.sub(r"_(\d)(?=\s)", r"_{\1}", spelled.replace("\\div", "/"))
@@ -295,12 +296,14 @@ def _expression(text: str) -> Reading:
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    """`0.25` as `\\frac{25}{100}`: decimals are exact."""
+    """Rewrites `0.25` as `\\frac{25}{100}`: decimals are exact."""
     return f"\\frac{{{int(match.group(1) + match.group(2))}}}{{{10 ** len(match.group(2))}}}"
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`."""
+    """Returns the exact value of a plain number: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`; else
+    None.
+    """
     text = text.strip()
     sign = -1 if text.startswith("-") else 1
     text = re.sub(r"^[-+]\s*", "", text, count=1)
@@ -310,7 +313,7 @@ def number(text: str) -> Fraction | None:
     match = match or re.fullmatch(rf"(?:({DIGITS})\s+)?({DIGITS})\s*/\s*({DIGITS})", text)
     if match:
         over, under = (int(match.group(at).replace(" ", "")) for at in (2, 3))
-        if under == 0 or (match.group(1) is not None and not 0 < over < under):  # 2 3/2 is no mixed number
+        if under == 0 or (match.group(1) is not None and not 0 < over < under):  # 2 3/2 is not a mixed number
             return None
         return sign * (Fraction(over, under) + int(match.group(1) or 0))
     match = re.fullmatch(r"(\d{0,50})\.(\d{0,50})\s*\\overline\s*\{\s*(\d{1,50})\s*\}", text)
@@ -319,7 +322,7 @@ def number(text: str) -> Fraction | None:
         tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
         return sign * (Fraction(int(whole + fixed or "0"), 10 ** len(fixed)) + tail)
     match = re.fullmatch(r"(\d{0,50})\.(\d{1,50})\s*\\ldots", text)
-    if match:  # what stands at the end three times goes on
+    if match:  # a block repeated three times at the end continues forever
         whole, digits = match.groups()
         block = re.search(r"(\d+?)\1\1$", digits)
         exact = block and number(f"{whole}.{digits[: block.start()]}\\overline{{{block.group(1)}}}")
@@ -343,7 +346,7 @@ def _opaque(text: str) -> Reading:
 
 
 def _joined(text: str) -> str:
-    """Without spaces that say nothing, and without braces around one sign."""
+    """Returns the text without meaningless spaces, and without braces around single characters."""
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"(?<![A-Za-z]) | (?![A-Za-z])", "", text) if "\\" in text else text.replace(" ", "")
     return re.sub(r"([\^_])\{(\w)\}(?!\d)", r"\1\2", text)

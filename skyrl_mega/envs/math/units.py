@@ -1,4 +1,4 @@
-"""Words behind a number: units of measurement, what is counted, and words that say something else."""
+"""Words after a number: units of measurement, counted nouns, and words with another meaning."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ COUNTED = frozenset(
         "paper sheet brick board night goal run win loss possibility squared cubed"
     )
 )
-"""What may stand behind a number outside of `\\text{}` beside the measures."""
+"""Words allowed after a number outside `\\text{}`, besides the measures."""
 
 AFTER_NOUN = frozenset(
     _words("of to in from per that with for each on by left total altogether remaining away long tall")
 )
-"""Where the noun of what is counted is over."""
+"""Words after the end of a counted noun."""
 SAME_NOUNS = {"men": "man", "women": "woman", "children": "child", "kid": "child", "vertice": "vertex"}
 CONTRASTS = [
     frozenset(_words(words))
@@ -53,7 +53,9 @@ CONTRASTS = [
         "florin zloty yen yuan peso rupee franc ruble krona crown shilling pence",
     )
 ]  # fmt: skip
-"""Nouns that exclude each other. Two others may count the same: kids and children, solutions and pairs."""
+"""Groups of nouns excluding each other. Other nouns may count the same things: kids and children, solutions and
+pairs.
+"""
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 OTHERWISE = frozenset(
@@ -63,15 +65,15 @@ OTHERWISE = frozenset(
         "minus plus times over mod remainder base incorrect false true maybe unless up percent pi "
     )
 )
-"""Words that change what a number says."""
+"""Words changing the meaning of a number."""
 
 
 def unit_of(words: str, *, marked: bool) -> str | None:
-    """What words behind a number name: a unit, or the noun of what is counted; None where they say something else.
+    """Returns the unit, or the counted noun, named by the words after a number; None for words with another meaning.
 
     Args:
         words: `square inches`, `cm`, `p.m.`, `different ways`.
-        marked: They stand in `\\text{}`; outside of it only known words count.
+        marked: True for words inside `\\text{}`; outside it only known words count.
     """
     if re.search(r"[^A-Za-z .'/-]", words):
         return None
@@ -91,10 +93,10 @@ def unit_of(words: str, *, marked: bool) -> str | None:
 
 
 def agree(one: str, other: str) -> bool:
-    """Whether two units may be the same.
+    """Returns True if two units may be the same.
 
-    Who names none leaves it open, and degrees need not say of what. Measures are their own; nouns differ from measures,
-    and from each other where they exclude each other.
+    A missing unit agrees with any unit, and plain degrees agree with degrees Celsius and Fahrenheit. A measure agrees
+    with no other measure and no noun; two nouns agree unless they exclude each other.
     """
     if not one or not other or one == other:
         return True
@@ -118,7 +120,7 @@ def _single(word: str) -> str:
 
 
 def _noun(words: list[str]) -> str:
-    """The word that says what is counted: `way` of "different ways to sit"."""
+    """Returns the counted noun: `way` for "different ways to sit"."""
     end = next((at for at, word in enumerate(words) if at and word in AFTER_NOUN), len(words))
     noun = words[end - 1]
     return SAME_NOUNS.get(noun, noun)

@@ -1,10 +1,10 @@
-"""Compares two expressions: a line of JSON in (`gold`, `answer`, `seconds`), a line out (true, false, null, or "late").
+"""Algebra worker: a line of JSON in (`gold`, `answer`, `seconds`), a line out (true, false, null, or "late").
 
-math-verify's parser reads the LaTeX, sympy compares exactly.
+math-verify's parser reads the LaTeX; sympy compares exactly.
 
-A process of its own, since symbolic algebra can take for ever and no thread can stop it. A timer interrupts it; where
-it does not listen, in one long operation on large numbers, whoever started it kills it.
-It parses what a policy wrote, so it gives up sockets and files before it reads the first line.
+The worker is a separate process, since symbolic algebra can take forever and no thread can stop it. A timer interrupts
+a slow comparison. One long operation on large numbers ignores the timer; then the parent kills the process. The worker
+parses a policy's text, so it gives up sockets and files before reading the first line.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 MEMORY = 2**30
-"""Address space; a comparison that wants more has failed."""
+"""Limit of the address space, in bytes; a comparison exceeding it fails."""
 
 
 class Late(BaseException):
-    """The time is over. No Exception: the library catches those in many places."""
+    """The time limit passed. Not an Exception: the library catches Exceptions in many places."""
 
 
 def main() -> None:
-    """Answers line by line until its input ends."""
+    """Answers requests line by line until the input ends."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from sympy import Expr, I, expand, nan, oo, simplify, zoo
@@ -54,7 +54,7 @@ def main() -> None:
             return False
         return bool(expand(left - right) == 0 or simplify(left - right) == 0)
 
-    same("\\frac{1}{2}", "x+1")  # loads what it loads late
+    same("\\frac{1}{2}", "x+1")  # triggers the library's lazy imports
     same("\\sqrt{8}+x", "2\\sqrt{2}+x")
     _confine()
     signal.signal(signal.SIGALRM, _late)
@@ -69,7 +69,7 @@ def _timed(same: Callable[[str, str], bool], order: dict[str, Any]) -> bool | st
         return same(order["gold"], order["answer"])
     except Late:
         return "late"
-    except Exception:  # whatever algebra makes of a policy's text, it is no match
+    except Exception:  # any failure on a policy's text counts as no match
         return None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -90,7 +90,7 @@ def _confine() -> None:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         syscalls.confine(shared=True, counted=True)
         kernel.landlock([*sys.path, sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64"], ["/dev/null"])
-    except OSError as error:  # a second wall: math-verify runs nothing that it reads
+    except OSError as error:  # defense in depth: math-verify executes nothing it reads
         print(f"without seccomp or Landlock: {error}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Rows for multiplication: training and test problems that share no pair, and conversations with slips in them."""
+"""Rows for multiplication: disjoint training and test problems, and conversations with slips in the attempts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYSTEM = "You solve multiplication problems. Give the product in \\boxed{}, for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data multiply`."""
+    """Adds the options of `python -m skyrl_mega.data multiply`."""
     parser.add_argument("--train", type=integer(1, ROWS), default=10000, help="training problems")
     parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out problems")
     parser.add_argument("--digits", type=integer(1, 9), default=4, help="digits of each number")
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Deterministic in `args.seed`.
+    """Returns file name → rows. Deterministic in `args.seed`.
 
     A demonstration is a conversation with the environment about a training problem, drawn with repetition: attempts
-    with their work shown, until one is right or `args.turns` are used. A model that has learned them slips as often,
-    and RL has honest work to do.
+    with their work shown, until an attempt is right or `args.turns` are used. A model trained on the demonstrations
+    slips equally often and leaves real work for RL.
     """
     if args.demonstrations and (args.digits < 2 or args.second != 1):
         raise UserError(
@@ -67,7 +67,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _conversation(a: int, b: int, args: argparse.Namespace, rng: np.random.Generator) -> list[Message]:
-    """Attempts at `a * b`, and what the environment says between them."""
+    """Returns attempts at `a * b`, with the environment's replies between them."""
     env = MultiplyEnv(extras={"reward_spec": {"ground_truth": str(a * b)}, "max_turns": args.turns})
     messages: list[Message] = []
     done = False

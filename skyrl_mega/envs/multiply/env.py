@@ -12,9 +12,10 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 class MultiplyEnv(BaseTextEnv):
-    """1 for the right product in the first `\\boxed{…}`, else 0.
+    """Reward 1 for the right product in the first `\\boxed{…}`, else 0.
 
-    With `max_turns` above 1 a wrong answer is told so and may be tried again, until it is right or the turns are used.
+    With `max_turns` above 1, the policy is told about a wrong answer and may retry, until the answer is right or the
+    turns are used.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -28,7 +29,7 @@ class MultiplyEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is what can stand in a box."""
+        """Refuses a ground truth not readable from a box."""
         if why := wrong_spelling(truth):
             return why
         boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()

@@ -1,19 +1,19 @@
-"""Multiplication by one digit as it is done on paper, and the slip that a pupil makes: a carry is forgotten."""
+"""Multiplication by one digit as on paper, and a pupil's slip: a forgotten carry."""
 
 from __future__ import annotations
 
 
 def worked(number: int, digit: int, slip: int | None = None) -> str:
-    """The answer with its work: `345 * 7` is `35,31,24\\boxed{2415}`.
+    """Returns the answer with its work: `345 * 7` is `35,31,24\\boxed{2415}`.
 
-    Each place, units first, shows its digit's product and the carry added to it. Its last digit is the product's, what
-    is before it is carried on; the last place stays whole.
+    Each place, units first, shows its digit's product plus the carry. The last digit of each entry belongs to the
+    product, and the rest is the carry into the next place; the last entry stays whole.
 
     Args:
         number: At least 1.
         digit: 1 to 9.
-        slip: The place (units are 0) that forgets the carry brought to it, or adds 1 where there is none: the product
-            is then wrong. None makes no slip. A number's places but the first can have one.
+        slip: Place of the slip (units are 0): the carry into the place is forgotten, or 1 is added if the carry is 0,
+            so the product is wrong. None for no slip. Allowed are all places but the units.
     """
     places, carry = [], 0
     for place, own in enumerate(reversed(str(number))):

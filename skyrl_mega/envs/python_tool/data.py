@@ -1,4 +1,4 @@
-"""Rows for questions that a short program answers and a guess does not."""
+"""Rows for questions answered by a short program, but not by a guess."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ KINDS: list[Callable[[int, int], tuple[str, int]]] = [_primes, _digits, _divisor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data python`."""
+    """Adds the options of `python -m skyrl_mega.data python`."""
     parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training questions (default: 1000)")
     parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out questions (default: 200)")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Every question is there once, and none in both files."""
+    """Returns file name → rows. Questions are unique, within and across the files."""
     rng = np.random.default_rng(args.seed)
     made: dict[str, int] = {}
     while len(made) < args.train + args.test:

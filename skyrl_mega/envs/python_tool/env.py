@@ -1,4 +1,4 @@
-"""A question with a Python interpreter at hand: the policy runs programs and reads what they print, then answers."""
+"""Question answering with a Python interpreter: the policy runs programs, reads their output, then answers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ REASONS = {
 
 
 class PythonToolEnv(BaseTextEnv):
-    """`<python>…</python>` is run, each time in a fresh process; what it printed comes back in `<output>…</output>`.
-    `<answer>…</answer>` ends the trajectory: 1 when it equals the ground truth as a number or text, else 0."""
+    """Question answering with programs. `<python>…</python>` runs in a fresh process each time; its output comes back
+    in `<output>…</output>`. `<answer>…</answer>` ends the trajectory: reward 1 if the answer equals the ground truth as
+    a number or text, else 0.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "shown_characters": whole(2000, "of what a program printed, its end", low=1),
@@ -39,12 +41,12 @@ class PythonToolEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine that cannot confine."""
+        """Refuses a machine without the needed confinement."""
         Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is what can stand between the tags of an answer."""
+        """Refuses a ground truth not readable between the tags of an answer."""
         closes = "</answer>" in str(truth)
         return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 
@@ -74,13 +76,15 @@ def _say(text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
 
 
 def _plain(code: str) -> str:
-    """The program without the fence that some write around it."""
+    """Returns the program without a surrounding code fence."""
     fenced = re.fullmatch(r"\s*```(?:python)?\n(.*?)```\s*", code, re.DOTALL)
     return fenced.group(1) if fenced else code
 
 
 def report(outcome: Outcome, most: int) -> str:
-    """What a program printed and how it ended, for the policy to read; the end of it where it is long."""
+    """Returns a program's output, and the reason of its end, for the policy; a long text keeps only its last `most`
+    characters.
+    """
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:
         lines.append(REASONS[outcome.status])

@@ -1,4 +1,4 @@
-"""Untrusted code in a subprocess without network, files, neighbours or much of anything."""
+"""Sandbox for untrusted code: a subprocess without network, host files or access to other processes."""
 
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, Limits, Outcome, Sandbox, confinements
 from skyrl_mega.envs.sandbox.workspace import Workspace

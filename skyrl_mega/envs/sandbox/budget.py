@@ -1,8 +1,8 @@
-"""Memory of all programs that run at once for one environment: by a cgroup where one can be made, else by adding up.
+"""Shared memory limit of all programs running at once for one environment: a cgroup if possible, else a sum of reports.
 
-A cgroup (v2) is tried below this process's own and beside it, where memory is already handed on to children; no group
-that exists is changed. Elsewhere every jail says what its processes have in memory (`watch.py`), and when the sum
-is too large the largest command is ended.
+A cgroup (v2) is tried as a child and as a sibling of this process's own group, if memory control is already delegated
+to children; no existing group is changed. Otherwise every jail reports the memory of its processes (`watch.py`), and
+the largest command is ended when the sum is too large.
 """
 
 from __future__ import annotations
@@ -22,41 +22,43 @@ OWN = Path("/proc/self/cgroup")
 
 
 class Budget:
-    """What the commands of one environment may have together.
+    """Shared memory limit of one environment's commands.
 
     Args:
-        total_mib: MiB.
-        root: Where cgroups are mounted.
-        own: The file that says which is this process's.
+        total_mib: Limit in MiB.
+        root: Mount point of cgroups.
+        own: File naming this process's cgroup.
     """
 
     def __init__(self, total_mib: float, root: Path = ROOT, own: Path = OWN) -> None:
         self.total = int(total_mib * MIB)
         self.group = _group(self.total, root, own)
-        """The cgroup's folder; None where there is none, and `note` does it."""
+        """Folder of the cgroup; None without a cgroup, and then `note` enforces the limit."""
         self.ended = 0
-        """Commands that were ended for it."""
+        """Number of commands ended for exceeding the limit."""
         self._used: dict[object, int] = {}
         self._lock = threading.Lock()
 
     def note(self, who: object, used: int) -> bool:
-        """Hears how much memory a command has now; True where it must end, as the largest of too many."""
+        """Records a command's current memory in bytes; returns True if the sum is too large and this command the
+        largest.
+        """
         with self._lock:
             self._used[who] = used
             return sum(self._used.values()) > self.total and used == max(self._used.values())
 
     def forget(self, who: object) -> None:
-        """Hears that a command has ended."""
+        """Removes an ended command from the sum."""
         with self._lock:
             self._used.pop(who, None)
 
     def count(self) -> None:
-        """Hears that a command was ended as one of too many."""
+        """Counts a command ended for exceeding the limit."""
         with self._lock:
             self.ended += 1
 
     def killed(self) -> int:
-        """Processes that the kernel has ended in the cgroup, as their sum was too large; 0 without one."""
+        """Returns the number of processes killed by the kernel for exceeding the cgroup's limit; 0 without a cgroup."""
         if self.group is None:
             return 0
         with contextlib.suppress(OSError):
@@ -68,13 +70,15 @@ class Budget:
     def close(self) -> None:
         """Removes the cgroup."""
         if self.group is not None:
-            with contextlib.suppress(OSError):  # somebody is still in it: the next start removes it
+            with contextlib.suppress(OSError):  # still in use: the next start removes the group
                 self.group.rmdir()
 
 
 def of(name: str, total_mib: float) -> Budget:
-    """The one of this process for an environment; every sandbox of that name shares it, and `divide` says with how many
-    processes."""
+    """Returns this process's budget for an environment, shared by all sandboxes of the same name.
+
+    `divide` sets the number of processes sharing the environment's total.
+    """
     with _making:
         key = (os.getpid(), name, total_mib)
         if key not in _budgets:
@@ -84,28 +88,31 @@ def of(name: str, total_mib: float) -> Budget:
 
 
 def divide(among: int) -> None:
-    """Before the first sandbox: so many processes of this node have them, and share what an environment may have."""
+    """Sets the number of processes on this node sharing each environment's limit; call before creating the first
+    sandbox.
+    """
     global _among
     _among = among
 
 
 def hear(programs: int) -> None:
-    """So many commands were ended for a budget in another process of the run."""
+    """Adds commands ended for a budget in another process of the run."""
     global _elsewhere
     with _making:
         _elsewhere = (_elsewhere or 0) + programs
 
 
 def ended() -> int | None:
-    """Commands of this process's sandboxes, and of those of which it has heard, that were ended for a budget so far;
-    None where nothing ran in one."""
+    """Returns the number of commands ended for a budget so far, in this process and in the processes reported to
+    `hear`; None if no command ran in a budget.
+    """
     with _making:
         own = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
         return sum(own) + (_elsewhere or 0) if own or _elsewhere is not None else None
 
 
 def told(count: float) -> str:
-    """What to say of commands that were ended for a budget."""
+    """Returns the warning about commands ended for a budget."""
     return (
         f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "
         "largest end first, honest ones too; raise total_mib of the environment's sandbox, or lower its memory_mib"
@@ -115,9 +122,9 @@ def told(count: float) -> str:
 _budgets: dict[tuple[int, str, float], Budget] = {}
 _making = threading.Lock()
 _among = 1
-"""Processes of this node that share what an environment may have."""
+"""Number of processes on this node sharing each environment's limit."""
 _elsewhere: int | None = None
-"""Commands of other processes that were ended for it; None where there are no such processes."""
+"""Number of commands ended for a budget in other processes; None without other processes."""
 
 
 def _group(total: int, root: Path, own: Path) -> Path | None:
@@ -128,11 +135,11 @@ def _group(total: int, root: Path, own: Path) -> Path | None:
                 if not folders.alive(left.name):
                     left.rmdir()
             group.mkdir()
-        except OSError:  # not ours to make, or somebody lives on in what is left
+        except OSError:  # no permission, or a leftover group is still in use
             continue
         try:
             (group / "memory.max").write_text(str(total))
-            with contextlib.suppress(FileNotFoundError):  # a kernel that counts no swap
+            with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
                 (group / "memory.swap.max").write_text("0")
             with open(group / "cgroup.procs", "a"):
                 return group
@@ -143,7 +150,7 @@ def _group(total: int, root: Path, own: Path) -> Path | None:
 
 
 def _parents(root: Path, own: Path) -> list[Path]:
-    """Groups whose children have memory of their own: this process's, and the one that this is in."""
+    """Returns the groups delegating memory control to children: this process's group, and the parent of this group."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""How the jail confines itself: namespaces, a root of its own, another user, Landlock, seccomp. Standard library only.
+"""Confinement of the jail: namespaces, a private root, a separate user, Landlock, seccomp. Standard library only.
 
-`result` hears which confinement holds and by what (`active`), and what the machine refused (`absent`).
+`result` records the confinements in force with their mechanisms (`active`), and the machine's refusals (`absent`).
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import syscalls
 import tree
 
 ROOMS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
-"""What programs need to start."""
+"""Host paths needed by programs to start."""
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 INSIDE = "/sandbox"
-"""The working folder where there is a mount namespace."""
+"""Working folder inside a mount namespace."""
 
 TRUNCATE = 3
-"""The Landlock ABI from which truncating a file needs leave."""
+"""First Landlock ABI with control over truncating files."""
 
 
 def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Leaves the host's namespaces, as root does or as a plain user does; False where the machine says no."""
+    """Leaves the host's namespaces, as root or as a plain user; returns False if the machine refuses."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         if "namespaces" in order["disabled"]:
             raise OSError("switched off")
-        if order["namespaces"]:  # those that the workspace lives in
+        if order["namespaces"]:  # namespaces of the workspace
             for kind, flag in (("user", kernel.CLONE_NEWUSER), ("mnt", kernel.CLONE_NEWNS)):
                 if kind in order["namespaces"]:
                     kernel.join(order["namespaces"][kind], flag)
                     os.close(order["namespaces"][kind])
             kernel.unshare(kernel.NAMESPACES)
-        elif uid == 0:  # a user namespace would not do: the kernel does not count root's processes there either
+        elif uid == 0:  # a user namespace would not help: the kernel does not count root's processes there either
             kernel.unshare(kernel.NAMESPACES)
         else:
             kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
@@ -51,10 +51,10 @@ def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
 
 
 def confine(order: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
-    """Confines this process for good; whether its disk is bounded by looking alone."""
+    """Confines this process permanently; returns True if disk use is bounded only by watching."""
     active, absent = result["active"], result["absent"]
     outside = os.path.realpath(order["folder"] or order["scratch"])
-    os.close(tree.enter(outside))  # what ran there before may have locked it
+    os.close(tree.enter(outside))  # an earlier command may have locked the folder
     work, readable, writable = outside, [*ROOMS, *order["read"]], [outside, *DEVICES]
     owner = os.geteuid()
     if owner == 0:
@@ -97,7 +97,7 @@ def _write(files: dict[str, str]) -> None:
 def _restrict(
     order: dict[str, Any], result: dict[str, Any], paths: tuple[list[str], list[str]], shared: bool, counted: bool
 ) -> None:
-    """Landlock and seccomp. Where the process is `shared`, neither holds files or processes without the other."""
+    """Applies Landlock and seccomp. For a `shared` process, only both together confine files and processes."""
     active, absent = result["active"], result["absent"]
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:
@@ -127,8 +127,8 @@ def _restrict(
 
 
 def _new_root(order: dict[str, Any], outside: str, owner: int) -> None:
-    """A root of its own: read-only binds of what programs need, a working folder, nothing else of the host."""
-    kernel.unshare(kernel.CLONE_NEWNS)  # the launcher keeps its root, to look at the folder's size
+    """Builds a private root: read-only binds of the needed host paths, a working folder, nothing else of the host."""
+    kernel.unshare(kernel.CLONE_NEWNS)  # the launcher keeps its root, to measure the folder
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     root = order["root"]
     keep = os.open(outside, os.O_PATH)  # the new root may hide it
@@ -155,7 +155,7 @@ def _bind(path: str, root: str) -> None:
     target = root + path
     os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if os.path.lexists(target):
-        return  # inside something bound before
+        return  # inside an earlier bind
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
         return

@@ -1,9 +1,9 @@
-"""A file system of a session's own, in memory, that no other process of the machine sees: a script and no more.
+"""Private in-memory file system of a session, invisible to every other process of the machine; run as a script.
 
-Run as `python -I -S disk.py FOLDER BYTES INODES`. It enters a mount namespace of its own (and a user namespace, for a
-plain user), mounts a tmpfs over FOLDER there, prints `ready`, and waits until its stdin ends. Meanwhile who started it
-opens the namespaces and the folder in /proc: they live as long as those descriptors and vanish with their owner,
-however that one dies. Standard library only.
+Usage: `python -I -S disk.py FOLDER BYTES INODES`. The script enters its own mount namespace (and a user namespace, for
+a plain user), mounts a tmpfs over FOLDER, prints `ready`, and waits for the end of stdin. Meanwhile the parent opens
+the namespaces and the folder through /proc. Both live as long as those descriptors, and vanish when their owner dies
+for any reason. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import kernel
 
 
 def main(folder: str, size: str, inodes: str) -> None:
-    """Says `ready`, or why not."""
+    """Mounts the file system; prints `ready`, or the error."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         if uid == 0:

@@ -1,10 +1,10 @@
-"""Temporary folders of this process, in one that says whose they are: the next start removes those of the dead.
+"""Temporary folders below a folder named after its owner process; the next start removes the folders of dead owners.
 
-    <temporary folder>/skyrl-sandbox-<pid>-<start time>-<random>/lock     locked as long as its owner lives
-                                                                 <name>/  one command's or one session's
+    <temporary folder>/skyrl-sandbox-<pid>-<start time>-<random>/lock     locked while the owner lives
+                                                                 <name>/  folder of one command or one session
 
-A process that is killed removes nothing. Its lock is gone with it, though, whoever held it and however it died, so the
-lock decides. The name says which process to look for, and covers the moment before the lock is there.
+A killed process removes nothing, but its lock is always released, so the lock decides. The name identifies the process,
+and covers the moment before the lock exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_mega.envs.sandbox import tree
 
 PREFIX = "skyrl-sandbox-"
 YOUNG_S = 60.0
-"""A folder without a lock may be about to get one for so long."""
+"""Maximum age of a folder still waiting for its lock, in seconds."""
 
 _homes: dict[int, str] = {}
 _locks: list[int] = []
@@ -31,25 +31,29 @@ _making = threading.Lock()
 
 
 def make() -> str:
-    """A new empty folder, 0711: another user passes through and sees nothing."""
+    """Creates an empty folder and returns its path; mode 0711 lets other users pass through without listing the
+    folder.
+    """
     path = tempfile.mkdtemp(dir=_home())
     os.chmod(path, 0o711)
     return path
 
 
 def owner() -> str:
-    """Names this process among all of this machine: pid and start time."""
+    """Returns a name of this process, unique on the machine: pid and start time."""
     return f"{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def alive(name: str) -> bool:
-    """Whether the process that a name `PREFIX<pid>-<start time>…` speaks of lives, as far as can be seen from here."""
+    """Returns True if the process in a name `PREFIX<pid>-<start time>…` is alive, as far as visible from this
+    process.
+    """
     found = re.match(re.escape(PREFIX) + r"(\d+)-(\d+)", name)
     return found is not None and _start_time(int(found[1])) == found[2]
 
 
 def _home() -> str:
-    """This process's own; a fork makes another."""
+    """Returns this process's own folder; a forked process creates another."""
     with _making:
         pid = os.getpid()
         if pid not in _homes or not os.path.isdir(_homes[pid]):
@@ -71,9 +75,9 @@ def _leave(pid: int, home: str) -> None:
 
 
 def sweep(root: str) -> None:
-    """Removes what dead processes of this user left in a folder."""
+    """Removes the leftovers of this user's dead processes from a folder."""
     for path in Path(root).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed by another one that starts
+        with contextlib.suppress(OSError):  # another user's, or removed concurrently
             info = path.lstat()
             if info.st_uid == os.geteuid() and not path.is_symlink() and not alive(path.name):
                 _remove_unowned(path, time.time() - info.st_mtime)
@@ -87,14 +91,14 @@ def _remove_unowned(path: Path, age_s: float) -> None:
             tree.remove(str(path))
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives where this cannot see it
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the owner is alive, but invisible here
         tree.remove(str(path))
     finally:
         os.close(lock)
 
 
 def _start_time(pid: int) -> str | None:
-    """Clock ticks after boot at which a process began; None where there is none."""
+    """Returns the start time of a process in clock ticks after boot; None if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

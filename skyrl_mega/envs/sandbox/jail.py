@@ -1,11 +1,11 @@
-"""The jail: a script that confines itself, runs one command inside, and lets nothing outlive it.
+"""The jail: a script that confines itself, runs one command inside, and lets no process survive the command.
 
     launcher ── reads the order from stdin; when stdin ends, everything inside is killed
-      └ init ── PID 1 of its own namespace where the machine allows one; confines itself for good, then
-          └ command ── with resource limits; when it ends, whatever it started is killed
+      └ init ── PID 1 of its own namespace if the machine allows; confines itself permanently, then
+          └ command ── with resource limits; when the command ends, all its processes are killed
 
 Started as `python -I -S jail.py REPORT_FD`. The order is 8 bytes of length and JSON. The report is lines of JSON:
-`memory` meanwhile, and what became of it when nothing is left alive. Standard library only.
+`memory` while running, and the result once no process is left alive. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import kernel
 from watch import Watch, descendants
 
 NICE = 10
-"""Below the trainer, whose machine it is."""
+"""Scheduling niceness, below the trainer's priority: the machine belongs to the trainer."""
 LAST_TO_STAY = "1000"
-"""Where memory runs out, the kernel ends this first."""
+"""OOM score: when memory runs out, the kernel kills the jailed processes first."""
 TELL_S, MIB = 0.5, 2**20
-"""How often the host hears how much memory there is, and what change it hears of at once."""
+"""Seconds between reports of memory to the host, and the change in bytes reported at once."""
 
 
 def main() -> None:
-    """Reads an order from standard input, carries it out, and writes what became of it to the descriptor given."""
+    """Reads an order from standard input, executes the order, and writes the result to the given descriptor."""
     report = int(sys.argv[1])
     os.set_inheritable(report, False)
     signal.set_wakeup_fd(-1)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def launch(order: dict[str, Any], report: TextIO) -> dict[str, Any]:
-    """Runs the order; returns what became of it, when nothing of it is left alive."""
+    """Executes the order; returns the result once none of its processes is alive."""
     result: dict[str, Any] = {"active": {}, "absent": {}, "stopped": None}
     namespaces = confine.enter_namespaces(order, result)
     if not namespaces:
@@ -68,7 +68,7 @@ def launch(order: dict[str, Any], report: TextIO) -> dict[str, Any]:
 
 
 def _watch(order: dict[str, Any], child: int, status: int, result: dict[str, Any], report: TextIO) -> dict[str, Any]:
-    """Waits until init is done, the host closes stdin, or the folder grows too large; tells of memory meanwhile."""
+    """Waits until init is done, the host closes stdin, or the folder grows too large; reports memory meanwhile."""
     told: dict[str, Any] = {}
     watch, noted, due, rest = None, 0, 0.0, b""
     while True:
@@ -90,7 +90,7 @@ def _watch(order: dict[str, Any], child: int, status: int, result: dict[str, Any
             if stop is not None:
                 result["stopped"] = stop
                 return told
-            if abs(used - noted) >= MIB or time.monotonic() >= due:  # also when it is another one that grows
+            if abs(used - noted) >= MIB or time.monotonic() >= due:  # also periodically: another command may be growing
                 noted, due = used, time.monotonic() + TELL_S
                 _tell(report, {"memory": used})
 
@@ -102,7 +102,7 @@ def _watcher(order: dict[str, Any], init: int, counted: bool) -> Watch:
 
 
 def _init(order: dict[str, Any], result: dict[str, Any], namespaces: bool, status: int) -> None:
-    """Never returns. Everything it says goes to `status`, a line of JSON each."""
+    """Runs init; never returns. Writes every message to `status`, a line of JSON each."""
     try:
         _stand_back(order["group"])
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -111,7 +111,7 @@ def _init(order: dict[str, Any], result: dict[str, Any], namespaces: bool, statu
         os.write(stdin, order["stdin"].encode(errors="surrogateescape"))
         os.lseek(stdin, 0, os.SEEK_SET)
         if not namespaces and os.geteuid() != 0:
-            order["limits"]["processes"] += _threads_of(os.geteuid())  # the kernel counts all that the user has running
+            order["limits"]["processes"] += _threads_of(os.geteuid())  # the kernel counts all threads of the user
         counted = confine.confine(order, result, namespaces)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         _say(status, {"active": result["active"], "absent": result["absent"], "counted": counted})
@@ -127,17 +127,17 @@ def _init(order: dict[str, Any], result: dict[str, Any], namespaces: bool, statu
 
 
 def _stand_back(group: str | None) -> None:
-    """Lets the trainer go first, in time and in memory."""
+    """Gives the trainer priority in CPU time and memory."""
     if group is not None:
         with open(group, "w") as procs:
             procs.write("0")
     os.nice(NICE)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # a /proc that cannot be written
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # a read-only /proc
         score.write(LAST_TO_STAY)
 
 
 def _run(order: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
-    """Runs the command as a child and reaps whatever dies until it does."""
+    """Runs the command as a child, reaping all dead processes until the command ends; returns exit code and times."""
     start = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -166,14 +166,14 @@ def _limit(limits: dict[str, int]) -> None:
     for what, value in (
         (resource.RLIMIT_CPU, limits["cpu"]),
         (resource.RLIMIT_AS, limits["memory"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + 2),  # and the jail's own two
+        (resource.RLIMIT_NPROC, limits["processes"] + 2),  # plus the jail's own two
         (resource.RLIMIT_FSIZE, limits["file"]),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(what)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        late = 1 if what == resource.RLIMIT_CPU and value != hard else 0  # so that SIGXCPU tells why
+        late = 1 if what == resource.RLIMIT_CPU and value != hard else 0  # SIGXCPU comes first and shows the reason
         resource.setrlimit(what, (value, value + late))
 
 
@@ -187,7 +187,7 @@ def _threads_of(uid: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Without a PID namespace: orphans come to this process, the subreaper; kills until there are none."""
+    """Kills all descendants without a PID namespace: orphans become children of this process, the subreaper."""
     while True:
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError):

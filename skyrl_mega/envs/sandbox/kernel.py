@@ -1,7 +1,7 @@
-"""What Linux offers to confine a process, through ctypes: namespaces and mounts, Landlock, capabilities.
+"""Linux interfaces for confining a process, through ctypes: namespaces and mounts, Landlock, capabilities.
 
-Imports the standard library alone and nothing of the project: the jail is a plain script that starts in milliseconds.
-Every function raises OSError where the kernel, or a container around this process, says no. x86-64 and arm64.
+Imports only the standard library and nothing of the project: the jail is a plain script starting in milliseconds. Every
+function raises OSError if the kernel, or a container around this process, refuses. x86-64 and arm64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ST_RELATIME, MS_NOATIME, MS_NODIRATIME, MS_RELATIME = 4096, 1024, 2048, 1 << 21
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 INSIDE_UID = 1000
-"""What a plain user is in a user namespace of its own."""
+"""User ID of a plain user inside its own user namespace."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,35 +40,35 @@ _ARCHS = {"x86_64": _Arch(155, 126, 308), "aarch64": _Arch(41, 91, 268)}
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """One prctl call with one argument."""
+    """Calls prctl with one argument."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def unshare(flags: int) -> None:
-    """Leaves the namespaces named by `flags`; a PID namespace begins with the next child."""
+    """Leaves the namespaces in `flags`; a new PID namespace begins with the next child."""
     _checked(_libc.unshare(flags))
 
 
 def join(namespace: int, kind: int) -> None:
-    """Enters a namespace that a descriptor names."""
+    """Enters the namespace of a descriptor."""
     _checked(_libc.syscall(_arch().setns, namespace, kind), "setns")
 
 
 def map_own_user(inside: int, uid: int, gid: int) -> None:
-    """In a new user namespace: this process's user is `inside` there, and there is no other."""
+    """Maps this process's user to `inside` in a new user namespace; no other user exists there."""
     for file, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
         with open(f"/proc/self/{file}", "w") as out:
             out.write(text)
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability, for good."""
+    """Drops every capability permanently."""
     header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _checked(_libc.syscall(_arch().capset, header, data))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """mount(2)."""
+    """Calls mount(2)."""
     done = _libc.mount(
         source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode()
     )
@@ -76,7 +76,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def read_only(target: str) -> None:
-    """Makes a mount read-only; the flags that it has already are kept, since a user namespace may not drop them."""
+    """Makes a mount read-only; existing flags are kept, since a user namespace may not drop them."""
     has = os.statvfs(target).f_flag
     keep = has & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
     if has & ST_RELATIME:
@@ -85,7 +85,7 @@ def read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Makes `root`, a mount, the root of this mount namespace; the old one is gone."""
+    """Makes `root`, a mount, the root of this mount namespace; the old root is detached."""
     os.chdir(root)
     _checked(_libc.syscall(_arch().pivot_root, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount")
@@ -93,7 +93,7 @@ def pivot(root: str) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock ABI; OSError where there is none."""
+    """Returns the kernel's Landlock ABI; raises OSError without Landlock."""
     return _checked(_libc.syscall(444, None, ctypes.c_size_t(0), 1), "Landlock")
 
 
@@ -101,8 +101,8 @@ def landlock(readable: Iterable[str], writable: Iterable[str]) -> int:
     """Confines this process to some files, and its signals to its own descendants (ABI 6); returns the ABI.
 
     Args:
-        readable: Files and folders that may be read and executed; absent ones are left out.
-        writable: Folders in which everything but device nodes is allowed.
+        readable: Files and folders allowed for reading and executing; missing paths are skipped.
+        writable: Folders with everything allowed except device nodes.
     """
     version = landlock_version()
     bits = 13 + (version >= 2) + (version >= 3)  # REFER and TRUNCATE came later
@@ -116,7 +116,7 @@ def landlock(readable: Iterable[str], writable: Iterable[str]) -> int:
             for path in paths:
                 try:
                     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                except (FileNotFoundError, PermissionError):  # what this user cannot reach it cannot read either
+                except (FileNotFoundError, PermissionError):  # unreachable for this user, hence unreadable too
                     continue
                 rule = struct.pack("=Qi", folder if os.path.isdir(path) else file, handle)
                 try:

@@ -1,4 +1,4 @@
-"""Running a command in the jail, from the host's side."""
+"""Host side of the sandbox: runs a command in the jail."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CONFINEMENTS = {
     "with seccomp)",
     "limits": "CPU, memory, processes, file size, open files (setrlimit)",
 }
-"""What untrusted code needs around it, unless a setting does without; and what may provide it."""
+"""Confinements required for untrusted code, unless waived by a setting → guarantee (possible mechanisms)."""
 
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
-"""No limit is larger: a million seconds, MiB, processes."""
+"""Upper bound of every limit: a million seconds, MiB, processes."""
 INTERPRETER = ("bin", "lib", "lib64", "pyvenv.cfg")
 KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
-"""What is left of a command in which the kernel ended a process; a shell tells it so of its own."""
+"""Exit codes of a command after the kernel killed a process; a shell reports 128 + SIGKILL for a killed child."""
 GRACE_S = 10.0
-"""For the jail to report after its time is up."""
+"""Seconds for the jail to report after its time is up."""
 
 NEEDS = {
     "files": "Linux 5.13 with Landlock, or user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container "
@@ -54,57 +54,60 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one command may use."""
+    """Resource limits of one command."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    """Of each process."""
+    """CPU seconds of each process."""
     memory_mib: int = SANDBOX_MEMORY_MIB
-    """Address space of each process."""
+    """Address space of each process, in MiB."""
     total_mib: int = default_total_mib(machine_mib())
-    """Memory of all commands that run at once for this environment."""
+    """Memory of all commands running at once for this environment, in MiB."""
     processes: int = 16
-    """Processes and threads at once."""
+    """Number of processes and threads at once."""
     file_mib: int = 16
-    """Largest file."""
+    """Size of the largest file, in MiB."""
     disk_mib: int = SANDBOX_DISK_MIB
-    """Of the working folder."""
+    """Size of the working folder, in MiB."""
     open_files: int = 128
     output_kib: int = 256
-    """Of stdout and stderr together; past it the command is ended."""
+    """Size of stdout and stderr together, in KiB; a command printing more is ended."""
 
 
 PID_NAMESPACE = "PID namespace"
-"""As `active` calls it."""
+"""Name of the mechanism in `active`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command. Nothing that it started is alive any more."""
+    """Result of a command. All processes of the command are dead."""
 
     status: str
-    """`ok` exit code 0, `failed` another one or a signal, `timeout` wall clock or CPU time, `output` printed too much,
-    `disk` wrote too much, `memory` had most of what is too much with all others at once."""
+    """`ok`: exit code 0. `failed`: another exit code, or a signal. `timeout`: too much wall-clock or CPU time.
+    `output`:
+    printed too much. `disk`: wrote too much. `memory`: the largest command when all concurrent commands together used
+    too much.
+    """
     exit: int | None
-    """Exit code, −N for signal N, None when it was ended from outside or took its surroundings down with it."""
+    """Exit code; −N for signal N; None if the command was ended from outside or killed its own init."""
     stdout: str
     stderr: str
     seconds: float
-    """Wall clock."""
+    """Wall-clock time."""
     active: Mapping[str, Sequence[str]]
-    """Confinement → what provided it."""
+    """Confinement → mechanisms providing it."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where untrusted code runs.
+    """Settings for running untrusted code.
 
     Args:
-        limits: What one command may use.
-        without: Confinements done without where the machine lacks them; keys of `CONFINEMENTS`.
-        read: More files and folders that may be read, at their own paths.
-        disabled: Mechanisms left alone (`namespaces`, `landlock`, `seccomp`), as on a machine without them.
-        name: Commands of all sandboxes of one name share `total_mib`.
+        limits: Resource limits of one command.
+        without: Confinements waived if the machine lacks them; keys of `CONFINEMENTS`.
+        read: Additional readable files and folders, at their own paths.
+        disabled: Mechanisms not used (`namespaces`, `landlock`, `seccomp`), as on a machine without them.
+        name: Name of the shared budget: commands of all sandboxes of one name share `total_mib`.
     """
 
     limits: Limits = Limits()
@@ -115,25 +118,26 @@ class Sandbox:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
-        """From settings, as `settings` declares them.
+        """Creates a sandbox from settings declared by `settings`.
 
         Args:
             options: `environment.options.<name>.sandbox`.
-            key: Names them in errors.
-            default: Limits where the settings say nothing.
+            key: Name of the setting, for errors.
+            default: Limits used for missing settings.
 
         Raises:
-            UserError: A setting that does not exist or cannot be.
+            UserError: A setting does not exist, or a value is not allowed.
         """
         given = filled(key, options, settings(default or Limits()))
         without = tuple(given.pop("without"))
         return cls(Limits(**given), without, name=key)
 
     def check(self, key: str = "sandbox") -> None:
-        """Tries the machine.
+        """Checks the confinements and limits by running an empty program on this machine.
 
         Raises:
-            UserError: It lacks a confinement that is not done without, or its interpreter is out of reach inside.
+            UserError: A required confinement is missing, the interpreter is unreachable inside, or the limits are too
+                small.
         """
         missing = [
             name for name in CONFINEMENTS if name not in confinements(self.disabled) and name not in self.without
@@ -162,17 +166,18 @@ class Sandbox:
         workspace: Workspace | None = None,
         limits: Limits | None = None,
     ) -> Outcome:
-        """Runs a command and waits for it; everything that it started is dead when this returns.
+        """Runs a command and waits for its end; all its processes are dead on return.
 
         Args:
-            argv: The program's absolute path and its arguments.
-            stdin: All that it can read.
-            files: Relative path → text, written into the working folder before.
-            workspace: What to work in, kept afterwards; without one, the working folder is empty and vanishes.
-            limits: Others than the sandbox's own.
+            argv: Absolute path of the program, and its arguments.
+            stdin: The whole standard input.
+            files: Relative path → text, written into the working folder first.
+            workspace: Working folder, kept afterwards; without a workspace, the working folder is empty and deleted
+                afterwards.
+            limits: Limits replacing the sandbox's own.
 
         Raises:
-            UserError: The machine lacks a confinement that is not done without.
+            UserError: The machine lacks a required confinement.
             InfrastructureFault: The command cannot be started, or the jail around it was killed.
         """
         limits = limits or self.limits
@@ -184,12 +189,12 @@ class Sandbox:
             tree.remove(scratch)
 
     def workspace(self) -> Workspace:
-        """A folder for commands that find what those before them left; `disk_mib` is all that it holds."""
+        """Creates a folder for successive commands on the same files; `disk_mib` limits its content."""
         return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
 
 
 def settings(default: Limits) -> dict[str, Option]:
-    """The options of a sandbox whose limits are usually these."""
+    """Returns the options of a sandbox with these default limits."""
     kinds = get_type_hints(Limits)
     limits = {
         name: (whole(usual, "", low=1, high=MOST) if kinds[name] is int else number(usual, "", above=0, high=MOST))
@@ -203,7 +208,7 @@ def _usual() -> str:
 
 
 def python(script: str = "main.py", *arguments: str) -> list[str]:
-    """The command line that runs a script of the working folder with this interpreter, isolated."""
+    """Returns the command line for a script of the working folder, run isolated with this interpreter."""
     return [os.path.abspath(sys.executable), "-I", "-B", "-X", "utf8", script, *arguments]
 
 
@@ -226,7 +231,7 @@ def _order(
 ) -> dict[str, Any]:
     paths = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
     calm = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    own_uid = secrets.randbelow(1 << 24) + 2_000_000_000  # shared with nobody, so that the process limit is its own
+    own_uid = secrets.randbelow(1 << 24) + 2_000_000_000  # unique, so the process limit applies to this command alone
     return {
         "argv": list(argv),
         "env": {**paths, **calm},
@@ -253,7 +258,9 @@ def _order(
 
 
 def _interpreter() -> Iterator[str]:
-    """What this interpreter needs, at each path by which it may know itself: not what a site keeps beside it."""
+    """Yields the paths needed by this interpreter, under each of its possible prefixes; other site files are left
+    out.
+    """
     for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
         for place in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
             for part in INTERPRETER:
@@ -273,7 +280,7 @@ def _made(scratch: str, name: str) -> str:
 
 
 def _owner(folder: Path, fresh: int) -> int:
-    """The user that a kept folder belongs to since its first command."""
+    """Returns the user owning a kept folder since its first command, or `fresh` for a new folder."""
     uid = folder.stat().st_uid
     return uid if uid >= 2_000_000_000 else fresh
 
@@ -294,7 +301,7 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
         )
     except BaseException as error:
         os.close(reading)
-        if isinstance(error, OSError):  # no process, no memory
+        if isinstance(error, OSError):  # out of processes or memory
             raise InfrastructureFault(f"the sandbox does not start: {error}") from error
         raise
     finally:
@@ -350,7 +357,7 @@ def _collect(
                 ended = "output"
             elif time.monotonic() >= deadline:
                 if ended is not None:
-                    process.kill()  # it had its grace; init dies with it, and with init everything inside
+                    process.kill()  # grace period over; init and everything inside die too
                     break
                 ended = "timeout"
             if ended is not None and not process.stdin.closed:
@@ -360,7 +367,7 @@ def _collect(
 
 
 def _memory(piece: bytes) -> Iterator[int]:
-    """Bytes of memory that whole lines of a report speak of; a line is written at once."""
+    """Yields the bytes of memory in the complete lines of a report; each line is written at once."""
     for line in piece.splitlines():
         if line.startswith(b'{"memory": '):
             yield json.loads(line)["memory"]
@@ -381,13 +388,13 @@ def _outcome(
     code = report.get("exit")
     apart = PID_NAMESPACE in report["active"].get("processes", ())
     if order["argv"] and code is None and ended is None and report["stopped"] is None and apart:
-        raise InfrastructureFault("the sandbox was killed from outside")  # nobody inside can kill its init
+        raise InfrastructureFault("the sandbox was killed from outside")  # no process inside can kill init
     if ended is None and report["stopped"] == "disk":
         ended = "disk"
     elif ended is None and code in (-signal.SIGXCPU, -signal.SIGKILL) and report["cpu_seconds"] > limits.cpu_s - 0.5:
         ended = "timeout"
     stdout, stderr = (b"".join(pieces[name]).decode(errors="replace") for name in ("stdout", "stderr"))
-    status = ended or ("ok" if code == 0 else "failed")  # none at all where it has killed its own init
+    status = ended or ("ok" if code == 0 else "failed")  # code is None if the command killed its own init
     return Outcome(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
 
 

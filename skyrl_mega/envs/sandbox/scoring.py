@@ -1,4 +1,4 @@
-"""Commands that score: what something else has ended is run again, so that it is no failure of the policy's."""
+"""Retries of scoring commands ended by an outside cause, so such an end does not count as the policy's failure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 
 class Ended(Protocol):
-    """What became of a command: an `Outcome`, or a session's."""
+    """Protocol of a command's result: an `Outcome`, or a session's `Ran`."""
 
     @property
     def status(self) -> str:
-        """How it ended."""
+        """Status of the command."""
 
     @property
     def exit(self) -> int | None:
@@ -22,21 +22,22 @@ class Ended(Protocol):
 
 T = TypeVar("T", bound=Ended)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""A process, and what a shell says of one that it has started."""
+"""Exit codes of a killed process, and of a shell whose child was killed."""
 TRIES = 3
 PAUSE_S = 1.0
-"""Before it is run again, so that those that had the memory end meanwhile."""
+"""Seconds before a retry, so commands holding the memory can end."""
 
 
 def scored(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
-    """Runs a command; again where it ended for memory that it shares with others, or by a SIGKILL that no limit sent.
+    """Runs a command; retries if it ended for memory shared with others, or by a SIGKILL not sent by a limit.
 
-    What ends so each time is taken for the command's own doing: else a policy could have its bad answers left out.
+    A command ending so on every try counts as failed by itself: otherwise a policy could have its bad answers
+    discarded.
 
     Args:
-        run: Runs it for so many seconds at most. It begins again each time.
-        seconds: For all tries together.
-        most: Tries.
+        run: Runs the command from the start, within the given number of seconds.
+        seconds: Time limit for all tries together.
+        most: Maximum number of tries.
     """
     deadline = time.monotonic() + seconds
     for tries in range(1, most + 1):

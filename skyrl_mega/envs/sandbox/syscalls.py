@@ -1,11 +1,12 @@
-"""What a confined process may not ask the kernel for: a seccomp filter. x86-64 and arm64, standard library only.
+"""Seccomp filter of the system calls refused to a confined process. x86-64 and arm64, standard library only.
 
-Three settings, by what else confines:
+Three sets of calls, chosen by the other confinements:
 
-- always: what no program here needs, or what reaches past every other confinement;
-- `shared`: the process has neither a PID namespace nor a user of its own. To the kernel it is then whoever trains, and
-  Landlock governs none of the calls that change other processes, or modes, owners, times and attributes of files;
-- `counted`: its disk is bounded by looking at it. What it could hide from the look is refused.
+- always: calls needed by no program here, or reaching past every other confinement;
+- `shared`: for a process with neither a PID namespace nor its own user. The kernel treats such a process like the
+  trainer, and Landlock governs no call changing other processes, or modes, owners, times and attributes of files;
+- `counted`: for a process whose disk use is bounded only by watching. Calls able to hide files from the watcher are
+  refused.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import NamedTuple
 PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
 CLONE3 = 435
 NAMESPACES = 0x7E020000
-"""Every flag of clone that asks for one, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
+"""All flags of clone creating a namespace, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
 NEWEST = 462
-"""The last call that these tables know (Linux 6.10); a later one does not exist inside, and C libraries do without."""
+"""Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without them."""
 
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -41,7 +42,7 @@ class _Arch(NamedTuple):
     counted: frozenset[int]
 
 
-# By number where x86-64 and arm64 agree: io_uring, mounts, pidfd_getfd, mount_setattr, memfd_secret; then fchmodat2 and
+# Same numbers on x86-64 and arm64: io_uring, mounts, pidfd_getfd, mount_setattr, memfd_secret; then fchmodat2 and
 # process_madvise, process_mrelease.
 _ALWAYS = {*range(425, 428), *range(428, 434), 438, 442, 447}
 _SHARED = {452, 440, 448}
@@ -74,7 +75,7 @@ _X86_64 = _Arch(
             240,
             241,
         }  # System V IPC, mq_open, mq_unlink
-        | {300, 301, 253, 294, 254}  # fanotify, inotify: they tell what other programs do with the system's files
+        | {300, 301, 253, 294, 254}  # fanotify, inotify: reveal other programs' use of system files
         | {154}  # modify_ldt
     ),
     shared=frozenset(
@@ -90,9 +91,9 @@ _X86_64 = _Arch(
         | {256, 279}  # migrate_pages, move_pages
         | {90, 91, 268, 92, 93, 94, 260}  # chmod, fchmod, fchmodat, chown, fchown, lchown, fchownat
         | {132, 235, 261}  # utime, utimes, futimesat
-        | {188, 189, 190, 197, 198, 199}  # setxattr, removexattr and kin
+        | {188, 189, 190, 197, 198, 199}  # setxattr, removexattr and variants
     ),
-    counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to nobody
+    counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to no process
 )
 _ARM64 = _Arch(
     audit=0xC00000B7,
@@ -119,10 +120,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(shared: bool, counted: bool) -> None:
-    """Refuses (EPERM) the calls above to this process and all that it starts, for good. Needs no_new_privs.
+    """Refuses the calls above (EPERM) to this process and all its descendants permanently. Needs no_new_privs.
 
     Raises:
-        OSError: The kernel has no seccomp, or the machine no table here.
+        OSError: The kernel lacks seccomp, or these tables lack the machine type.
     """
     arch = _ARCHS.get(os.uname().machine)
     if arch is None:
@@ -137,24 +138,24 @@ def confine(shared: bool, counted: bool) -> None:
 
 
 def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
-    """The filter's instructions."""
+    """Returns the filter's instructions."""
     code: list[Line] = [
         (LOAD, 0, 0, ARCH),
         (EQUAL, 1, 0, arch.audit),
         (RETURN, 0, 0, REFUSE),
         (LOAD, 0, 0, NUMBER),
-        (AT_LEAST, 0, 1, 0x40000000),  # x32: the same calls by other numbers
+        (AT_LEAST, 0, 1, 0x40000000),  # x32: the same calls under other numbers
         (RETURN, 0, 0, REFUSE),
         (AT_LEAST, 0, 1, NEWEST + 1),
         (RETURN, 0, 0, ABSENT),
-        (EQUAL, 0, 1, CLONE3),  # its flags cannot be read here; the C library then takes clone
+        (EQUAL, 0, 1, CLONE3),  # flags are unreadable here; the C library falls back to clone
         (RETURN, 0, 0, ABSENT),
     ]
     for number in sorted(arch.always | (arch.shared if shared else set()) | (arch.counted if counted else set())):
         code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
     code += _when(arch.clone, [(LOAD, 0, 0, _low(0)), (BITS, 0, 1, NAMESPACES), (RETURN, 0, 0, REFUSE)])
     if shared:
-        # Of itself alone, by pid 0; of open files alone, by no path; never out of sight of who counts what it holds.
+        # prlimit only of itself (pid 0); utimensat only of open files (no path); prctl never hides from the watcher.
         code += _when(arch.prlimit, [(LOAD, 0, 0, _low(0)), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])
         no_path = [(LOAD, 0, 0, _low(1)), (EQUAL, 0, 2, 0), (LOAD, 0, 0, _low(1) + 4), (EQUAL, 1, 0, 0)]
         code += _when(arch.utimensat, [*no_path, (RETURN, 0, 0, REFUSE)])
@@ -163,10 +164,10 @@ def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
 
 
 def _when(number: int, lines: list[Line]) -> list[Line]:
-    """`lines` for one call, which is allowed where they come to their end."""
+    """Returns instructions applying `lines` to one call; the call is allowed if execution passes the end of `lines`."""
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 
 def _low(argument: int) -> int:
-    """Where the lower half of an argument lies."""
+    """Returns the offset of the lower half of an argument."""
     return 16 + 8 * argument

@@ -1,7 +1,7 @@
-"""Folders that untrusted code filled: measured, entered and removed by descriptors, however deep, wide or locked.
+"""Folders filled by untrusted code: measured, entered and removed by descriptors, however deep, wide or locked.
 
-A path may be too long, or lead elsewhere by the time it is used; a descriptor is neither. Nothing here recurses.
-Standard library only: the jail uses it too.
+A path may be too long, or redirected before its use; a descriptor is neither. Nothing here recurses. Standard library
+only: the jail uses this module too.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from typing import NamedTuple
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 DEEPEST = 64
-"""Folders inside each other that `measure` enters; one descriptor is open for each."""
+"""Maximum nesting of folders entered by `measure`; each level keeps one descriptor open."""
 
 
 class Size(NamedTuple):
-    """What lies below a folder."""
+    """Size of the content below a folder."""
 
     bytes: int
-    """On disk; whatever has a name takes 512 at least."""
+    """Bytes on disk; every entry counts at least 512."""
     entries: int
-    """Files, folders, links and what else has a name; a file with several names counts once for each."""
+    """Number of files, folders, links and other entries; a file with several names counts once per name."""
     deep: bool
-    """Whether it goes deeper than `DEEPEST`, where nothing is counted."""
+    """True if folders nest deeper than `DEEPEST`; the rest is not counted."""
 
 
 def measure(folder: str, most: int, most_entries: int) -> Size:
-    """Counts what lies below a folder, while programs change it; stops where it is more than `most`."""
+    """Counts the content below a folder, while programs change it; stops above `most` bytes or `most_entries`
+    entries.
+    """
     total = entries = 0
     linked: set[int] = set()
     names: list[str] = []
@@ -58,7 +60,7 @@ def measure(folder: str, most: int, most_entries: int) -> Size:
             elif len(pending) > DEEPEST:
                 return Size(total, entries, True)
             else:
-                with contextlib.suppress(OSError):  # gone, or a link by now
+                with contextlib.suppress(OSError):  # removed, or a link by now
                     pending.append((enter(names.pop(), fd), []))
                     fresh = True
     finally:
@@ -68,7 +70,7 @@ def measure(folder: str, most: int, most_entries: int) -> Size:
 
 
 def enter(name: str, parent: int | None = None) -> int:
-    """Opens a folder, never through a link; one whose owner has locked himself out is unlocked first."""
+    """Returns a descriptor of a folder, never opened through a link; a folder locked by its owner is unlocked first."""
     try:
         fd = os.open(name, FOLDER, dir_fd=parent)
     except PermissionError:
@@ -87,16 +89,16 @@ def enter(name: str, parent: int | None = None) -> int:
 
 
 def _unlock(fd: int) -> None:
-    """Gives the owner all rights to a folder again; the descriptor may be one of O_PATH."""
+    """Restores the owner's rights to a folder; the descriptor may be opened with O_PATH."""
     info = os.fstat(fd)
     if info.st_mode & 0o700 != 0o700 and os.geteuid() in (0, info.st_uid):
         os.chmod(f"/proc/self/fd/{fd}", stat.S_IMODE(info.st_mode) | 0o700)
 
 
 def folders(top: str) -> Iterator[str]:
-    """Paths of every folder below `top`, itself first, in a tree that nobody changes meanwhile except who asks.
+    """Yields the paths of `top` and of every folder below, in a tree changed only by the caller.
 
-    One that is removed before the next is asked for is not entered. What has too long a path is left out.
+    A folder removed before the next step is not entered. Folders with too long a path are skipped.
     """
     pending = [top]
     while pending:
@@ -112,15 +114,15 @@ def folders(top: str) -> Iterator[str]:
 
 
 def remove(path: str) -> bool:
-    """Removes whatever a path names, and all below it, when nobody changes it any more; whether it is gone.
+    """Removes a path and everything below, once no process changes it any more; returns True if the path is gone.
 
-    Folders inside are moved up to the top before they are emptied, so that none is too deep.
+    Inner folders are moved up to the top before being emptied, so none is too deep.
     """
     try:
         top = enter(path)
     except FileNotFoundError:
         return True
-    except OSError:  # no folder
+    except OSError:  # not a folder
         with contextlib.suppress(OSError):
             os.unlink(path)
         return not os.path.lexists(path)
@@ -138,7 +140,7 @@ def remove(path: str) -> bool:
 
 
 def _remove_from(top: int, name: str) -> bool:
-    """Removes a file, or a folder whose own folders are moved up to `top`; whether anything was done."""
+    """Removes a file, or a folder after moving its inner folders up to `top`; returns True if anything was changed."""
     done = False
     try:
         os.unlink(name, dir_fd=top)
@@ -156,7 +158,7 @@ def _remove_from(top: int, name: str) -> bool:
                 done = True
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.close(enter(entry, fd))  # its owner may move it only with all rights to it
+                    os.close(enter(entry, fd))  # moving a folder needs full rights to it
                     os.rename(entry, os.urandom(8).hex(), src_dir_fd=fd, dst_dir_fd=top)
                     done = True
     finally:

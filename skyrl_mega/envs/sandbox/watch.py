@@ -1,6 +1,6 @@
-"""What a running command holds: disk, by name and without one, and memory. Looked at by the launcher, from outside.
+"""Disk and memory use of a running command, unlinked files included. Measured by the launcher, from outside.
 
-Standard library only. In /proc, since a file that was unlinked has blocks as long as a process has it open or mapped.
+Standard library only. Reads /proc, since an unlinked file occupies blocks as long as a process keeps it open or mapped.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from collections.abc import Iterator
 import tree
 
 LOOK_S, LONGEST_S = 0.05, 1.0
-"""Between two looks: more where looking takes more than a tenth of a core, up to the longest."""
+"""Minimum and maximum seconds between two measurements; the pause grows if measuring takes over a tenth of a core."""
 HIDDEN_S = 2.0
-"""So long a command's processes may be out of sight, in all: the first one is between fork and exec, which takes a
-while on a busy machine. Those that come later are seen from the start to the end, unless they hide."""
+"""Seconds in total for a command's processes to be invisible: the first process is invisible between fork and exec, for
+a while on a busy machine. Later processes are visible from start to end, unless they hide.
+"""
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
-"""Whether the kernel lists them; else all processes are asked for their parents."""
+"""True if the kernel lists children; otherwise the parents of all processes are read."""
 EXITING = 0x4
-"""PF_EXITING of include/linux/sched.h, among a task's flags."""
+"""PF_EXITING of include/linux/sched.h, a flag of a task."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Watch:
-    """Looks at one command, again and again.
+    """Repeated measurement of one command.
 
     Args:
-        folder: Where it may write, when only looking bounds that: no file system of its own is there. Else None.
-        most: Bytes of it.
-        entries: Files, folders and links of it.
-        file: Bytes of its largest file.
-        init: The first process inside, which is trusted and hides itself.
-        memory: Whether to look at memory too: no cgroup bounds it.
+        folder: Writable folder bounded only by watching, without its own file system; else None.
+        most: Maximum bytes in the folder.
+        entries: Maximum number of files, folders and links in the folder.
+        file: Maximum bytes of a single file.
+        init: First process inside; trusted, and hidden by its own choice.
+        memory: True to measure memory too, if no cgroup bounds it.
     """
 
     def __init__(self, folder: str | None, most: int, entries: int, file: int, init: int, memory: bool) -> None:
@@ -41,11 +42,11 @@ class Watch:
         self.init = init
         self.device = os.stat(folder).st_dev if folder is not None else None
         self.pause: float | None = LOOK_S if folder is not None or memory else None
-        """Seconds until the next look; None does without."""
+        """Seconds until the next measurement; None for no measurement."""
         self._hidden_s, self._looked = 0.0, time.monotonic()
 
     def look(self) -> tuple[str | None, int]:
-        """`disk` where there is too much of it, and the bytes of memory that all processes have together."""
+        """Returns `disk` if the disk use is too large (else None), and the memory of all processes in bytes."""
         start = time.process_time()
         try:
             tasks = list(_tasks())
@@ -69,14 +70,14 @@ class Watch:
                 self._mapped_files(task, nameless)
             except PermissionError:
                 hidden = hidden or not _ended(task)
-            except OSError:  # it ended
+            except OSError:  # the thread ended
                 continue
         since, self._looked = self._looked, time.monotonic()
         self._hidden_s += (self._looked - since) if hidden else 0.0
         return self._hidden_s > HIDDEN_S or size.bytes + sum(nameless.values()) > self.most
 
     def _open_files(self, task: str, nameless: dict[int, int]) -> None:
-        """Adds the unlinked files that a thread has open: inode → bytes."""
+        """Adds the unlinked files opened by a thread to `nameless`: inode → bytes."""
         for name in os.listdir(f"{task}/fd"):
             with contextlib.suppress(FileNotFoundError):
                 info = os.stat(f"{task}/fd/{name}")
@@ -84,7 +85,7 @@ class Watch:
                     nameless[info.st_ino] = info.st_blocks * 512
 
     def _mapped_files(self, task: str, nameless: dict[int, int]) -> None:
-        """Adds those that it has mapped and no longer open, whose size nobody tells: the largest that there may be."""
+        """Adds unlinked files mapped but no longer open. Their size is unknown, so the largest possible size counts."""
         with open(f"{task}/maps", errors="replace") as maps:
             for line in maps:
                 if line.endswith(" (deleted)\n"):
@@ -95,7 +96,7 @@ class Watch:
 
 
 def descendants() -> Iterator[int]:
-    """Every process that this one started, or that came to it as an orphan, and theirs."""
+    """Yields all descendants of this process, adopted orphans included."""
     pending = [os.getpid()]
     while pending:
         found = _children(pending.pop())
@@ -121,7 +122,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _ended(task: str) -> bool:
-    """Whether it ends, or has ended and waits until its parent asks how: it runs no more, and nobody may look at it."""
+    """Returns True if a thread is exiting or a zombie: it no longer runs, and its files cannot be inspected."""
     with contextlib.suppress(OSError), open(f"{task}/stat") as line:
         state, *fields = line.read().rpartition(")")[2].split()
         return state in "ZX" or bool(int(fields[5]) & EXITING)
@@ -129,7 +130,7 @@ def _ended(task: str) -> bool:
 
 
 def _tasks() -> Iterator[tuple[int, str]]:
-    """Process and folder in /proc of every thread: each may have files that the others have not."""
+    """Yields process and /proc folder of every thread, since threads may hold different files."""
     for pid in descendants():
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
@@ -137,14 +138,14 @@ def _tasks() -> Iterator[tuple[int, str]]:
 
 
 def _memory(pids: set[int]) -> int:
-    """Bytes that they have in memory; what several share counts once, where the kernel says what that is."""
+    """Returns the memory of processes in bytes; shared memory counts once if the kernel reports shares."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as statm:
             resident = int(statm.read().split()[1]) * PAGE
             try:
                 total += _share(pid)
-            except OSError:  # out of sight, or ended
+            except OSError:  # invisible, or ended
                 total += resident
     return total
 

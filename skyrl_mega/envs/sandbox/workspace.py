@@ -1,8 +1,8 @@
-"""A folder in which confined commands run one after the other: it is made, filled and read by the host, and given back.
+"""Working folder for successive confined commands: created, filled, read and removed by the host.
 
-Where the machine lets mount, it is a file system of its own in memory (`disk.py`): the kernel bounds it, whatever is
-written, unlinked, linked or nested there, and forgets it with its owner. Elsewhere it is a folder on disk, bounded by
-looking (`watch.py`), and the next start removes what a killed owner left (`folders.py`).
+If the machine allows mounting, the folder is a private file system in memory (`disk.py`): the kernel bounds everything
+written, unlinked, linked or nested there, and frees it with its owner. Otherwise it is a folder on disk, bounded by
+watching (`watch.py`), and the next start removes the leftovers of a killed owner (`folders.py`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ BLOCK = 4096
 
 
 def inodes(disk: int) -> int:
-    """Files, folders and links that may be in so many bytes of disk."""
+    """Returns the maximum number of files, folders and links for a disk limit in bytes."""
     return max(1024, disk // BLOCK)
 
 
 class Workspace:
-    """A folder that is kept between commands.
+    """Folder kept between commands.
 
     Args:
-        disk: Bytes that it may hold.
-        bounded: Whether to try a file system of its own.
+        disk: Maximum size in bytes.
+        bounded: True to try a private file system.
     """
 
     def __init__(self, disk: int, bounded: bool = True) -> None:
         self.disk = disk
         self.namespaces: dict[str, int] = {}
-        """Kind → descriptor of those in which `place` is the file system; empty where it is a folder of the host."""
+        """Kind → descriptor of the namespaces with the file system at `place`; empty for a folder of the host."""
         self._top: int | None = None
         self._held = folders.make()
         self.place = os.path.join(self._held, "work")
-        """Its path, as the jail sees it."""
+        """Path inside the jail's namespaces."""
         try:
             os.mkdir(self.place, 0o700)
             if bounded:
@@ -50,24 +50,24 @@ class Workspace:
 
     @property
     def folder(self) -> Path:
-        """Its path, as the host sees it; a link to follow where it has a file system of its own.
+        """Path for the host; a link to follow if the workspace is a private file system.
 
         Raises:
-            RuntimeError: It was given back.
+            RuntimeError: The workspace is closed.
         """
         if not self._held:
             raise RuntimeError("the workspace was given back")
         return Path(self.place if self._top is None else f"/proc/{os.getpid()}/fd/{self._top}")
 
     def used(self) -> tree.Size:
-        """Bytes and entries that it holds now."""
+        """Returns the bytes and entries in use."""
         if self._top is not None:
             held = os.fstatvfs(self._top)
             return tree.Size((held.f_blocks - held.f_bfree) * held.f_frsize, held.f_files - held.f_ffree, False)
         return tree.measure(str(self.folder), self.disk, inodes(self.disk))
 
     def close(self) -> None:
-        """Removes it. Never raises; may be called again."""
+        """Removes the folder. Never raises; may be called again."""
         held, self._held = self._held, ""
         for fd in (*self.namespaces.values(), *([] if self._top is None else [self._top])):
             os.close(fd)
@@ -92,7 +92,7 @@ class Workspace:
                 for kind in kinds:
                     self.namespaces[kind] = os.open(f"/proc/{holder.pid}/ns/{kind}", flags)
                 self._top = os.open(f"/proc/{holder.pid}/root{self.place}", flags | os.O_DIRECTORY)
-            except PermissionError:  # a machine that hides processes from each other: then a folder, and looking
+            except PermissionError:  # processes are hidden from each other: use a folder on disk, and watching
                 for fd in self.namespaces.values():
                     os.close(fd)
                 self.namespaces = {}

@@ -1,4 +1,6 @@
-"""Rows for SearchR1 (arXiv:2503.09516): open questions and the passages to search, from files or from facts."""
+"""Rows for SearchR1 (arXiv:2503.09516): open questions and the passages to search, from files or from built-in
+facts.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,16 @@ INSTRUCTION = (
     "many times as you want. If you find no further external knowledge needed, you can directly provide the answer "
     "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: "
 )
-"""Search-R1's wording and SkyRL's, so that figures can be compared."""
+"""Wording of Search-R1 and SkyRL, so results are comparable."""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ANSWERS = ("golden_answers", "answers", "answer", "reward_model", "reward_spec")
 TEST_SHARE = 5
-"""Of the facts' countries one in so many is held out, with all its questions."""
+"""Held-out share of the facts' countries, with all their questions: one country in `TEST_SHARE`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data search`."""
+    """Adds the options of `python -m skyrl_mega.data search`."""
     parser.add_argument(
         "--source",
         type=path_of,
@@ -66,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows; `corpus.parquet` has id, title and text. `args.seed` decides which facts are held out."""
+    """Returns file name → rows; rows of `corpus.parquet` are id, title and text. `args.seed` decides the held-out
+    facts.
+    """
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):
@@ -91,7 +95,7 @@ def _from_facts(seed: int, shots: int, limit: int | None) -> dict[str, Iterator[
 
 
 def _countries(seed: int, shots: int) -> tuple[list[facts.Country], ...]:
-    """Held out, shown, and for training."""
+    """Returns the countries held out, shown in examples, and for training."""
     countries = facts.countries()
     order = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
     held = len(order) // TEST_SHARE
@@ -101,7 +105,7 @@ def _countries(seed: int, shots: int) -> tuple[list[facts.Country], ...]:
 
 
 def _examples(shown: list[facts.Country]) -> list[Message]:
-    """A worked question about each; kinds of question in turn, so that one is not like the next."""
+    """Returns a worked question about each country; the kind of question rotates, so neighbours differ."""
     chosen = [found[i % len(found)] for i, c in enumerate(shown) for found in [list(facts.questions([c]))[::-1]]]
     return [message for question in chosen for message in _worked(question)]
 
@@ -114,7 +118,7 @@ def _fact_rows(
 
 
 def _worked(question: facts.Question) -> Iterator[Message]:
-    """Two searches and an answer, with what the searches find."""
+    """Yields the messages of two searches and an answer, with the results of the searches."""
     corpus = facts.passages()
     first = question.chain[0]
     onward = (f"capital of {question.country}", f"river of {first}")
@@ -184,7 +188,7 @@ def _answers(record: dict[str, Any], where: str) -> list[str]:
 
 
 def _titles(record: dict[str, Any], where: str) -> list[str]:
-    """Titles of the passages that answer it, in the several forms of HotpotQA, 2Wiki and MuSiQue; [] when not said."""
+    """Returns the titles of the answering passages, from the formats of HotpotQA, 2Wiki and MuSiQue; [] if unknown."""
     try:
         return _said_titles(record)
     except (TypeError, KeyError, IndexError, AttributeError) as error:
@@ -204,7 +208,7 @@ def _said_titles(record: dict[str, Any]) -> list[str]:
 
 
 def _without_leakage(train: list[dict[str, Any]], test: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The test questions that are not in the training set and share no passage with one that is."""
+    """Returns the test questions not asked in training and sharing no passage with a training question."""
     asked = {normalise(q["question"]) for q in train}
     titles = {title for q in train for title in q["titles"]}
     kept = [q for q in test if normalise(q["question"]) not in asked and titles.isdisjoint(q["titles"])]
@@ -218,7 +222,7 @@ def _without_leakage(train: list[dict[str, Any]], test: list[dict[str, Any]]) ->
 
 
 def _passages(file: Path, wanted: set[str], limit: int | None) -> Iterator[dict[str, Any]]:
-    """Passages whose title is wanted, and others up to `limit` in all; in the corpus' order."""
+    """Yields the passages with wanted titles, and other passages up to `limit` in total, in the corpus' order."""
 
     def named() -> Iterator[tuple[bool, dict[str, Any]]]:
         for index, record in enumerate(records(file)):

@@ -1,8 +1,8 @@
-"""Search-R1 (arXiv:2503.09516): questions answered over several turns with a search engine.
+"""Search-R1 (arXiv:2503.09516): question answering over several turns with a search engine.
 
 `<search>query</search>` is answered with `<information>…</information>`; `<answer>…</answer>` ends the trajectory. The
-first of the two that a turn completes is the one that counts. The reward is 1 for an answer that matches exactly, and
-is read from the policy's own words of that turn: nothing that was retrieved or asked can earn it.
+tag completed first in a turn counts. The reward is 1 for an exactly matching answer, read from the policy's own text of
+this turn: neither a retrieved passage nor the question can earn the reward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""Search-R1's wording, so that figures can be compared."""
+"""Search-R1's wording, so results are comparable."""
 FAILED = "The search engine did not answer. You can search again, or answer without it."
 
 SCORES = {"exact_match": exact_match, "f1": f1}
@@ -35,7 +35,7 @@ class SearchEnv(BaseTextEnv):
 
     metrics: ClassVar[tuple[str, ...]] = ("exact_match", "f1")
     needs_retriever: ClassVar[bool] = True
-    """`env_config["retriever"]` is the configuration's `environment.retriever`."""
+    """True: `env_config["retriever"]` is the configuration's `environment.retriever`."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "reward": choice(*SCORES, doc="what an answer's reward is"),
@@ -56,7 +56,7 @@ class SearchEnv(BaseTextEnv):
         self.invalid = INVALID if self.options["invalid"] == "explain" else _shown_as("")
         self.targets = targets_of(self.ground_truth)
         self.searches: list[dict[str, Any]] = []
-        """Query, ids found, seconds, and an error where there was one."""
+        """Searches so far: query, found ids, seconds, and an error for a failed search."""
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
@@ -70,11 +70,11 @@ class SearchEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed are right answers, at least one, each of which says something."""
+        """Refuses a ground truth without a usable right answer."""
         return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Searches, or judges the answer."""
+        """Executes a search, or judges the answer."""
         self.turns += 1
         found = first(action, "search", "answer")
         kind, text = (found.name, found.text.strip()) if found else (None, "")
@@ -82,7 +82,7 @@ class SearchEnv(BaseTextEnv):
             score = self.score(text, self.targets)
             judged = {"answer": text, "exact_match": exact_match(text, self.targets), "f1": f1(text, self.targets)}
             return self._output([], score or self.wrong_answer, True, judged)
-        if self.turns >= self.max_turns:  # nobody would read what a search finds
+        if self.turns >= self.max_turns:  # the policy could not read the result of a search
             return self._output([], 0.0, True, {})
         observation = self._search(text) if kind == "search" else self.invalid
         calls = {"tool_calls": [{"name": "search", "arguments": {"query": text}}]} if kind == "search" else {}
@@ -118,6 +118,6 @@ def _shown_as(text: str) -> str:
 
 
 def _shown(rank: int, hit: Hit, chars: int) -> str:
-    """Returns a passage as the policy reads it: the starts of its title (up to a line break) and text."""
+    """Returns a passage for the policy: the starts of its title (up to a line break) and text."""
     title, _, text = hit.contents.partition("\n")
     return f"Doc {rank}(Title: {title[:chars]}) {text[:chars]}"

@@ -1,7 +1,8 @@
-"""A small corpus of plain facts, and questions over it that take two passages to answer.
+"""A small corpus of plain facts, with questions needing two passages for the answer.
 
-A capital's passage names its country, a country's passage its money, language and continent, a river's passage the
-capitals on it. So "What is the currency of the country whose capital is Budapest?" leads from one to another.
+A capital's passage names its country; a country's passage names its currency, language and continent; a river's passage
+names the capitals on the river. So "What is the currency of the country whose capital is Budapest?" leads from the
+first passage to the second.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ Zambia|Lusaka||kwacha|English|Africa
 
 @dataclass(frozen=True)
 class Country:
-    """A row of the table; an empty text is not asked."""
+    """A row of the table; empty fields are not asked about."""
 
     name: str
     capital: str
@@ -91,19 +92,19 @@ class Country:
 
     @property
     def called(self) -> str:
-        """Its name within a sentence."""
+        """Name within a sentence."""
         return f"the {self.name}" if self.name.startswith(("United", "Democratic")) else self.name
 
     @property
     def passage(self) -> str:
-        """What its own passage says: not which city is its capital."""
+        """Text of the country's passage, without the name of the capital."""
         language = f" Its official language is {self.language}." if self.language else ""
         text = f"{self.called} is a country in {self.continent}. Its currency is the {self.currency}.{language}"
         return text[0].upper() + text[1:]
 
     @property
     def capital_passage(self) -> str:
-        """What its capital's passage says: nothing else of the country."""
+        """Text of the capital's passage, without further facts about the country."""
         return f"{self.capital} is the capital of {self.called}."
 
 
@@ -114,17 +115,17 @@ class Question:
     text: str
     answers: tuple[str, ...]
     chain: tuple[str, str]
-    """Titles of the passages, in the order in which they lead to the answer."""
+    """Titles of the passages, in the order leading to the answer."""
     country: str
 
 
 def countries() -> list[Country]:
-    """Every row of the table."""
+    """Returns all rows of the table."""
     return [Country(*line.split("|")) for line in TABLE.strip().splitlines()]
 
 
 def passages() -> dict[str, str]:
-    """Title → text."""
+    """Returns title → text of all passages."""
     found, capitals = {}, defaultdict(list)
     for c in countries():
         found[c.name], found[c.capital] = c.passage, c.capital_passage
@@ -137,12 +138,12 @@ def passages() -> dict[str, str]:
 
 
 def river_title(river: str) -> str:
-    """A river's title, which is no country's (the Niger)."""
+    """Returns a river's title, different from all names of countries (the Niger)."""
     return river if river.startswith("Río") or river.endswith("River") else f"{river} River"
 
 
 def questions(of: Iterable[Country]) -> Iterator[Question]:
-    """Every question about these countries."""
+    """Yields all questions about the given countries."""
     for c in of:
         whose = f"the country whose capital is {c.capital}"
         there = (c.capital, c.name)

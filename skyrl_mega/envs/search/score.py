@@ -1,4 +1,4 @@
-"""How an answer to an open question is judged: SQuAD's normalisation, exact match and F1 (arXiv:1606.05250)."""
+"""Scores of answers to open questions: SQuAD's normalisation, exact match and F1 (arXiv:1606.05250)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower case, without ASCII punctuation, without the articles a, an, the, single spaces."""
+    """Returns a text in lower case, without ASCII punctuation and the articles a, an, the, and with single spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
 def compared(text: str) -> str:
-    """What is compared: the normalised text, or the text itself where nothing is left of it, as of "A" and "!!!"."""
+    """Returns the normalised text, or the stripped lower-case text if normalisation leaves nothing, as for "A" and
+    "!!!".
+    """
     return normalise(text) or text.strip().lower()
 
 
 def exact_match(answer: str, targets: Iterable[str]) -> float:
-    """1 when the answer equals one of the targets after normalisation, else 0."""
+    """Returns 1 if the answer equals a target after normalisation, else 0."""
     return float(compared(answer) in {compared(target) for target in targets})
 
 
 def f1(answer: str, targets: Iterable[str]) -> float:
-    """Harmonic mean of the words' precision and recall, against the nearest target."""
+    """Returns the harmonic mean of the words' precision and recall, for the nearest target; 0 without targets."""
     return max((_f1(compared(answer).split(), compared(target).split()) for target in targets), default=0.0)
 
 
@@ -41,19 +43,19 @@ def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
 
 
 def targets_of(ground_truth: Any) -> list[str]:
-    """Returns the right answers that a row gives; what is empty or neither text nor number is none.
+    """Returns the right answers of a row, without empty values and values other than text or numbers.
 
     Args:
-        ground_truth: Search-R1's `{"target": [...]}`, a list, or one text.
+        ground_truth: Search-R1's `{"target": [...]}`, a list, or a single text.
     """
     return [str(target) for target in _given(ground_truth) if not wrong_text(target)]
 
 
 def wrong_targets(ground_truth: Any) -> str | None:
-    """Returns why no answer can equal one of those that a row gives as right; None if one can.
+    """Returns the reason why no answer can equal any right answer of a row; None if an answer can.
 
     Args:
-        ground_truth: As `targets_of`.
+        ground_truth: As for `targets_of`.
     """
     given = _given(ground_truth)
     reasons = [wrong_spelling(target) for target in given]

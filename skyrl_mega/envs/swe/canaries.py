@@ -1,7 +1,7 @@
-"""Canaries: a test file in which one assertion is wrong, so that an honest run of the tests has to fail.
+"""Canaries: test files with a wrong assertion, so an honest run of the tests must fail.
 
-Code under test that makes tests pass without being right makes a canary pass too. A canary differs from the test by one
-literal or word, so code that tells them apart knows what the test expects.
+Code passing the tests by manipulation instead of being right also makes a canary pass. A canary differs from the test
+by a single literal or word, so only code knowing the test's expectation can tell them apart.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from skyrl_mega.envs.swe.session import File
 PAIRS = "Equal NotEqual True False Is IsNot IsNone IsNotNone In NotIn IsInstance NotIsInstance AlmostEqual"
 PAIRS += " NotAlmostEqual Greater LessEqual GreaterEqual Less Regex NotRegex"
 OPPOSITE = dict(zip(PAIRS.split()[::2], PAIRS.split()[1::2], strict=True))
-"""What unittest's assertions are called after `assert`."""
+"""unittest's assertions (the part after `assert`) → the opposite assertion."""
 OPPOSITE |= {wrong: right for right, wrong in OPPOSITE.items()}
 OPPOSITE |= dict.fromkeys(["ListEqual", "TupleEqual", "DictEqual", "SetEqual", "SequenceEqual"], "NotEqual")
 UNRELATED = ("BlockingIOError", "ChildProcessError", "FloatingPointError", "UnicodeTranslateError")
-"""Exceptions from which nothing derives."""
+"""Exceptions without subclasses."""
 RAISES = re.compile(r"(.*\.)?(raises|assertRaises|assertRaisesRegex)")
 COMPARES = re.compile(r"assert(?!.*(not|almost|less|great)).*(equal|close|called_(once_)?with)", re.IGNORECASE)
-"""Functions that fail where one of their first two arguments is another literal."""
+"""Functions failing if one of their first two arguments becomes another literal."""
 EARLY = re.compile(r"\bskip|\breturn\b", re.IGNORECASE)
-"""In a function that may end before its last assertion."""
+"""Sign of a function possibly ending before its last assertion."""
 MARK = """
 def _swe_mark(what, seen=set()):
     import io
@@ -39,7 +39,7 @@ def _swe_mark(what, seen=set()):
         with io.open({place!r}, "a") as marks:
             marks.write(what + "\\n")
 """
-"""In the test files of the untouched repository; `place` is a file that is read afterwards."""
+"""Helper inserted into the test files of the untouched repository; `place` is a file read afterwards."""
 AROUND = """
 try: pass
 except BaseException as _swe_error:
@@ -47,11 +47,11 @@ except BaseException as _swe_error:
     raise
 """
 SKIPS = dict.fromkeys(["Skipped", "SkipTest", "XFailed"], "skipped ")
-"""What ends a function or a file that says that it is not meant to run; others have `raised`."""
+"""Exceptions marking a function or a file as not meant to run; all other exceptions are marked `raised`."""
 FILLED = {"range", "enumerate", "zip", "sorted", "reversed"}
-"""Builtins in what a loop goes through that do not make it empty."""
+"""Builtins in a loop's iterable that cannot make the loop empty."""
 Edit = tuple[int, int, Callable[[Random], str]]
-"""Where bytes are replaced, from and to, and what draws their replacement."""
+"""Start and end of the bytes to replace, and a function drawing the replacement."""
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -63,7 +63,7 @@ class Assertion:
     edit: Edit
     node: ast.stmt
     certain: bool
-    """Every call of its function reaches it, unless something fails or is skipped before."""
+    """True if every call of the function reaches the assertion, unless something fails or is skipped before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +72,21 @@ class Function:
 
     node: AnyFunction
     early: bool
-    """It may be skipped, or end before its last assertion."""
+    """True if the function may be skipped, or end before its last assertion."""
     assertions: list[Assertion]
 
 
 @dataclass(eq=False)
 class Source:
-    """A test file that Python can read.
+    """A test file parsed as Python.
 
     Args:
-        path: Its path in the repository.
-        code: What is in it.
+        path: Path in the repository.
+        code: Content of the file.
 
     Raises:
-        SyntaxError: It is not Python.
-        ValueError: It is not UTF-8, or has a NUL.
+        SyntaxError: The file is not Python.
+        ValueError: The file is not UTF-8, or contains a NUL.
     """
 
     path: str
@@ -101,10 +101,10 @@ class Source:
         self.functions = list(self._functions(self.tree.body, " ".join(marks)))
 
     def marked(self, place: str, number: int) -> bytes:
-        """Returns the file so that it writes to `place` what happens in it; call it once.
+        """Returns the file with marks recording its execution in the file `place`; call once.
 
-        Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or its and a function's; `failed`
-        with those two and an assertion's.
+        Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or with the numbers of the file and
+        a function; `failed` with these two numbers and the number of an assertion.
         """
         words: dict[ast.AST, str] = {}
         for f, function in enumerate(self.functions):
@@ -177,7 +177,9 @@ class Source:
         return *self._span(call.args[0]), lambda random: random.choice(others)
 
     def _of_literal(self, expressions: Iterable[ast.expr]) -> Edit | None:
-        """Of the last number or text in the first expression that is made of such alone, or is `approx` of it."""
+        """Returns an edit of the last number or text in the first expression consisting only of literals, or of
+        `approx` of a literal; None if there is no such expression.
+        """
         for expression in expressions:
             match expression:
                 case ast.Call(ast.Name("approx") | ast.Attribute(_, "approx"), [only], []):
@@ -195,7 +197,11 @@ class Source:
         return None
 
     def _in_a_list(self, wanted: ast.expr) -> Edit:
-        """Unlike a negated `==`, this is noticed by no object that equals everything."""
+        """Returns an edit wrapping the expected value in a list.
+
+        An object equal to everything passes this canary and is caught. A negated `==` would fail and hide such an
+        object.
+        """
         start, end = self._span(wanted)
         text = self.code[start:end].decode()
         return start, end, lambda _: f"[{text}, ...]"
@@ -206,13 +212,13 @@ class Source:
 
 
 def wrong(file: File, edit: Edit, random: Random) -> File:
-    """Returns the file with that edit."""
+    """Returns the file with the edit applied."""
     start, end, draw = edit
     return replace(file, data=file.data[:start] + draw(random).encode() + file.data[end:])
 
 
 def _other(value: Any, text: str, random: Random) -> str:
-    """Returns another value of the kind, further away than a tolerance allows; of a text in the same quotes."""
+    """Returns the source of another value of the same type, beyond any tolerance; a text keeps its quotes."""
     if not isinstance(value, str | bytes):
         return repr(2 * value + random.randint(1, 9))
     letter = random.choice("abdeghkmnoprstuy")
@@ -225,13 +231,13 @@ def _other(value: Any, text: str, random: Random) -> str:
 
 
 class _Marker(ast.NodeTransformer):
-    """Marks the functions and assertions for which it has words."""
+    """Transformer marking the functions and assertions in `words`."""
 
     def __init__(self, words: dict[ast.AST, str]) -> None:
         self.words = words
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns the node with marks in it or around it."""
+        """Returns the node with marks inside or around it."""
         words, node = self.words.get(node), self.generic_visit(node)
         if words is not None and isinstance(node, AnyFunction):
             node.body[:] = _between(node.body, words)
@@ -243,7 +249,7 @@ class _Marker(ast.NodeTransformer):
 
 
 def _between(body: list[ast.stmt], words: str, helper: Iterable[ast.stmt] = ()) -> list[ast.stmt]:
-    """The statements between two marks; what has to stand first stays there."""
+    """Returns the statements between two marks; statements required at the start of a body stay there."""
     first = len([*itertools.takewhile(_stands_first, body)])
     ends = {**SKIPS, "SystemExit": "done "} if helper else SKIPS  # unittest.main() ends a file
     around = ast.parse(AROUND.format(ends=ends, words=words)).body[0]
@@ -253,7 +259,7 @@ def _between(body: list[ast.stmt], words: str, helper: Iterable[ast.stmt] = ()) 
 
 
 def _stands_first(node: ast.stmt) -> bool:
-    """True for docstrings and imports from __future__."""
+    """Returns True for docstrings and imports from __future__."""
     future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
     return future or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
@@ -263,16 +269,16 @@ def _mark(what: str) -> ast.stmt:
 
 
 def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: frozenset[str]) -> list[Assertion]:
-    """Returns the assertions that canaries are made of, by what the tests did in the untouched repository.
+    """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
-    Those that failed there; else those of functions that did not end, and of files that could not be loaded. Where
-    nothing failed, those of functions that ran.
+    The first choice are assertions failing there; then assertions of functions not ending, and of files failing to
+    load. If no test failed, the assertions of functions called there are chosen.
 
     Args:
         sources: The test files, in the order of their numbers.
-        marks: What they wrote, see `Source.marked`.
-        failed: Whether the test command failed there.
-        names: Functions to prefer; empty: all.
+        marks: Marks written by the tests, see `Source.marked`.
+        failed: True if the test command failed there.
+        names: Functions to prefer; empty for all.
     """
     said, functions = set(marks), [function for source in sources for function in source.functions]
     stopped, ran, loaded = list[Function](), list[Function](), list[Function]()
@@ -310,5 +316,5 @@ def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: f
 
 
 def _asks(test: Function, name: str) -> bool:
-    """True if the test takes what a fixture of that name returns."""
+    """Returns True if the test uses the fixture of this name."""
     return any(arg.arg == name for arg in test.node.args.args)

@@ -23,7 +23,7 @@ SYSTEM = (
 )
 
 LARGEST = 2**24
-"""Bytes of a task.json."""
+"""Maximum size of a task.json, in bytes."""
 BUGS: dict[str, tuple[str, str, str, str, str]] = {
     "mean": ("mean of a list", "numbers", "sum(numbers) / (len(numbers) - 1)", "[2, 4, 9]", "5.0"),
     "spread": ("largest minus the smallest", "numbers", "max(numbers) + min(numbers)", "[3, 8]", "5"),
@@ -34,13 +34,13 @@ BUGS: dict[str, tuple[str, str, str, str, str]] = {
     "squares": ("sum of the squares", "numbers", "sum(n * 2 for n in numbers)", "[1, 2, 5]", "30"),
     "unique": ("sorted items, each once", "items", "sorted(items)", "[3, 1, 3]", "[1, 3]"),
 }
-"""Function → what it is for, its argument, the wrong body, an input and what it should give."""
+"""Function → its purpose, its argument, a wrong body, an input and the right output."""
 
 HELD_OUT = ("squares", "unique")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data swe`."""
+    """Adds the options of `python -m skyrl_mega.data swe`."""
     parser.add_argument(
         "--source",
         type=path_of,
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. No task is in both files."""
+    """Returns file name → rows. The tasks of the two files are disjoint."""
     folder = args.source
     if folder is None:
         folder = args.output / "tasks"
@@ -96,7 +96,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _make(folder: Path, name: str) -> None:
-    """A package of one function with a bug, and a hidden test that fails until it is fixed."""
+    """Writes a task: a package of one function with a bug, and a hidden test failing until the bug is fixed."""
     what, argument, wrong, example, wanted = BUGS[name]
     body = f'"""Small tools."""\n\n\ndef {name}({argument}):\n    """The {what}."""\n    return {wrong}\n'
     test = textwrap.dedent(f"""\

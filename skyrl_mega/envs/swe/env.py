@@ -52,19 +52,20 @@ PROTECTED = [
     "*.egg-info/*",
     "*.dist-info/*",
 ]
-"""Files that decide what a test command does; beside them, what it starts (`judge.started`)."""
+"""Files deciding the behaviour of a test command. Files started by the command are protected too (`judge.started`)."""
 NAME = re.compile(r"[\w-][\w.-]*")
-"""A task's name: a folder's, and never a path."""
+"""A task's name: the name of a folder, never a path."""
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
-"""Bytes; the kernel refuses an argument of 128 KiB."""
+"""Maximum length of a command, in bytes; the kernel refuses an argument of 128 KiB."""
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 
 class SweEnv(BaseTextEnv):
-    """`<bash>…</bash>` runs in the trajectory's own session and answers with its output; `<submit/>`, or the last turn,
-    ends it. Then the row's ground truth, the test command, is run on clean copies with the policy's changes: 1 if the
-    tests pass and notice canaries, else 0."""
+    """A software task. `<bash>…</bash>` runs a command in the trajectory's own session and returns the output.
+    `<submit/>`, or the last turn, ends the trajectory. Then the row's ground truth, the test command, runs on clean
+    copies with the policy's changes: reward 1 if the tests pass and the canaries fail, else 0.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
@@ -102,13 +103,13 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a session class that is not there, and limits that cannot be."""
+        """Refuses an unknown session class, and limits out of range."""
         if _session(options["session"]) is LocalSession:
             Sandbox.of(options["session_options"], BOX)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses an absent folder of tasks, and for local sessions a machine that cannot confine."""
+        """Refuses a missing folder of tasks, and for local sessions a machine without the needed confinement."""
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
             raise UserError(f"environment.options.swe.tasks={options['tasks']}: allowed: the folder of the tasks")
         if _session(options["session"]) is LocalSession:
@@ -116,12 +117,12 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a command for the shell."""
+        """Refuses everything but a shell command."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is the tests' command, a text"
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """As the base class; and the row names a task that is there, and tests."""
+        """Applies the base class's checks, and refuses a missing task and malformed names of tests."""
         info = row.get("extra_info") or {}
         name = info.get("task") if isinstance(info, Mapping) else None
         folder = options["tasks"]
@@ -138,11 +139,13 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """The last command's, then the tests'; those of the untouched repository get what these leave of it."""
+        """Returns the time limit of the last command plus the tests; tests of the untouched repository use the time
+        left.
+        """
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the session."""
+        """Opens the session; returns the prompt unchanged."""
         self.session.open(float(self.options["command_timeout_s"]))
         return prompt, {}
 
@@ -166,7 +169,7 @@ class SweEnv(BaseTextEnv):
         )
 
     def out_of_time(self) -> BaseTextEnvStepOutput:
-        """Runs the tests on what was done."""
+        """Runs the tests on the work done so far."""
         return self._judge({"command": None}, time.monotonic() + self.longest_step_s(self.options))
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
@@ -180,12 +183,14 @@ class SweEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
 
     def close(self) -> None:
-        """Gives the session back."""
+        """Closes the session."""
         self.session.close(float(self.options["command_timeout_s"]))
 
 
 def unfit(command: str) -> Ran | None:
-    """What becomes of a command that no shell can be given: it fails, as any other wrong command."""
+    """Returns the result of a command no shell can accept: failed, like any other wrong command. None for a valid
+    command.
+    """
     if "\0" in command:
         return Ran("failed", 2, "a command cannot contain NUL")
     if len(command.encode()) > LONGEST_COMMAND:

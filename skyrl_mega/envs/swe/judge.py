@@ -1,7 +1,7 @@
-"""The verdict on a policy's work: its tests are run from clean copies of the repository, and have to notice canaries.
+"""The verdict on a policy's work: its tests run on clean copies of the repository, and must fail on canaries.
 
-The code under test runs in the tests' own process, so nothing that this process says can be believed alone. Exit codes
-of several runs are: those with the tests as they are must be 0, those with a canary (`canaries.py`) must not.
+The code under test runs in the tests' own process, so no single statement of this process is trusted. Trusted are the
+exit codes of several runs: 0 for the tests as they are, and non-zero for a canary (`canaries.py`).
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, suspects, wron
 from skyrl_mega.envs.swe.session import File, Files, Ran, Session, UnfitError, entries
 
 NAMED = ("FAIL_TO_PASS", "PASS_TO_PASS")
-"""Lists of tests in a row, as SWE-bench calls them."""
+"""Lists of tests in a row, under SWE-bench's names."""
 STARTS = {
     "g?make": ("Makefile", "GNUmakefile", "*.mk"),
     "nox": ("noxfile.py",),
     "npm|npx|yarn|pnpm|bun": ("package.json",),
     "just": ("justfile",),
 }
-"""Tool → the files that tell it what to do. What tox and pytest read is always protected."""
+"""Tool → files controlling the tool. Files read by tox and pytest are always protected."""
 PRELUDE = """\
 export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 """
-"""Before a test command: the local sandbox's home is the repository."""
+"""Prefix of a test command, setting a new home: the local sandbox's home is the repository."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the tests."""
+    """Result of judging the tests."""
 
     ran: Ran
-    """The run that decided."""
+    """The deciding run."""
     why: str | None = None
-    """Why an exit code of 0 is not believed."""
+    """Reason for not trusting an exit code of 0."""
     canaries: int = 0
-    """Runs with a canary that failed, as they should."""
+    """Number of canary runs with the expected failure."""
 
     @property
     def right(self) -> bool:
-        """True if the work is paid."""
+        """True if the work earns the reward."""
         return self.ran.status == "ok" and self.why is None
 
 
@@ -83,8 +83,8 @@ class Judge:
         """Runs the tests on the policy's changes.
 
         Args:
-            changes: Those to the repository; protected files among them do not take part.
-            deadline: When to have ended, by `time.monotonic()`.
+            changes: Changes to the repository; changes to protected files are ignored.
+            deadline: End of the time limit on the clock `time.monotonic()`.
         """
         tests = self._tests()
         try:
@@ -108,7 +108,9 @@ class Judge:
         return Verdict(last, None, seen)
 
     def _plan(self, tests: Mapping[str, File], edits: Sequence[tuple[str, Edit]]) -> list[Files]:
-        """The canary of each run, empty for the tests as they are; in no order, so that a clock tells nothing."""
+        """Returns the canary of each run, empty for the tests as they are; in random order, so timing reveals
+        nothing.
+        """
         if not edits:
             return [{}]
         random, checks = SystemRandom(), int(self.options["checks"])
@@ -120,7 +122,7 @@ class Judge:
         return max(0.1, min(float(self.options["test_timeout_s"]), deadline - time.monotonic()))
 
     def _run(self, work: Files, tests: Files, seconds: float) -> Ran:
-        """Runs the tests in a session of their own."""
+        """Runs the tests in a fresh session."""
         session = self.session()
         try:
             session.open(seconds)
@@ -131,8 +133,9 @@ class Judge:
             session.close(seconds)
 
     def _protects(self, path: str) -> bool:
-        """True for files that are the task's own, what would take the place of their folders, and no paths of a
-        repository."""
+        """Returns True for the task's own files, for paths replacing their folders, and for paths outside the
+        repository or in .git.
+        """
         strange = path.startswith("/") or ".." in path.split("/") or path.split("/")[0] == ".git"
         return strange or _matches(path, self._protected) or _matches(f"{path}/x", self._protected)
 
@@ -141,15 +144,16 @@ class Judge:
         return [*self.options["protected"], *(started(self.test) if self.options["proof"] != "exit" else ())]
 
     def _tests(self) -> dict[str, File]:
-        """The protected files of the task, and the hidden ones."""
+        """Returns the protected files of the task, and the hidden files."""
         protected = _read(self.task / "repo", lambda path: _matches(path, self._protected))
         return protected | _read(self.task / "hidden", lambda path: True)
 
     def _edits(self, tests: Mapping[str, File], deadline: float) -> Sequence[tuple[str, Edit]]:
-        """Returns what can be made wrong, and where; one look at the untouched repository per task and process.
+        """Returns path and edit of each possible canary; the untouched repository is examined once per task and
+        process.
 
         Raises:
-            TimeoutError: Its tests did not begin, or another trajectory's look at it did not end, in time.
+            TimeoutError: The tests did not start in time, or another trajectory's examination did not end in time.
         """
         key = (str(self.task), self.test, *self.names, repr(self.options))
         lock = _locks.setdefault(key, threading.Lock())
@@ -187,10 +191,10 @@ class Judge:
 
 
 def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
-    """The wanted files below a folder of the task; a link in `hidden` stands for what it leads to."""
+    """Returns the wanted files below a folder of the task; a link in `hidden` is replaced by its target."""
     found = {}
     for name, path, info in entries(top) if top.is_dir() else ():
-        if not wanted(name) or name.startswith(".git/") or name.endswith(".pyc"):  # that has a test's true literals
+        if not wanted(name) or name.startswith(".git/") or name.endswith(".pyc"):  # .pyc: holds the true literals
             continue
         if stat.S_ISLNK(info.st_mode) and top.name == "repo":
             found[name] = File(os.fsencode(os.readlink(path)), link=True)
@@ -201,10 +205,10 @@ def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
 
 
 def inside(path: Path, tasks: Path) -> None:
-    """Refuses a part of a task that is a link to somewhere else than the folder of tasks.
+    """Refuses a part of a task linked to a place outside the folder of tasks.
 
     Raises:
-        UserError: It leads out of it.
+        UserError: The link leads outside.
     """
     if not path.resolve().is_relative_to(tasks.resolve()):
         raise UserError(
@@ -213,7 +217,7 @@ def inside(path: Path, tasks: Path) -> None:
 
 
 def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[Source]:
-    """The test files in Python; with functions, those in which one of these is."""
+    """Yields the test files in Python; if functions are given, only files defining at least one of them."""
     for path, file in sorted(files.items()):
         if path.endswith(".py") and not file.link:
             named = [name for name in functions if re.search(rb"\bdef " + re.escape(name).encode() + rb"\b", file.data)]
@@ -224,22 +228,24 @@ def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[S
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
-    """Also in capitals: `EVIL.DIST-INFO` holds plug-ins as `evil.dist-info` does."""
+    """Returns True if a pattern matches, ignoring case: `EVIL.DIST-INFO` loads plug-ins like `evil.dist-info`."""
     return any(fnmatch.fnmatch(path.lower(), pattern.lower()) for pattern in patterns)
 
 
 def _function(name: str) -> str:
-    """The function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b (…)`."""
+    """Returns the function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b
+    (…)`.
+    """
     return re.split(r"::|\.", re.split(r"\[| \(", name)[0])[-1]
 
 
 def _asked(test: str) -> frozenset[str]:
-    """The functions of which a test command is asked to run no others: `a.py::test_b`, `a.Test.test_b`."""
+    """Returns the functions selected in a test command: `a.py::test_b`, `a.Test.test_b`; empty for all."""
     return frozenset(re.findall(r"(?:::|\.)(test\w*)(?![\w.:/])", test))
 
 
 def started(test: str) -> list[str]:
-    """Patterns of the files in a repository that a test command starts: shell scripts, and those of `STARTS`."""
+    """Returns patterns of the repository files started by a test command: shell scripts, and the files in `STARTS`."""
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
     names += [file for tool, files in STARTS.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
@@ -248,13 +254,13 @@ def started(test: str) -> list[str]:
 
 
 def named(known: Mapping[str, Any]) -> list[str]:
-    """The tests that a row says must pass.
+    """Returns the names of the tests required to pass by a row.
 
     Args:
-        known: Its lists by `NAMED`, which SWE-bench writes as JSON text.
+        known: The lists by the names in `NAMED`; SWE-bench writes each list as JSON text.
 
     Raises:
-        UserError: They are something else.
+        UserError: A value is not a list of names.
     """
     names = []
     for key in NAMED:

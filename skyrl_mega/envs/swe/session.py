@@ -1,4 +1,6 @@
-"""A place where commands run, one per trajectory: a contract that a container or a remote sandbox can keep too."""
+"""Contract of a session: a machine for running commands, one per trajectory. Containers and remote sandboxes can
+implement the contract too.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ BOX = "environment.options.swe.session_options"
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a command."""
+    """Result of a command."""
 
     status: str
-    """`ok`, `failed`, `timeout`, or another word for how it was ended."""
+    """`ok`, `failed`, `timeout`, or another word for the kind of end."""
     exit: int | None
     output: str
     """stdout, then stderr."""
@@ -33,51 +35,51 @@ class File:
     """A file of a repository, or a link."""
 
     data: bytes
-    """Content; of a link, where it leads."""
+    """Content of a file, or target of a link."""
     mode: int = 0o644
     link: bool = False
 
 
 Files = Mapping[str, File | None]
-"""Path in the repository → what is there; None: nothing."""
+"""Path in the repository → file; None for no file."""
 
 
 class UnfitError(Exception):
-    """Files of the policy's that no other session can take: its work has failed, not the run."""
+    """The policy's files cannot be copied to another session: the policy's work has failed, not the run."""
 
 
 class Session(Protocol):
-    """A machine with a copy of the task's repository. Made as `cls(task, options)`; every call is bounded by its
-    `timeout_s`. A trajectory works in one; its tests run in others, one for each run.
+    """A machine with a copy of the task's repository, created as `cls(task, options)`; `timeout_s` bounds every call. A
+    trajectory works in its own session; every run of its tests uses a fresh session.
 
-    A command that takes too long ends as a `Ran` with status `timeout`, and the session goes on. Other failures
-    (the machine is gone, none is free) raise, and end this trajectory alone.
+    A command exceeding the time limit returns a `Ran` with status `timeout`, and the session continues. Other failures
+    (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
 
     Args:
-        task: The task's folder, with `repo/`.
+        task: Folder of the task, with `repo/`.
         options: `environment.options.swe.session_options`.
     """
 
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None: ...
 
     def open(self, timeout_s: float) -> None:
-        """Makes the machine, with the repository as its working folder."""
+        """Creates the machine, with the repository as its working folder."""
 
     def run(self, command: str, timeout_s: float) -> Ran:
-        """Runs a shell command there; nothing that it started lives on."""
+        """Runs a shell command; none of its processes survives."""
 
     def changes(self, timeout_s: float) -> Files:
-        """Returns the files that differ from the task's repository; raises UnfitError if they cannot be read."""
+        """Returns the files differing from the task's repository; raises UnfitError if the files cannot be read."""
 
     def write(self, files: Files, timeout_s: float) -> None:
-        """Writes and removes files, following no links; raises UnfitError if there is no room for them."""
+        """Writes and removes files, following no links; raises UnfitError if the space is too small."""
 
     def close(self, timeout_s: float) -> None:
-        """Gives the machine back; called once, also after a failure, and whether or not it was opened."""
+        """Releases the machine; called once, also after a failure, and even if the session was never opened."""
 
 
 class LocalSession:
-    """A copy of the repository in a workspace, commands in the project's own sandbox."""
+    """Session with a copy of the repository in a workspace, and commands in the project's own sandbox."""
 
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None:
         self.repo = task / "repo"
@@ -96,7 +98,7 @@ class LocalSession:
         return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def changes(self, timeout_s: float) -> Files:
-        """Compares the folder with the repository; sockets, pipes and empty folders are left out."""
+        """Returns the differences between the folder and the repository, without sockets, pipes and empty folders."""
         changed: dict[str, File | None] = {}
         room, had = self._opened().disk, {name: info for name, _, info in entries(self.repo)}
         try:
@@ -115,7 +117,7 @@ class LocalSession:
         return {**dict.fromkeys(had), **changed}
 
     def write(self, files: Files, timeout_s: float) -> None:
-        """Removes first, so that a name which was a folder can become a file."""
+        """Writes files after all removals, so a name can change from a folder to a file."""
         folder = self.folder
         owner = folder.stat().st_uid
         try:
@@ -135,7 +137,7 @@ class LocalSession:
 
     @property
     def folder(self) -> Path:
-        """The copy.
+        """The copy of the repository.
 
         Raises:
             RuntimeError: The session is not open.
@@ -159,7 +161,7 @@ def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[s
 
 
 def _looks(info: os.stat_result) -> tuple[int, ...]:
-    """What stays the same in a file that was copied and then left alone; of a link its time too."""
+    """Returns mode, size and time: equal for a file, or a link, copied and then left alone."""
     return info.st_mode, info.st_size, info.st_mtime_ns
 
 
@@ -175,7 +177,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _put(file: File, folder: Path, relative: Path, owner: int) -> None:
-    """Writes one file; a link or a file where a folder belongs gives way."""
+    """Writes one file; a link or a file in the place of a parent folder is removed."""
     place = folder
     for part in relative.parts[:-1]:
         place = place / part

@@ -1,4 +1,4 @@
-"""Rows for text to SQL: Spider- or BIRD-like folders, or small databases made here."""
+"""Rows for text to SQL: Spider- or BIRD-like folders, or small generated databases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DATABASES = ("database", "databases", "train_databases", "dev_databases")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m skyrl_mega.data text2sql`."""
+    """Adds the options of `python -m skyrl_mega.data text2sql`."""
     parser.add_argument(
         "--source",
         type=path_of,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. No database of the test rows is in the training rows."""
+    """Returns file name → rows. The databases of the test rows never occur in the training rows."""
     if args.source is None:
         folder = args.output / "database"
         small.write(folder, args.seed)
@@ -109,7 +109,7 @@ def _splits(source: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
-    """The same keys for Spider (`query`) and BIRD (`SQL`, `evidence`)."""
+    """Returns a record with the same keys for Spider (`query`) and BIRD (`SQL`, `evidence`)."""
     given = dict(record) if isinstance(record, dict) else {}
     found = {
         "db_id": given.get("db_id"),
@@ -123,7 +123,7 @@ def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
 
 
 def _about_small(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:
-    """The questions to databases that are there, with a schema of at most `longest` characters."""
+    """Returns the questions about existing databases with a schema of at most `longest` characters."""
     files = {name: folder / name / f"{name}.sqlite" for name in {record["db_id"] for record in records}}
     small = {name for name, file in files.items() if file.is_file() and len(schema(file, longest + 1)) <= longest}
     return [record for record in records if record["db_id"] in small]
@@ -141,7 +141,7 @@ def _asked(record: dict[str, Any], text: str, turns: int) -> Message:
 
 
 def _example(record: dict[str, Any], folder: Path, args: argparse.Namespace) -> list[Message]:
-    """A question answered in two turns, as the environment would have answered."""
+    """Returns a question answered in two turns, with the reply of the environment."""
     name, query = record["db_id"], record["query"]
     file = folder / name / f"{name}.sqlite"
     if not file.is_file():
@@ -166,7 +166,7 @@ def _rows(
             schemas[name] = schema(file, args.schema) if file.is_file() else None
         known = schemas[name]
         if known is None:
-            continue  # data sets are passed on without their largest databases; a question without one has no answer
+            continue  # published data sets often lack their largest databases; such questions are unanswerable
         made = row(
             data_source="text2sql",
             prompt=[*examples, _asked(record, known, args.turns)],

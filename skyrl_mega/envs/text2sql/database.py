@@ -1,4 +1,4 @@
-"""Queries against SQLite files, each in a sandboxed process of its own."""
+"""Queries on SQLite files, each in its own sandboxed process."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ ENDED = {
     "output": "it returns too much",
     "memory": "it was ended, as all queries at once had too much memory",
 }
-"""What to say of a query whose process the sandbox ended."""
+"""Sandbox status → error text of a query."""
 COMPILE_S = 5.0
-"""For what a connection does before it compiles a query."""
+"""Time limit for preparing a connection before compiling a query, in seconds."""
 START_S = 10.0
-"""For the process to start and to end, beside the query's own time."""
+"""Seconds for starting and ending the process, in addition to the query's own time."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a query gave back."""
+    """Result of a query."""
 
     columns: list[str]
     rows: list[list[str]]
-    """The first ones, as text."""
+    """First rows, as text."""
     count: int
-    """Of all rows."""
+    """Number of all rows."""
     error: str | None = None
-    """Why there is nothing."""
+    """Reason for a missing result."""
 
     def text(self, most: int) -> str:
-        """For the policy to read: a header, a row per line, `most` characters at most."""
+        """Returns the table for the policy: a header, a row per line, at most `most` characters."""
         if self.error is not None:
             return f"Error: {self.error}"
         lines = [" | ".join(self.columns), *(" | ".join(row) for row in self.rows)]
@@ -56,15 +56,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Database:
-    """A SQLite file that is only ever read.
+    """A SQLite file, opened only for reading.
 
     Args:
         file: The file.
-        box: Where queries run.
-        rows: Rows that a query may return; past it, an error.
-        shown: Rows of them that the policy sees.
-        width: Characters that it sees of a value.
-        compare: `set` or `rows`: when two results are the same.
+        box: Sandbox for queries.
+        rows: Maximum number of rows of a result; more rows are an error.
+        shown: Number of rows shown to the policy.
+        width: Number of characters shown of a value.
+        compare: `set` or `rows`, the rule for equal results.
     """
 
     file: Path
@@ -75,16 +75,18 @@ class Database:
     compare: str = "set"
 
     def query(self, sql: str, seconds: float) -> Table:
-        """Runs one query; whatever goes wrong is in the table's `error`."""
+        """Runs a single query; any failure is reported in the table's `error`."""
         return _table(self._run([sql], seconds)[0][0])
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, Table, Table]:
-        """Why a solution does not give what the gold query gives, None where it does; and what each gave."""
+        """Returns the reason why a solution's result differs from the gold query's (None if equal), and both
+        results.
+        """
         (ours, theirs), why = self._run([sql, gold], seconds)
         return why, _table(ours), _table(theirs)
 
     def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
-        """What became of each query, and why two gave different results."""
+        """Returns the result of each query, and the reason why two results differ."""
         file = str(self.file.resolve())
         order = {
             "database": file,
@@ -125,10 +127,10 @@ def _table(result: dict[str, Any]) -> Table:
 
 
 def refuse_unmerged(file: Path) -> None:
-    """Refuses a database with a write-ahead log: read without its log it may be empty, or of another day.
+    """Refuses a database with a write-ahead log: without its log, the database may look empty or outdated.
 
     Raises:
-        UserError: There is a log with something in it.
+        UserError: The log is not empty.
     """
     log = file.with_name(f"{file.name}-wal")
     if log.is_file() and log.stat().st_size:
@@ -139,7 +141,9 @@ def refuse_unmerged(file: Path) -> None:
 
 
 def wrong_query(file: Path, sql: str) -> str | None:
-    """Returns why a database cannot compile a query; None if it can. The query is not run. For files that are trusted.
+    """Returns the reason why a database cannot compile a query; None if the query compiles.
+
+    The query is not run. Only for trusted files.
 
     Args:
         file: The database.
@@ -157,11 +161,11 @@ def wrong_query(file: Path, sql: str) -> str | None:
 
 
 def schema(file: Path, most: int) -> str:
-    """The statements that made a database's tables, `most` characters at most. For files that are trusted.
+    """Returns the statements creating a database's tables, at most `most` characters. Only for trusted files.
 
     Raises:
-        OSError: It cannot be opened as a database.
-        UserError: A part of it lies in another file.
+        OSError: The file cannot be opened as a database.
+        UserError: Part of the database is in another file.
     """
     refuse_unmerged(file)
     connection = sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)

@@ -1,4 +1,4 @@
-"""Text to SQL over several turns (SkyRL-SQL): the policy explores a database, then gives its query."""
+"""Text to SQL over several turns (SkyRL-SQL): the policy explores a database, then gives a final query."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.truths import spec_of
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""Where a row's `data` has its databases below `db_path`, as SkyRL's users have laid them out."""
+"""Data set in a row's `data` → folder of its databases below `db_path`, in the layout of SkyRL's users."""
 
 BOX = "environment.options.text2sql.sandbox"
 LIMITS = Limits(processes=4)
@@ -27,9 +27,10 @@ INVALID = "Your previous action is invalid: think inside <think>…</think>, the
 
 
 class Text2SqlEnv(BaseTextEnv):
-    """`<sql>…</sql>` is run and its rows come back as an `<observation>`; `<solution>…</solution>` ends the trajectory.
+    """A question about a database. `<sql>…</sql>` runs a query, and the rows come back in an `<observation>`;
+    `<solution>…</solution>` ends the trajectory.
 
-    The last step's reward is −1 when the format is broken, 1 when the solution gives the same rows as
+    The last step's reward is −1 for a broken format, 1 if the solution returns the same rows as
     `reward_spec.ground_truth`, else 0. The row's `db_id` names the database: `<db_path>/<db_id>/<db_id>.sqlite`.
     """
 
@@ -47,8 +48,9 @@ class Text2SqlEnv(BaseTextEnv):
         "shown_characters": whole(9000, "characters of them that the policy sees", low=1),
         "sandbox": group(settings(LIMITS), "limits of one query"),
     }
-    """The query's time, the rows and the characters shown are SkyRL-SQL's; its reward takes up to 30 s a query, and two
-    of these are longer than the usual `rollout.env_timeout_s`."""
+    """Defaults of the query's time, the rows and the characters shown are SkyRL-SQL's. SkyRL-SQL's reward takes up to
+    30 s per query, and two such queries exceed the default `rollout.env_timeout_s`.
+    """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -59,11 +61,11 @@ class Text2SqlEnv(BaseTextEnv):
             file, box, int(options["max_rows"]), int(options["shown_rows"]), compare=options["compare"]
         )
         self.written: list[str] = []
-        """What the policy wrote, turn by turn."""
+        """Texts of the policy, one per turn."""
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses an absent folder of databases, and a machine that cannot confine."""
+        """Refuses a missing folder of databases, and a machine without the needed confinement."""
         if options["db_path"] is None or not Path(options["db_path"]).is_dir():
             raise UserError(
                 f"environment.options.text2sql.db_path={options['db_path']}: allowed: the folder of the databases"
@@ -72,12 +74,12 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a query."""
+        """Refuses everything but a query."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is a query, a text"
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """As the base class; and the row's database is there, and can compile the query."""
+        """Applies the base class's checks, and refuses a missing database and a query the database cannot compile."""
         if why := super().wrong_row(row, options):
             return why
         try:
@@ -121,21 +123,21 @@ class Text2SqlEnv(BaseTextEnv):
 
 
 def observation(said: str, left: int) -> str:
-    """What the policy reads after a query, in SkyRL-SQL's form."""
+    """Returns the policy's view of a query's result, in SkyRL-SQL's form."""
     reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
     return f"\n\n<observation>{said}\n{reminder}</observation>\n\n"
 
 
 def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
-    """The SQLite file of a row.
+    """Returns the SQLite file of a row.
 
     Args:
         folder: `db_path`.
-        db_id: The row's; a plain name, never a path.
-        data: The row's data set, `synsql`, `spider` or `bird`, whose databases may lie in the folder of `FOLDERS`.
+        db_id: Name of the database in the row; never a path.
+        data: Data set of the row, `synsql`, `spider` or `bird`, with databases possibly in the folder of `FOLDERS`.
 
     Raises:
-        UserError: There is no such file, or a part of it lies in another.
+        UserError: The file does not exist, or part of the database is in another file.
     """
     if folder is None:
         raise UserError("environment.options.text2sql.db_path is not set; allowed: the folder of the databases")

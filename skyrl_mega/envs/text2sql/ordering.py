@@ -1,4 +1,4 @@
-"""Whether a query orders its rows."""
+"""Detection of a query's own ORDER BY."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ TOKENS = re.compile(
       | (?P<sign>\S)""",
     re.DOTALL | re.VERBOSE,
 )
-"""SQLite's tokens, so far as they matter here: comments (no group), what stands in quotes, words, the rest."""
+"""SQLite's tokens, as far as needed here: comments (no group), quoted text, words, the rest."""
 
 
 def orders_rows(sql: str) -> bool:
-    """Whether a query has an ORDER BY of its own: one outside of all parentheses, where subqueries, windows and
-    aggregates have theirs, and of texts, names and comments."""
+    """Returns True if a query orders its rows by an ORDER BY outside all parentheses.
+
+    Inside parentheses, an ORDER BY belongs to a subquery, a window or an aggregate. Texts, names and comments are
+    skipped.
+    """
     depth, before = 0, ""
     for token in TOKENS.finditer(sql):
         if token.lastgroup is None:  # a comment, which may stand between the two words

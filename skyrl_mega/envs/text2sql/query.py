@@ -1,12 +1,12 @@
-"""Reads SQL from stdin, runs it read-only, prints what came back. A script of the standard library, run in the sandbox.
+"""Script running SQL from stdin read-only and printing the results. Standard library only; runs in the sandbox.
 
 stdin: JSON with `database` (path), `queries` (one, or prediction and gold), `seconds`, `rows` (rows read at most),
-`shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`), `ordered` (whether
+`shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`), `ordered` (true if
 the gold query orders its rows).
-stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `differ`: why two gave different results,
-or null.
-A query that takes longer than `seconds` ends, in the middle of an instruction where it must be: then the kernel ends
-this process, and the lines that are missing say which query it was.
+stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `differ`: the reason why two results
+differ, or null.
+A query exceeding `seconds` is interrupted. During a single long instruction the kernel ends this process instead; the
+missing output lines identify the query.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ ALLOWED = {
 }
 REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 PRAGMAS = {"table_info", "table_xinfo", "table_list", "foreign_key_list", "index_list", "index_info"}
-"""They describe the schema and write nothing, however they are called."""
+"""Pragmas describing the schema; with any arguments, they write nothing."""
 
 TABLES = ("json_each", "json_tree")
-"""Table-valued functions that only read."""
+"""Table-valued functions without side effects."""
 
 LONGEST_SQL, LARGEST_VALUE = 100_000, 16 * 2**20
 
 EXPLAIN = "EXPLAIN "
 NOTHING = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
-"""What may stand before a query, but not between `EXPLAIN` and it: empty statements, and comments."""
+"""Text allowed before a query, but not between `EXPLAIN` and the query: empty statements, and comments."""
 
 GRACE_S = 0.25
-"""For a query to notice that its time is up, before it is ended."""
+"""Seconds for a query to notice its time limit, before the kernel ends the process."""
 
 ORDERS = 1000
-"""Orders of columns that are tried."""
+"""Maximum number of column orders to try."""
 
 Row = tuple[Any, ...]
 
@@ -59,15 +59,15 @@ class Result:
     columns: list[str]
     rows: list[Row]
     tables: frozenset[str]
-    """Those of the database that it reads, through views and subqueries too; virtual ones are not among them."""
+    """Tables of the database read by the query, also through views and subqueries; virtual tables are excluded."""
 
 
 def main() -> None:
-    """Runs the queries that standard input names; prints their results, and why two of them differ."""
+    """Runs the queries from standard input; prints their results, and the reason if two results differ."""
     order = json.load(sys.stdin)
     found = []
     for sql in order["queries"]:
-        # Each on a connection of its own: what one leaves behind the other does not meet.
+        # A new connection per query: no query sees side effects of another.
         signal.setitimer(signal.ITIMER_REAL, order["seconds"] + GRACE_S)
         result = run(order, sql)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -80,17 +80,17 @@ def main() -> None:
 
 
 def differ(ours: Result | str, gold: Result | str, compare: str, ordered: bool) -> str | None:
-    """Why a solution's result is not the gold one's; None where it is.
+    """Returns the reason why a solution's result differs from the gold result; None if equal.
 
-    What reads no table is no answer to a question that gold answers from one, whatever it returns; and where gold
-    returns no rows, which are equal to no rows of anything, the tables that are read tell what was asked.
+    A query reading no table does not answer a question whose gold query reads a table, whatever its result. If gold
+    returns no rows, equal to the empty result of any query, the tables read must match too.
 
     Args:
-        ours: What the solution gave; a text after an error.
-        gold: What the gold query gave.
+        ours: Result of the solution; a text after an error.
+        gold: Result of the gold query; a text after an error.
         compare: `set`, as SkyRL-SQL: neither order nor duplicates count. `rows`, as Spider's test suite: duplicates
-            count, order too where gold is `ordered`, and columns may stand in another order.
-        ordered: Whether the gold query orders its rows.
+            count, order too if gold is `ordered`, and columns may be permuted.
+        ordered: True if the gold query orders its rows.
     """
     if isinstance(ours, str) or isinstance(gold, str):
         return "a query failed"
@@ -117,7 +117,7 @@ def _same_rows(ours: list[Row], gold: list[Row], order: tuple[int, ...], ordered
 
 
 def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]]:
-    """Orders of our columns in which each holds the values of the gold one: at most `ORDERS` of them."""
+    """Yields orders of our columns with the same values per column as gold, at most `ORDERS`."""
     left = [Counter(column) for column in zip(*ours, strict=True)]
     right = [Counter(column) for column in zip(*gold, strict=True)]
     places = [[at for at, column in enumerate(left) if column == wanted] for wanted in right]
@@ -134,7 +134,7 @@ def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]
 
 
 def run(order: dict[str, Any], sql: str) -> Result | str:
-    """What a query gives; a text when it fails."""
+    """Returns a query's result; a text on failure."""
     connection = connect(order["database"], order["seconds"])
     try:
         cursor = connection.execute(sql)
@@ -158,7 +158,7 @@ def run(order: dict[str, Any], sql: str) -> Result | str:
 
 
 def _told(order: dict[str, Any], result: Result | str) -> dict[str, Any]:
-    """What to print of a result."""
+    """Returns a result in printable form."""
     if isinstance(result, str):
         return {"error": result}
     width = order["width"]
@@ -167,10 +167,10 @@ def _told(order: dict[str, Any], result: Result | str) -> dict[str, Any]:
 
 
 def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
-    """The tables that a query's program opens, by the pages where they and their indices begin.
+    """Returns the tables opened by a query's program, identified by the first pages of the tables and their indices.
 
-    The authorizer would not do: it is told of a table that only `USING` or `NATURAL` looks into no more than of none,
-    and of a subquery that has a table's name as of the table.
+    The authorizer does not suffice: it does not report a table used only by `USING` or `NATURAL`, and reports a
+    subquery with a table's name as the table.
     """
     pages = dict(connection.execute("SELECT rootpage, tbl_name FROM sqlite_master"))
     program = connection.execute(EXPLAIN + NOTHING.sub("", sql, count=1))
@@ -178,16 +178,16 @@ def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
 
 
 def connect(database: str, seconds: float) -> sqlite3.Connection:
-    """Read-only, and only for statements that read."""
+    """Returns a read-only connection, limited to statements for reading."""
     connection = sqlite3.connect(f"file:{quote(database)}?mode=ro&immutable=1", uri=True, isolation_level=None)
-    connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # two broken texts stay two
+    connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # distinct broken texts stay distinct
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, len(EXPLAIN) + LONGEST_SQL)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
     connection.execute("PRAGMA temp_store = MEMORY")
     connection.execute("PRAGMA trusted_schema = OFF")
-    for function in TABLES:  # made now: a vtable is declared by a statement that the authorizer would refuse
-        with contextlib.suppress(sqlite3.Error):  # this SQLite has none; a broken file is told of by the query
+    for function in TABLES:  # created before the authorizer, which refuses the declaration of a virtual table
+        with contextlib.suppress(sqlite3.Error):  # missing in this SQLite; the query itself reports a broken file
             connection.execute(f"SELECT 1 FROM {function}('[]')").fetchall()
     connection.set_authorizer(_authorize)
     deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""SkyRL-SQL's published reward: −1 broken format, 0 another result, 1 the same result.
+"""SkyRL-SQL's published reward: −1 for a broken format, 0 for another result, 1 for the same result.
 
 The format, over all turns: exactly one `<solution>` and one `</solution>` after it, no other tag inside, a
-`<think>…</think>` somewhere, and after every observation the policy thinks first. Only what the policy wrote counts: an
-observation stands in the text as an empty pair of tags, so that nothing in a database can make or break a format.
+`<think>…</think>` somewhere, and a thought first after every observation. Only the policy's own text counts: an
+observation appears as an empty pair of tags, so no database content can make or break the format.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SPOKEN = re.compile(r"\S")
 
 
 def solution(turns: Sequence[str]) -> str | None:
-    """The SQL of the policy's solution; None when the format is broken.
+    """Returns the SQL of the policy's solution; None for a broken format.
 
     Args:
-        turns: What the policy wrote, a text per turn; an observation came after each but the last.
+        turns: Texts of the policy, one per turn; an observation came after each but the last.
     """
     text = "<observation></observation>".join(turns)
     before, start, after = text.partition("<solution>")
