@@ -44,7 +44,7 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class BaseTextEnv:
-    """One conversation with a policy: created for one trajectory, stepped once per turn, closed at its end.
+    """A conversation with a policy: created for one trajectory, stepped once per turn, closed at the end.
 
     A subclass overrides `step`. The class is constructed as `cls(env_config=…, extras=…)`, in a process without GPUs.
     `step` may block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
@@ -63,7 +63,7 @@ class BaseTextEnv:
     """
     metrics: ClassVar[tuple[str, ...]] = ()
     """Entries of the last step's metadata with scores between 0 and 1, for `skyrl_mega.evaluate`; the first entry is
-    the accuracy. Without entries, a sample is right when its reward is at least 1.
+    the accuracy. Without entries, a sample is right if the reward is at least 1.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -138,7 +138,7 @@ class BaseTextEnv:
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
         """Returns the longest duration of one step in seconds under the options' own limits.
 
-        It must be below `rollout.env_timeout_s`.
+        The duration must be below `rollout.env_timeout_s`.
 
         Args:
             options: Options accepted by `check_options`.

@@ -1,4 +1,4 @@
-"""Location of a fault in an environment's own source file: the first place for its author to look."""
+"""Location of a fault in an environment's own source file: the first place for the author to look."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> 
 
 
 def _is_users(file: Path) -> bool:
-    """Returns True if a file is neither Python's, nor an installed package's, nor this package's outside its
-    environments.
+    """Returns True if a file is neither Python's, nor an installed package's, nor this package's (the environments
+    excepted).
     """
     if file.is_relative_to(ENVIRONMENTS):
         return file.parent != ENVIRONMENTS

@@ -1,4 +1,4 @@
-"""The `Prompt` record: one row of the data, as all higher packages use it."""
+"""The `Prompt` record: a row of the data, as used by all higher packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data: the question for the policy and the information for judging the answer."""
+    """A row of the data: the question for the policy and the information for judging the answer."""
 
     uid: int
     """Position in the data; the same across epochs and restarts."""

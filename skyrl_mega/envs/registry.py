@@ -53,7 +53,7 @@ def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
     """Returns the class behind a name; user classes take precedence over built-in classes.
 
     Raises:
-        UserError: The name is unknown, or its import path leads nowhere.
+        UserError: The name is unknown, or the import path leads nowhere.
     """
     path = config.classes.get(name) or BUILT_IN.get(name)
     if path is None:
@@ -73,7 +73,7 @@ def unknown_name(name: str, config: EnvironmentConfig) -> str:
 
 
 def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None = None) -> BaseTextEnv:
-    """Creates the environment for one trajectory.
+    """Creates the environment for a trajectory.
 
     Args:
         name: Registered name.
@@ -116,7 +116,7 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
 
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
-    """Lets an environment used by rows refuse its options or the machine, before any process starts.
+    """Lets an environment used by rows refuse the options or the machine, before any process starts.
 
     Raises:
         UserError: The environment refuses.

@@ -28,7 +28,7 @@ def first(text: str, *names: str) -> Tag | None:
 
 
 def every(text: str, name: str) -> Iterator[Tag]:
-    """Yields the pairs of tags of one name in order; pairs do not nest."""
+    """Yields the pairs of tags of a name in order; pairs do not nest."""
     opening, closing, at = f"<{name}>", f"</{name}>", 0
     while (start := text.find(opening, at)) >= 0:
         inner = start + len(opening)

@@ -1,7 +1,7 @@
 """Parsing of tool calls in a policy's text, in the format of the model's own chat template.
 
 A form is the way a family of templates writes a call. `PARSERS` holds the known forms by name; `form_of` detects a
-template's form. An unreadable call does not fail the run: the call stores its error, shown to the policy.
+template's form. An unreadable call does not fail the run: the call stores an error that is shown to the policy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from skyrl_mega.config.safe_read import Malformed, parse_json, parse_json_at
 from skyrl_mega.config.values import shown
 
 MOST_BYTES = 2**20
-"""Maximum size of one call, in bytes."""
+"""Maximum size of a call, in bytes."""
 CALL, CLOSED = "<tool_call>", "</tool_call>"
 TAG = re.compile("</?(?:think|tool_call)>")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; `error` describes the mistake in an unreadable call."""
+    """A tool call; `error` describes the mistake in an unreadable call."""
 
     id: str
     """Identifier within the trajectory; the message with the call's result carries the same identifier."""
@@ -72,7 +72,7 @@ def hermes(text: str, turn: int = 1) -> AssistantMessage:
 
 
 def _call(text: str, start: int, id: str) -> tuple[ToolCall, int]:
-    """Returns the call after an opening tag, and its end position."""
+    """Returns the call after an opening tag, and the position after the call."""
     form = 'allowed is {"name": …, "arguments": {…}}'
     try:
         value, end = parse_json_at(text, start, most=MOST_BYTES)
@@ -132,7 +132,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": hermes}
-"""Form → its parser."""
+"""Form → parser."""
 
 
 def form_of(template: str) -> str | None:

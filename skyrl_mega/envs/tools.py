@@ -41,7 +41,7 @@ class Tool:
     name: str
     """Letters, digits, `_`, `.` and `-`."""
     schema: Mapping[str, Any]
-    """JSON Schema of the arguments: an object, without additional properties unless the schema allows them. A call with
+    """JSON Schema of the arguments: an object, without additional properties unless the schema allows more. A call with
     additional arguments is refused, and the policy reads the error.
     """
     call: Callable[..., Any]
@@ -89,7 +89,7 @@ class ToolEnv(BaseTextEnv):
     calls_per_turn: ClassVar[int] = 8
     """Maximum number of executed calls per turn; the policy reads an error for the rest."""
     result_characters: ClassVar[int] = 10_000
-    """Maximum length of one result, in characters; the rest is cut."""
+    """Maximum length of a result, in characters; the rest is cut."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ToolEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=results, reward=0.0, done=False, metadata=metadata)
 
     def _result(self, call: ToolCall) -> Message:
-        """Returns the message answering one call: its result, or its error."""
+        """Returns the message that answers a call: the result, or an error."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         error = call.error
         if error is None and tool is None:

@@ -15,7 +15,7 @@ SPECS = ("reward_spec", "reward_model")
 
 
 def wrong_text(truth: Any) -> str | None:
-    """Returns the reason why a ground truth is not one non-empty text or number; None if it is.
+    """Returns the reason why a ground truth is not a single non-empty text or number; None if valid.
 
     Args:
         truth: `reward_spec.ground_truth` of a row.

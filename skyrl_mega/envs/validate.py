@@ -15,7 +15,7 @@ from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
 KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
 MORE = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
-"""Role → keys of its messages besides role and content."""
+"""Role → keys of a message besides role and content."""
 
 
 class BadOutput(Exception):
@@ -24,7 +24,7 @@ class BadOutput(Exception):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A validated `BaseTextEnvStepOutput`: every field is of its declared type."""
+    """A validated `BaseTextEnvStepOutput`: every field is of the declared type."""
 
     observations: list[Message]
     messages: list[Message] | None
@@ -48,7 +48,7 @@ class StepOutput:
 
 
 def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
-    """Opens a conversation and returns its first messages.
+    """Opens a conversation and returns the first messages.
 
     Raises:
         BadOutput: The output breaks the contract.
@@ -63,7 +63,7 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
 
 
 def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = None) -> StepOutput:
-    """Takes a step and returns its validated output. The environment always receives valid Unicode.
+    """Takes a step and returns the validated output. The environment always receives valid Unicode.
 
     Args:
         env: The environment.

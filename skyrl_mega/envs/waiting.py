@@ -33,7 +33,7 @@ class Clock:
             self._sum += waited
 
     def run_here(self) -> None:
-        """Makes this clock the one counting the waits of the current thread."""
+        """Makes this clock count the waits of the current thread."""
         _here.clock = self
 
 

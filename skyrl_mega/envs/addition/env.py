@@ -11,7 +11,9 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def units_first(number: int) -> str:
-    """Returns a number's digits in reverse: 85 becomes "58". Each carry of a sum is then known before its use."""
+    """Returns a number's digits in reverse: 85 becomes "58". Each carry of a sum is then known before the next
+    digit.
+    """
     return str(number)[::-1]
 
 

@@ -49,7 +49,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _conversation(a: int, b: int) -> list[Message]:
-    """Returns a conversation: a call, its result, and the answer."""
+    """Returns a conversation: a call, the result, and the answer."""
     call = {"name": "calculate", "arguments": {"expression": f"{a}+{b}"}}
     said = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     env = CalculatorEnv(extras={"reward_spec": {"ground_truth": str(a + b)}, "max_turns": 2})

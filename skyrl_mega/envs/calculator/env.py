@@ -12,7 +12,7 @@ from skyrl_mega.envs.options import Option
 from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError
 
 LONGEST, LARGEST = 200, 10**15
-"""Maximum length of an expression in characters, and the largest number in it."""
+"""Maximum length of an expression in characters, and the largest allowed number."""
 OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

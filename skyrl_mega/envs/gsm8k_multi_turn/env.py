@@ -27,7 +27,7 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges one attempt."""
+        """Judges an attempt."""
         self.turns += 1
         answer = strict_answer(action)
         correct = is_right(answer, self.ground_truth)

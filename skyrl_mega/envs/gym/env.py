@@ -39,7 +39,7 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Creates and resets one environment, and refuses observations other than text."""
+        """Creates and resets an environment, and refuses observations other than text."""
         made = _make(options)
         try:
             observation, _ = made.reset(seed=0)
@@ -57,7 +57,7 @@ class GymEnv(BaseTextEnv):
         return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Resets the environment; its first observation becomes the last message, or is appended to the last user
+        """Resets the environment; the first observation becomes the last message, or is appended to the last user
         message.
         """
         seed = (self.extras.get("extra_info") or {}).get("seed")
@@ -69,7 +69,7 @@ class GymEnv(BaseTextEnv):
         return [*prompt, {"role": "user", "content": text}], _plain(info)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Takes one step."""
+        """Takes a step in the gymnasium environment."""
         self.turns += 1
         move, wrong = self._move(action)
         if wrong is not None:

@@ -48,7 +48,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 Task = tuple[str, list[dict[str, Any]]]
-"""The question, and its tests."""
+"""The question, and the tests."""
 
 
 def _rows(tasks: list[Task], split: str) -> Iterator[dict[str, Any]]:

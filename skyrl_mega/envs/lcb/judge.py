@@ -1,6 +1,6 @@
 """LiveCodeBench's tests: standard input and output, or calls of a function.
 
-Programs run in the sandbox and see a test's input, never its expected output. The printed output is compared outside,
+Programs run in the sandbox and see a test's input, never the expected output. The printed output is compared outside,
 so a program cannot declare itself right.
 """
 
@@ -40,7 +40,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Case:
-    """One test of a program."""
+    """A test of a program."""
 
     input: str
     """Standard input; or a function's arguments, a JSON value per line."""
@@ -86,7 +86,7 @@ def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, st
     Args:
         code: The program.
         tests: The tests to run.
-        box: The sandbox; its limits apply per test.
+        box: The sandbox; the limits apply per test.
         seconds: Time limit for all tests together; the remaining tests then count as `timeout`.
         stop: True to stop after the first failing test.
     """

@@ -23,7 +23,7 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def last_line(text: str) -> tuple[int, str] | None:
-    """Returns the position of the last `Answer: …` and the rest of its line; ignores case and surrounding `**`."""
+    """Returns the position of the last `Answer: …` and the rest of the line; ignores case and surrounding `**`."""
     lines = list(re.finditer(r"(?i)answer(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*([^\n]+)", text))
     return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 

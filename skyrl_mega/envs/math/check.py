@@ -1,4 +1,4 @@
-"""Equality of two answers: by their readings, and for expressions by algebra in killable processes."""
+"""Equality of two answers: by parsed readings, and for expressions by algebra in killable processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from skyrl_mega.envs.waiting import waiting
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Number of algebra processes, each for one pair of answers at a time; 120 MB each."""
+"""Number of algebra processes, each for a single pair of answers at a time; 120 MB each."""
 QUICK_S = 0.5
-"""Time limit of the first attempt, in seconds. A slower comparison is repeated on the one process reserved for slow
+"""Time limit of the first attempt, in seconds. A slower comparison is repeated on the process reserved for slow
 comparisons, so slow comparisons delay only each other.
 """
 GRACE_S = 1.0
@@ -41,7 +41,7 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DYING_S = 1.0
 """Seconds to wait for the exit of a process with closed output."""
 LONGEST = 500
-"""Maximum length of an answer to parse, in characters; a longer answer equals only its own text."""
+"""Maximum length of an answer to parse, in characters; a longer answer equals only the same text."""
 
 
 def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
@@ -50,7 +50,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
     Args:
         gold: The right answer.
         answer: The answer returned by `extract`.
-        seconds: Time limit for algebra; after it the answers count as different. None disables algebra.
+        seconds: Time limit for algebra; after this time the answers count as different. None disables algebra.
         question: The question. An expression copied from the question is no answer, nor is a sum if the question asks
             for factors.
     """
@@ -151,7 +151,7 @@ class Worker:
             self._start()
 
     def ask(self, gold: str, answer: str, seconds: float) -> bool | str | None:
-        """Returns the worker's result; None if its algebra failed, "late" if the time limit passed.
+        """Returns the worker's result; None if the algebra failed, "late" if the time limit passed.
 
         Raises:
             TimeoutError: The worker did not even report being late and must be killed.

@@ -64,7 +64,7 @@ def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) ->
 
 
 def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
-    """Compares parts by name; if one side is without names, in the other side's order."""
+    """Compares parts by name; if a side is without names, in the order of the other side."""
     if gold.kind == answer.kind:
         there = {part.symbol: part for part in answer.parts}
         parts = [there.get(part.symbol) for part in gold.parts]

@@ -1,7 +1,7 @@
 """Cost estimates for algebra, from an expression's text alone: expressions too expensive to finish are never passed on.
 
-The text is read once, from left to right, and every part gets a size: its number of terms when multiplied out over one
-denominator, the bits of its numbers, and its degree. Only these bounds are computed.
+The text is read once, from left to right, and every part gets a size: the number of terms when multiplied out over a
+common denominator, the bits of the numbers, and the degree. Only these bounds are computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEGREE = 3000
 DEPTH = 20
 """Maximum nesting of brackets, fractions, roots and functions."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
-"""Maximum numbers of roots, functions and different letters: simplification grows with their combinations."""
+"""Maximum numbers of roots, functions and different letters: simplification grows with the combinations."""
 CHOSEN = 20
 """Largest k of a `\\binom{n}{k}` with letters."""
 FACTORIAL = 1000
@@ -41,7 +41,7 @@ class TooMuch(Exception):
 
 @dataclass(frozen=True)
 class Size:
-    """Upper bounds for one part of an expression."""
+    """Upper bounds for a part of an expression."""
 
     top: float = 1
     """Number of terms in the numerator."""
@@ -199,14 +199,14 @@ class _Reader:
         return size
 
     def term(self, depth: int) -> Size:
-        """Parses a product with its leading signs."""
+        """Parses a product with leading signs."""
         sign = 1
         while self.next() in SIGNS:
             sign = -sign if self.take() == "-" else sign
         return _signed(self.product(depth), sign)
 
     def product(self, depth: int) -> Size:
-        """Parses factors, with or without an operator between them."""
+        """Parses factors, with or without an operator in between."""
         size = self.factor(depth)
         while self.left() and self.next() not in (*ENDS, *SIGNS) and not (self.next() == "|" and self.bars):
             sign = self.take() if self.next() in ("\\cdot", "*", "/") else ""
@@ -216,7 +216,7 @@ class _Reader:
         return size
 
     def factor(self, depth: int) -> Size:
-        """Parses an atom with its powers, factorials and indices."""
+        """Parses an atom with powers, factorials and indices."""
         size = self.atom(depth)
         while self.next() in ("^", "!", "_", "'"):
             sign = self.take()
@@ -233,7 +233,9 @@ class _Reader:
         return size
 
     def argument(self, depth: int) -> Size:
-        """Parses an argument, for example after `^` or `_`: a group, or one atom. A tower of bare powers is invalid."""
+        """Parses an argument, for example after `^` or `_`: a group, or a single atom. A tower of bare powers is
+        invalid.
+        """
         if self.next() == "-":
             self.take()
             return _signed(self.atom(depth), -1)

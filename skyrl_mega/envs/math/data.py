@@ -118,7 +118,7 @@ def _messages(prompt: Any, where: str) -> list[Message]:
 
 
 def _once(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
-    """Returns the problems with unknown text of at most `longest` characters, and adds their texts to `known`."""
+    """Returns the problems with unknown text of at most `longest` characters, and adds the texts to `known`."""
     kept = []
     for messages, answer in problems:
         text = messages[-1]["content"]

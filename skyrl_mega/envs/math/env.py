@@ -17,9 +17,9 @@ from skyrl_mega.envs.truths import spec_of, wrong_spelling, wrong_text
 class MathEnv(BaseTextEnv):
     """Mathematics problem; one turn. Reward `right` for the right answer, `wrong` for a wrong answer or none.
 
-    The answer is the last `\\boxed{…}` or `Answer:` line, whichever comes later, in the last characters of the text. It
-    is right if it is the same number as the ground truth, or the same expression by algebra. `answer: dapo` uses the
-    rules of DAPO's published grader instead: the last `Answer:` line, compared as text.
+    The answer is the last `\\boxed{…}` or `Answer:` line, whichever comes later, in the last characters of the text.
+    The answer is right if equal to the ground truth as a number, or by algebra as an expression. `answer: dapo` uses
+    the rules of DAPO's published grader instead: the last `Answer:` line, compared as text.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
@@ -48,7 +48,7 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but one answer as text or a number; NaN is refused."""
+        """Refuses everything but a single answer as text or a number; NaN is refused."""
         if str(truth).strip().lower().lstrip("+-") == "nan":
             return "it is no number; allowed is an answer that can be right"
         return wrong_text(truth)
@@ -86,7 +86,7 @@ class MathEnv(BaseTextEnv):
 
 
 def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:
-    """Returns the reason why a ground truth is not found when given as the answer; None if it is found."""
+    """Returns the reason why a ground truth is not found when given as the answer; None if found."""
     dapo, gold = options["answer"] == "dapo", str(truth)
     if dapo and (why := wrong_spelling(truth)):
         return why

@@ -6,7 +6,7 @@ Three rules refuse an answer:
 - Work is left undone, but done in gold: a sum where gold is a single term, or several operations where gold is a
   number.
 - The question asks for factors, and the answer shows fewer factors than gold.
-- An expression is copied from the question, possibly with its terms reordered, and gold is written differently.
+- An expression is copied from the question, possibly with the terms reordered, and gold is written differently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TASKS = (
     *("simplif", "evaluat", "comput", "calculat", "rationali", "express", "writ", "reduc", "find", "what", "determin"),
     *("convert", "equivalent"),
 )
-"""Prefixes of words asking to work out the value after them."""
+"""Prefixes of words that ask to work out the next value."""
 NEAR = 12
 """Maximum number of tokens between such a word and the value, none of them `=`."""
 TO_FACTOR = re.compile(r"(?i)\bfactor(?:ed|ing|i[sz](?:e|ed|es|ing|ation))?\b")
@@ -52,7 +52,7 @@ FACTOR = re.compile(r"\([^()]*\)(?:\^\{?(\d{1,3})\}?)?")
 LONGEST_WORD = 3
 """Maximum length of a run of letters read as a product; longer runs are words."""
 QUESTION = 20_000
-"""Number of characters of a question to search, counted from its end."""
+"""Number of characters of a question to search, counted from the end."""
 
 
 def unfinished(gold: Reading, answer: Reading) -> bool:
@@ -108,7 +108,7 @@ def _form(text: str) -> Counter[str]:
 
 
 def _factors(text: str) -> int:
-    """Counts the bracketed sums in a product, each as often as its power; 0 if there is a sum outside brackets."""
+    """Counts the bracketed sums in a product, each as often as the power says; 0 if there is a sum outside brackets."""
     text = text.lstrip("- ")
     if wrapped(text, "(", ")"):
         return 0
@@ -151,8 +151,8 @@ def _leaves(reading: Reading) -> list[Reading]:
 
 
 def _is_value(text: str) -> bool:
-    """Returns True for one number with at most fractions, roots and powers: a question may state such a value as its
-    answer.
+    """Returns True for a single number with at most fractions, roots and powers: a question may state such a value as
+    the answer.
     """
     names = re.findall(r"\\([A-Za-z]+)", text)
     letters = re.search(r"[A-Za-z!]", re.sub(r"\\[A-Za-z]+", " ", text))
@@ -160,7 +160,7 @@ def _is_value(text: str) -> bool:
 
 
 def _told(before: list[str]) -> bool:
-    """Returns True if the question's tokens before an expression ask to work it out."""
+    """Returns True if the question's tokens before an expression ask to work out the expression."""
     near = before[-NEAR:]
     while "=" in near:
         near = near[near.index("=") + 1 :]

@@ -1,4 +1,4 @@
-"""Normalization of LaTeX: many spellings of an answer become the same text; its meaning never changes."""
+"""Normalization of LaTeX: many spellings of an answer become the same text; the meaning never changes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SAME = {
     "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "simeq": "approx", "pounds": "sterling", "langle": "(",
     "rangle": ")", "bar": "overline",
 }  # fmt: skip
-"""Command → its canonical spelling."""
+"""Command → canonical spelling."""
 
 DROPPED = ("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "rm")
 ONE_LETTER_UNITS = ("m", "g", "s", "h", "l", "L", "V", "W", "N", "J", "K")
-"""Letters meaning a unit in `\\text{ m}` after a number; elsewhere they are variables."""
+"""Letters meaning a unit in `\\text{ m}` after a number; elsewhere these letters are variables."""
 SPACES = ("quad", "qquad", "thinspace", "enspace", "hspace", "phantom")
 GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|\\ |\\!|~)(?=\d{3}(?!\d))")
 """Unambiguous separator between digit groups of a long number."""
@@ -99,8 +99,8 @@ def _infix(match: re.Match[str]) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Unwraps `\\text{A}` and `\\mathbf{12}` to A and 12: without a word inside it is no text. A lone "or" or "and"
-    becomes a separator.
+    """Unwraps `\\text{A}` and `\\mathbf{12}` to A and 12: without a word inside, the content is no text. A lone "or" or
+    "and" becomes a separator.
     """
 
     def plain(match: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
 """Parser of answers: a number, an expression, words, or a compound of parts.
 
 Only answers of the same kind are compared, so letters, lists, pairs, equations, ratios and percentages are kept apart.
-Words are removed only inside `\\text{}` or after a number; an equation stays whole unless its left side is one symbol.
-Unrecognized text is `opaque` and equals only its own text.
+Words are removed only inside `\\text{}` or after a number; an equation stays whole unless the left side is a single
+symbol. Unrecognized text is `opaque` and equals only the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYMBOL = re.compile(
     r"|[fghpqFGHPQE]\s*'*(?:_(?:\w|\{[^{}]*\}))?\s*\([^()]*\)"
     r"|[A-Z]{2,3}|\|[A-Z]{2}\||\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\text\{[^{}]*\}"
 )
-"""Pattern of a name on one side of an equation: `x`, `a_{n+1}`, `f'(x)`, `P(X = 3)`, `AB`, `(x,y)`."""
+"""Pattern of a name on a side of an equation: `x`, `a_{n+1}`, `f'(x)`, `P(X = 3)`, `AB`, `(x,y)`."""
 
 CURRENCIES = {"dollar": "dollar", "euro": "euro", "sterling": "pound"}
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,

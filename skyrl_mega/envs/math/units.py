@@ -73,7 +73,7 @@ def unit_of(words: str, *, marked: bool) -> str | None:
 
     Args:
         words: `square inches`, `cm`, `p.m.`, `different ways`.
-        marked: True for words inside `\\text{}`; outside it only known words count.
+        marked: True for words inside `\\text{}`; outside `\\text{}` only known words count.
     """
     if re.search(r"[^A-Za-z .'/-]", words):
         return None
@@ -96,7 +96,7 @@ def agree(one: str, other: str) -> bool:
     """Returns True if two units may be the same.
 
     A missing unit agrees with any unit, and plain degrees agree with degrees Celsius and Fahrenheit. A measure agrees
-    with no other measure and no noun; two nouns agree unless they exclude each other.
+    with no other measure and no noun; two nouns agree unless listed in `CONTRASTS` as exclusive.
     """
     if not one or not other or one == other:
         return True

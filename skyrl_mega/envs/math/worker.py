@@ -2,9 +2,9 @@
 
 math-verify's parser reads the LaTeX; sympy compares exactly.
 
-The worker is a separate process, since symbolic algebra can take forever and no thread can stop it. A timer interrupts
-a slow comparison. One long operation on large numbers ignores the timer; then the parent kills the process. The worker
-parses a policy's text, so it gives up sockets and files before reading the first line.
+The worker is a separate process, since symbolic algebra can take forever and cannot be stopped by a thread. A timer
+interrupts a slow comparison. One long operation on large numbers ignores the timer; then the parent kills the process.
+The worker parses a policy's text, and therefore gives up sockets and files before reading the first line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 MEMORY = 2**30
-"""Limit of the address space, in bytes; a comparison exceeding it fails."""
+"""Limit of the address space, in bytes; a comparison that needs more fails."""
 
 
 class Late(BaseException):

@@ -42,8 +42,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name → rows. Deterministic in `args.seed`.
 
     A demonstration is a conversation with the environment about a training problem, drawn with repetition: attempts
-    with their work shown, until an attempt is right or `args.turns` are used. A model trained on the demonstrations
-    slips equally often and leaves real work for RL.
+    with the work shown, until an attempt is right or `args.turns` are used. A model trained on the demonstrations slips
+    equally often and leaves real work for RL.
     """
     if args.demonstrations and (args.digits < 2 or args.second != 1):
         raise UserError(

@@ -36,7 +36,7 @@ class MultiplyEnv(BaseTextEnv):
         return None if boxed else "the box of an answer ends at its first brace; allowed is a number"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges one answer."""
+        """Judges an answer."""
         self.turns += 1
         boxed = first_boxed(action)
         answer = boxed.strip() if boxed is not None else None

@@ -1,4 +1,4 @@
-"""Question answering with a Python interpreter: the policy runs programs, reads their output, then answers."""
+"""Question answering with a Python interpreter: the policy runs programs, reads the output, then answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REASONS = {
 
 
 class PythonToolEnv(BaseTextEnv):
-    """Question answering with programs. `<python>…</python>` runs in a fresh process each time; its output comes back
+    """Question answering with programs. `<python>…</python>` runs in a fresh process each time; the output comes back
     in `<output>…</output>`. `<answer>…</answer>` ends the trajectory: reward 1 if the answer equals the ground truth as
     a number or text, else 0.
     """
@@ -82,8 +82,8 @@ def _plain(code: str) -> str:
 
 
 def report(outcome: Outcome, most: int) -> str:
-    """Returns a program's output, and the reason of its end, for the policy; a long text keeps only its last `most`
-    characters.
+    """Returns a program's output, and the reason of an early end, for the policy; a long text keeps only the last
+    `most` characters.
     """
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:

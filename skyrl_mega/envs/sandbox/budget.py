@@ -1,4 +1,4 @@
-"""Shared memory limit of all programs running at once for one environment: a cgroup if possible, else a sum of reports.
+"""Shared memory limit of all programs that run at once for an environment: a cgroup if possible, else a sum of reports.
 
 A cgroup (v2) is tried as a child and as a sibling of this process's own group, if memory control is already delegated
 to children; no existing group is changed. Otherwise every jail reports the memory of its processes (`watch.py`), and
@@ -22,7 +22,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 class Budget:
-    """Shared memory limit of one environment's commands.
+    """Shared memory limit of an environment's commands.
 
     Args:
         total_mib: Limit in MiB.

@@ -1,6 +1,6 @@
 """Confinement of the jail: namespaces, a private root, a separate user, Landlock, seccomp. Standard library only.
 
-`result` records the confinements in force with their mechanisms (`active`), and the machine's refusals (`absent`).
+`result` records the confinements in force and the mechanisms (`active`), and the machine's refusals (`absent`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Three sets of calls, chosen by the other confinements:
 
 - always: calls needed by no program here, or reaching past every other confinement;
-- `shared`: for a process with neither a PID namespace nor its own user. The kernel treats such a process like the
+- `shared`: for a process with neither a PID namespace nor a separate user. The kernel treats such a process like the
   trainer, and Landlock governs no call changing other processes, or modes, owners, times and attributes of files;
 - `counted`: for a process whose disk use is bounded only by watching. Calls able to hide files from the watcher are
   refused.
@@ -22,7 +22,9 @@ CLONE3 = 435
 NAMESPACES = 0x7E020000
 """All flags of clone creating a namespace, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
 NEWEST = 462
-"""Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without them."""
+"""Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without these
+calls.
+"""
 
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -120,7 +122,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(shared: bool, counted: bool) -> None:
-    """Refuses the calls above (EPERM) to this process and all its descendants permanently. Needs no_new_privs.
+    """Refuses the calls above (EPERM) to this process and all descendants permanently. Needs no_new_privs.
 
     Raises:
         OSError: The kernel lacks seccomp, or these tables lack the machine type.
@@ -164,7 +166,9 @@ def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
 
 
 def _when(number: int, lines: list[Line]) -> list[Line]:
-    """Returns instructions applying `lines` to one call; the call is allowed if execution passes the end of `lines`."""
+    """Returns instructions applying `lines` to one call; the call is allowed if execution reaches the end of
+    `lines`.
+    """
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 

@@ -1,6 +1,6 @@
 """Folders filled by untrusted code: measured, entered and removed by descriptors, however deep, wide or locked.
 
-A path may be too long, or redirected before its use; a descriptor is neither. Nothing here recurses. Standard library
+A path may be too long, or redirected before the use; a descriptor is neither. Nothing here recurses. Standard library
 only: the jail uses this module too.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 DEEPEST = 64
-"""Maximum nesting of folders entered by `measure`; each level keeps one descriptor open."""
+"""Maximum nesting of folders entered by `measure`; each level keeps a descriptor open."""
 
 
 class Size(NamedTuple):
@@ -70,7 +70,7 @@ def measure(folder: str, most: int, most_entries: int) -> Size:
 
 
 def enter(name: str, parent: int | None = None) -> int:
-    """Returns a descriptor of a folder, never opened through a link; a folder locked by its owner is unlocked first."""
+    """Returns a descriptor of a folder, never opened through a link; a folder locked by the owner is unlocked first."""
     try:
         fd = os.open(name, FOLDER, dir_fd=parent)
     except PermissionError:
@@ -114,7 +114,8 @@ def folders(top: str) -> Iterator[str]:
 
 
 def remove(path: str) -> bool:
-    """Removes a path and everything below, once no process changes it any more; returns True if the path is gone.
+    """Removes a path and everything below, once no process changes the content any more; returns True if the path is
+    gone.
 
     Inner folders are moved up to the top before being emptied, so none is too deep.
     """
@@ -140,7 +141,7 @@ def remove(path: str) -> bool:
 
 
 def _remove_from(top: int, name: str) -> bool:
-    """Removes a file, or a folder after moving its inner folders up to `top`; returns True if anything was changed."""
+    """Removes a file, or a folder after moving the inner folders up to `top`; returns True if anything was changed."""
     done = False
     try:
         os.unlink(name, dir_fd=top)

@@ -1,6 +1,7 @@
 """Disk and memory use of a running command, unlinked files included. Measured by the launcher, from outside.
 
-Standard library only. Reads /proc, since an unlinked file occupies blocks as long as a process keeps it open or mapped.
+Standard library only. Reads /proc, since an unlinked file occupies blocks as long as a process keeps the file open or
+mapped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LOOK_S, LONGEST_S = 0.05, 1.0
 """Minimum and maximum seconds between two measurements; the pause grows if measuring takes over a tenth of a core."""
 HIDDEN_S = 2.0
 """Seconds in total for a command's processes to be invisible: the first process is invisible between fork and exec, for
-a while on a busy machine. Later processes are visible from start to end, unless they hide.
+a while on a busy machine. Later processes are visible from start to end, unless hiding.
 """
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
 """True if the kernel lists children; otherwise the parents of all processes are read."""
@@ -26,14 +27,14 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Watch:
-    """Repeated measurement of one command.
+    """Repeated measurement of a command.
 
     Args:
-        folder: Writable folder bounded only by watching, without its own file system; else None.
+        folder: Writable folder bounded only by watching, without a separate file system; else None.
         most: Maximum bytes in the folder.
         entries: Maximum number of files, folders and links in the folder.
         file: Maximum bytes of a single file.
-        init: First process inside; trusted, and hidden by its own choice.
+        init: First process inside; trusted, and hidden deliberately.
         memory: True to measure memory too, if no cgroup bounds it.
     """
 
@@ -85,7 +86,7 @@ class Watch:
                     nameless[info.st_ino] = info.st_blocks * 512
 
     def _mapped_files(self, task: str, nameless: dict[int, int]) -> None:
-        """Adds unlinked files mapped but no longer open. Their size is unknown, so the largest possible size counts."""
+        """Adds unlinked files mapped but no longer open. The size is unknown, so the largest possible size counts."""
         with open(f"{task}/maps", errors="replace") as maps:
             for line in maps:
                 if line.endswith(" (deleted)\n"):
@@ -122,7 +123,9 @@ def _parent(pid: int) -> int | None:
 
 
 def _ended(task: str) -> bool:
-    """Returns True if a thread is exiting or a zombie: it no longer runs, and its files cannot be inspected."""
+    """Returns True if a thread is exiting or a zombie: such a thread no longer runs, and the files cannot be
+    inspected.
+    """
     with contextlib.suppress(OSError), open(f"{task}/stat") as line:
         state, *fields = line.read().rpartition(")")[2].split()
         return state in "ZX" or bool(int(fields[5]) & EXITING)

@@ -1,8 +1,8 @@
 """Working folder for successive confined commands: created, filled, read and removed by the host.
 
 If the machine allows mounting, the folder is a private file system in memory (`disk.py`): the kernel bounds everything
-written, unlinked, linked or nested there, and frees it with its owner. Otherwise it is a folder on disk, bounded by
-watching (`watch.py`), and the next start removes the leftovers of a killed owner (`folders.py`).
+written, unlinked, linked or nested there, and frees everything with the owner. Otherwise the workspace is a folder on
+disk, bounded by watching (`watch.py`), and the next start removes the leftovers of a killed owner (`folders.py`).
 """
 
 from __future__ import annotations

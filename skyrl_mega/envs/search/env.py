@@ -31,7 +31,7 @@ SCORES = {"exact_match": exact_match, "f1": f1}
 
 
 class SearchEnv(BaseTextEnv):
-    """One question."""
+    """Question answering with a search engine; a single question per trajectory."""
 
     metrics: ClassVar[tuple[str, ...]] = ("exact_match", "f1")
     needs_retriever: ClassVar[bool] = True
@@ -118,6 +118,6 @@ def _shown_as(text: str) -> str:
 
 
 def _shown(rank: int, hit: Hit, chars: int) -> str:
-    """Returns a passage for the policy: the starts of its title (up to a line break) and text."""
+    """Returns a passage for the policy: the starts of the title (up to a line break) and the text."""
     title, _, text = hit.contents.partition("\n")
     return f"Doc {rank}(Title: {title[:chars]}) {text[:chars]}"

@@ -1,6 +1,6 @@
 """A small corpus of plain facts, with questions needing two passages for the answer.
 
-A capital's passage names its country; a country's passage names its currency, language and continent; a river's passage
+A capital's passage names the country; a country's passage names the currency, language and continent; a river's passage
 names the capitals on the river. So "What is the currency of the country whose capital is Budapest?" leads from the
 first passage to the second.
 """
@@ -110,7 +110,7 @@ class Country:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the two passages that answer it."""
+    """A question and the two passages that answer the question."""
 
     text: str
     answers: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Canaries: test files with a wrong assertion, so an honest run of the tests must fail.
 
-Code passing the tests by manipulation instead of being right also makes a canary pass. A canary differs from the test
-by a single literal or word, so only code knowing the test's expectation can tell them apart.
+Code that passes the tests by manipulation, without being right, also passes a canary. A canary differs from the test by
+a single literal or word, so only code that knows the test's expectation can tell the two apart.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ UNRELATED = ("BlockingIOError", "ChildProcessError", "FloatingPointError", "Unic
 """Exceptions without subclasses."""
 RAISES = re.compile(r"(.*\.)?(raises|assertRaises|assertRaisesRegex)")
 COMPARES = re.compile(r"assert(?!.*(not|almost|less|great)).*(equal|close|called_(once_)?with)", re.IGNORECASE)
-"""Functions failing if one of their first two arguments becomes another literal."""
+"""Functions that fail if the first or second argument becomes another literal."""
 EARLY = re.compile(r"\bskip|\breturn\b", re.IGNORECASE)
-"""Sign of a function possibly ending before its last assertion."""
+"""Sign of a function that may end before the last assertion."""
 MARK = """
 def _swe_mark(what, seen=set()):
     import io
@@ -57,7 +57,7 @@ AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, eq=False)
 class Assertion:
-    """An assertion that can be made wrong."""
+    """An assertion with the edit that makes the assertion wrong."""
 
     path: str
     edit: Edit
@@ -68,11 +68,11 @@ class Assertion:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function of a test file, with its assertions."""
+    """A function of a test file, with the assertions inside."""
 
     node: AnyFunction
     early: bool
-    """True if the function may be skipped, or end before its last assertion."""
+    """True if the function may be skipped, or end before the last assertion."""
     assertions: list[Assertion]
 
 
@@ -101,7 +101,7 @@ class Source:
         self.functions = list(self._functions(self.tree.body, " ".join(marks)))
 
     def marked(self, place: str, number: int) -> bytes:
-        """Returns the file with marks recording its execution in the file `place`; call once.
+        """Returns the file with marks that record the execution in the file `place`; call once.
 
         Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or with the numbers of the file and
         a function; `failed` with these two numbers and the number of an assertion.
@@ -218,7 +218,7 @@ def wrong(file: File, edit: Edit, random: Random) -> File:
 
 
 def _other(value: Any, text: str, random: Random) -> str:
-    """Returns the source of another value of the same type, beyond any tolerance; a text keeps its quotes."""
+    """Returns the source of another value of the same type, beyond any tolerance; a text keeps the quotes."""
     if not isinstance(value, str | bytes):
         return repr(2 * value + random.randint(1, 9))
     letter = random.choice("abdeghkmnoprstuy")
@@ -271,8 +271,8 @@ def _mark(what: str) -> ast.stmt:
 def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: frozenset[str]) -> list[Assertion]:
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
-    The first choice are assertions failing there; then assertions of functions not ending, and of files failing to
-    load. If no test failed, the assertions of functions called there are chosen.
+    The first choice are assertions that fail there, then assertions of functions that do not end and of files that fail
+    to load. If no test failed, the assertions of functions that ran are chosen.
 
     Args:
         sources: The test files, in the order of their numbers.

@@ -34,7 +34,7 @@ BUGS: dict[str, tuple[str, str, str, str, str]] = {
     "squares": ("sum of the squares", "numbers", "sum(n * 2 for n in numbers)", "[1, 2, 5]", "30"),
     "unique": ("sorted items, each once", "items", "sorted(items)", "[3, 1, 3]", "[1, 3]"),
 }
-"""Function → its purpose, its argument, a wrong body, an input and the right output."""
+"""Function → purpose, argument, wrong body, an input and the right output."""
 
 HELD_OUT = ("squares", "unique")
 
@@ -96,7 +96,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _make(folder: Path, name: str) -> None:
-    """Writes a task: a package of one function with a bug, and a hidden test failing until the bug is fixed."""
+    """Writes a task: a package with a buggy function, and a hidden test that fails until the bug is fixed."""
     what, argument, wrong, example, wanted = BUGS[name]
     body = f'"""Small tools."""\n\n\ndef {name}({argument}):\n    """The {what}."""\n    return {wrong}\n'
     test = textwrap.dedent(f"""\

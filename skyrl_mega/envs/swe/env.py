@@ -1,4 +1,6 @@
-"""Long-horizon software tasks: the policy works on a repository through shell commands; its tests give the reward."""
+"""Long-horizon software tasks: the policy works on a repository through shell commands; the repository's tests give the
+reward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on a policy's work: its tests run on clean copies of the repository, and must fail on canaries.
+"""The verdict on a policy's work: the tests run on clean copies of the repository, and must fail on canaries.
 
 The code under test runs in the tests' own process, so no single statement of this process is trusted. Trusted are the
 exit codes of several runs: 0 for the tests as they are, and non-zero for a canary (`canaries.py`).
@@ -63,14 +63,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """How the work on one task is judged.
+    """Judge of the work on a task.
 
     Args:
-        task: The task's folder.
+        task: Folder of the task.
         test: The test command.
-        names: Tests that must pass, as their runner names them.
+        names: Names of the tests that must pass, in the test runner's notation.
         options: `environment.options.swe`.
-        session: Makes a session that nobody has worked in.
+        session: Creates a fresh session.
     """
 
     task: Path
@@ -133,7 +133,7 @@ class Judge:
             session.close(seconds)
 
     def _protects(self, path: str) -> bool:
-        """Returns True for the task's own files, for paths replacing their folders, and for paths outside the
+        """Returns True for the task's own files, for paths that would replace these folders, and for paths outside the
         repository or in .git.
         """
         strange = path.startswith("/") or ".." in path.split("/") or path.split("/")[0] == ".git"
@@ -191,7 +191,7 @@ class Judge:
 
 
 def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
-    """Returns the wanted files below a folder of the task; a link in `hidden` is replaced by its target."""
+    """Returns the wanted files below a folder of the task; a link in `hidden` is replaced by the target."""
     found = {}
     for name, path, info in entries(top) if top.is_dir() else ():
         if not wanted(name) or name.startswith(".git/") or name.endswith(".pyc"):  # .pyc: holds the true literals
@@ -217,7 +217,9 @@ def inside(path: Path, tasks: Path) -> None:
 
 
 def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[Source]:
-    """Yields the test files in Python; if functions are given, only files defining at least one of them."""
+    """Yields the test files in Python; if functions are given, only files that define at least one of these
+    functions.
+    """
     for path, file in sorted(files.items()):
         if path.endswith(".py") and not file.link:
             named = [name for name in functions if re.search(rb"\bdef " + re.escape(name).encode() + rb"\b", file.data)]

@@ -50,7 +50,7 @@ class UnfitError(Exception):
 
 class Session(Protocol):
     """A machine with a copy of the task's repository, created as `cls(task, options)`; `timeout_s` bounds every call. A
-    trajectory works in its own session; every run of its tests uses a fresh session.
+    trajectory works in a session of its own; every run of the tests uses a fresh session.
 
     A command exceeding the time limit returns a `Ran` with status `timeout`, and the session continues. Other failures
     (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
@@ -63,10 +63,10 @@ class Session(Protocol):
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None: ...
 
     def open(self, timeout_s: float) -> None:
-        """Creates the machine, with the repository as its working folder."""
+        """Creates the machine, with the repository as the working folder."""
 
     def run(self, command: str, timeout_s: float) -> Ran:
-        """Runs a shell command; none of its processes survives."""
+        """Runs a shell command; no process started by the command survives."""
 
     def changes(self, timeout_s: float) -> Files:
         """Returns the files differing from the task's repository; raises UnfitError if the files cannot be read."""
@@ -177,7 +177,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _put(file: File, folder: Path, relative: Path, owner: int) -> None:
-    """Writes one file; a link or a file in the place of a parent folder is removed."""
+    """Writes a file; a link or a file in the place of a parent folder is removed."""
     place = folder
     for part in relative.parts[:-1]:
         place = place / part

@@ -1,4 +1,4 @@
-"""Queries on SQLite files, each in its own sandboxed process."""
+"""Queries on SQLite files, each in a separate sandboxed process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _table(result: dict[str, Any]) -> Table:
 
 
 def refuse_unmerged(file: Path) -> None:
-    """Refuses a database with a write-ahead log: without its log, the database may look empty or outdated.
+    """Refuses a database with a write-ahead log: without the log, the database may look empty or outdated.
 
     Raises:
         UserError: The log is not empty.

@@ -19,7 +19,7 @@ from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.truths import spec_of
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""Data set in a row's `data` → folder of its databases below `db_path`, in the layout of SkyRL's users."""
+"""Data set in a row's `data` → folder of the databases below `db_path`, in the layout of SkyRL's users."""
 
 BOX = "environment.options.text2sql.sandbox"
 LIMITS = Limits(processes=4)

@@ -32,7 +32,7 @@ ALLOWED = {
 }
 REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 PRAGMAS = {"table_info", "table_xinfo", "table_list", "foreign_key_list", "index_list", "index_info"}
-"""Pragmas describing the schema; with any arguments, they write nothing."""
+"""Pragmas describing the schema; whatever the arguments, none writes anything."""
 
 TABLES = ("json_each", "json_tree")
 """Table-valued functions without side effects."""
@@ -44,7 +44,7 @@ NOTHING = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
 """Text allowed before a query, but not between `EXPLAIN` and the query: empty statements, and comments."""
 
 GRACE_S = 0.25
-"""Seconds for a query to notice its time limit, before the kernel ends the process."""
+"""Seconds for a query to notice the time limit before the kernel ends the process."""
 
 ORDERS = 1000
 """Maximum number of column orders to try."""
@@ -54,7 +54,7 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """What a query that ran gave."""
+    """Result of a successful query."""
 
     columns: list[str]
     rows: list[Row]
@@ -63,7 +63,7 @@ class Result:
 
 
 def main() -> None:
-    """Runs the queries from standard input; prints their results, and the reason if two results differ."""
+    """Runs the queries from standard input; prints the results, and the reason if two results differ."""
     order = json.load(sys.stdin)
     found = []
     for sql in order["queries"]:
@@ -82,7 +82,7 @@ def main() -> None:
 def differ(ours: Result | str, gold: Result | str, compare: str, ordered: bool) -> str | None:
     """Returns the reason why a solution's result differs from the gold result; None if equal.
 
-    A query reading no table does not answer a question whose gold query reads a table, whatever its result. If gold
+    A query that reads no table does not answer a question whose gold query reads a table, whatever the result. If gold
     returns no rows, equal to the empty result of any query, the tables read must match too.
 
     Args:
@@ -167,10 +167,10 @@ def _told(order: dict[str, Any], result: Result | str) -> dict[str, Any]:
 
 
 def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
-    """Returns the tables opened by a query's program, identified by the first pages of the tables and their indices.
+    """Returns the tables opened by a query's program, identified by the first pages of tables and indices.
 
-    The authorizer does not suffice: it does not report a table used only by `USING` or `NATURAL`, and reports a
-    subquery with a table's name as the table.
+    The authorizer does not suffice: a table used only by `USING` or `NATURAL` is not reported, and a subquery with a
+    table's name is reported as the table.
     """
     pages = dict(connection.execute("SELECT rootpage, tbl_name FROM sqlite_master"))
     program = connection.execute(EXPLAIN + NOTHING.sub("", sql, count=1))

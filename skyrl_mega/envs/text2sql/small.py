@@ -21,10 +21,10 @@ THEMES = {
     "school": ("pupil", "name", "house", ("east", "north", "south", "west"), "score", (0, 100)),
     "zoo": ("animal", "name", "enclosure", ("aviary", "aquarium", "forest", "savanna"), "weight_kg", (1, 4000)),
 }
-"""Database → table, label column, group column and its values, number column and its range."""
+"""Database → table, label column, group column with values, number column with a range."""
 
 HELD_OUT = ("museum", "zoo")
-"""Databases held out for testing: none of their tables is seen in training."""
+"""Databases held out for testing: no table of these databases is seen in training."""
 
 ROWS = 40
 _ID = b"skyr"
@@ -34,7 +34,7 @@ _CHANGES = 3
 
 
 class Question(NamedTuple):
-    """A question about one of the databases, and the query answering the question."""
+    """A question about a database, and the query that answers the question."""
 
     db_id: str
     question: str
@@ -69,7 +69,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def questions(name: str) -> Iterator[Question]:
-    """Yields all questions about one database."""
+    """Yields all questions about a database."""
     table, label, group, groups, number, (low, high) = THEMES[name]
     yield Question(name, f"How many {table}s are there?", f"SELECT count(*) FROM {table}")
     for word, function in (("average", "avg"), ("largest", "max"), ("smallest", "min"), ("total", "sum")):
