@@ -321,7 +321,7 @@ def _is_string(kind: pa.DataType | None) -> bool:
 
 
 def _messages(prompt: Iterable[dict[str, Any]]) -> list[Message]:
-    """Returns messages without null keys, present only because another row uses them."""
+    """Returns messages without keys that are null, because only other rows use these keys."""
     return [{k: _without_nulls(v) for k, v in message.items() if v is not None} for message in prompt]
 
 
@@ -332,7 +332,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *more: str) -> None:
-    """Refuses tool calls no chat template can write, and assistant messages with keys outside `more`, if given."""
+    """Refuses tool calls that no chat template can write. With `more`, also refuses assistant messages with other
+    keys.
+    """
     for row, message in ((row, message) for row, messages in enumerate(conversations, first) for message in messages):
         try:
             calls_of(message)

@@ -16,7 +16,7 @@ from skyrl_mega.envs import registry
 from skyrl_mega.envs.truths import SPECS, spec_of
 
 MOST_WRONG = 0.05
-"""Largest allowed share of wrong rows in a setting's files."""
+"""Largest allowed share of wrong rows in the files of a setting."""
 STRUCT = "allowed is a struct with ground_truth, or JSON text of one"
 
 
@@ -25,7 +25,7 @@ class Wrong:
     """Counter of the rows in a setting's files whose reward no answer can earn."""
 
     key: str
-    """Setting naming the files."""
+    """Setting that names the files."""
     rows: int = 0
     """Number of rows checked."""
     count: int = 0

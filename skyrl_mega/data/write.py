@@ -79,7 +79,7 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
 
 
 def is_ours(file: Path) -> bool:
-    """Returns True if `write_rows` wrote a file, unchanged since."""
+    """Returns True if `write_rows` wrote a file that is unchanged since."""
     try:
         told = (pq.read_metadata(file).metadata or {}).get(_SHA256)
         with file.open("rb") as opened:

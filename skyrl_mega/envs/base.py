@@ -56,14 +56,16 @@ class BaseTextEnv:
     """
 
     rewrites_history: ClassVar[bool] = False
-    """True if `step` may return `messages`, a conversation other than the old one plus new messages."""
+    """True if `step` may return `messages` that change the earlier conversation instead of only appending to the
+    end.
+    """
     OPTIONS: ClassVar[Mapping[str, Option] | None] = None
     """Options of the environment, declared with `skyrl_mega.envs.options`. Undeclared options and invalid values are
     refused before a run starts. None accepts everything.
     """
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Entries of the last step's metadata with scores between 0 and 1, for `skyrl_mega.evaluate`; the first entry is
-    the accuracy. Without entries, a sample is right if the reward is at least 1.
+    """Entries of the last step's metadata that are scores between 0 and 1, for `skyrl_mega.evaluate`; the first entry
+    is the accuracy. Without entries, a sample is right if the reward is at least 1.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -87,8 +89,7 @@ class BaseTextEnv:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses options with mistakes beyond the reach of `OPTIONS`, independent of the machine; called before all
-        else.
+        """Refuses invalid options that `OPTIONS` cannot detect, whatever the machine; called before anything else.
 
         Args:
             options: `environment.options.<name>` of the configuration, with defaults filled in.
@@ -99,7 +100,8 @@ class BaseTextEnv:
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine unable to run this environment; called once the data using the environment are in place.
+        """Refuses a machine that cannot run this environment; called once the data that use the environment are in
+        place.
 
         Args:
             options: Options accepted by `check_options`.
@@ -154,9 +156,10 @@ class BaseTextEnv:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def out_of_time(self) -> BaseTextEnvStepOutput | None:
-        """Judges the work so far when the trajectory's time limit (`rollout.trajectory_timeout_s`) hits between turns.
+        """Judges the work so far when the trajectory's time limit (`rollout.trajectory_timeout_s`) expires between
+        turns.
 
-        Intended for environments judging only at the end, since `step` has then not judged the work. The call itself is
+        Intended for environments that judge only at the end: `step` has not judged the work then. The call itself is
         limited by `rollout.env_timeout_s`. None keeps the rewards given so far.
         """
         return None

@@ -44,8 +44,8 @@ def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> 
 
 
 def _is_users(file: Path) -> bool:
-    """Returns True if a file is neither Python's, nor an installed package's, nor this package's (the environments
-    excepted).
+    """Returns True if a file belongs neither to Python, nor to an installed package, nor to this package outside the
+    environments.
     """
     if file.is_relative_to(ENVIRONMENTS):
         return file.parent != ENVIRONMENTS

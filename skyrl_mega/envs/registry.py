@@ -37,7 +37,7 @@ BUILT_IN: Mapping[str, str] = {
 """Name → import path of the built-in environments."""
 
 ROW_HOOKS = ("wrong_row", "wrong_ground_truth")
-"""Methods of an environment for refusing a row."""
+"""Methods of an environment that may refuse a row."""
 
 CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
 """Names from this package used by a pasted environment class."""
@@ -127,9 +127,9 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
 
 
 def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, Any]], str | None] | None:
-    """Returns an environment's check for rows without a reachable reward; None if the environment accepts every row.
+    """Returns an environment's check of rows; None if the environment accepts every row.
 
-    The check maps a row to the reason for refusing the row, or None.
+    The check returns the reason why no answer to a row can earn the reward, or None.
 
     Args:
         name: Registered name.
@@ -145,7 +145,9 @@ def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, An
 
 
 def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Returns the options, plus `retriever`, the retrieval service's settings, for an environment using the service."""
+    """Returns the options, plus `retriever`, the retrieval service's settings, for an environment that uses the
+    service.
+    """
     return {**options, "retriever": config.retriever} if getattr(cls, "needs_retriever", False) else options
 
 

@@ -1,7 +1,7 @@
 """Tags in a policy's text, found in linear time.
 
-A looping policy writes the same opening tag thousands of times. A regular expression searching for the closing tag from
-each opening tag takes quadratic time, and holds the interpreter lock meanwhile.
+A looping policy writes the same opening tag thousands of times. A regular expression that searches for the closing tag
+from each opening tag takes quadratic time, and holds the interpreter lock meanwhile.
 """
 
 from __future__ import annotations

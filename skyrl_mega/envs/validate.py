@@ -33,7 +33,7 @@ class StepOutput:
     """Finite; the weighted sum of named rewards, plus the rewards of parts."""
     done: bool
     metadata: dict[str, Any]
-    """Metadata after a round trip through JSON: lists for tuples, text for other types."""
+    """Metadata after a round trip through JSON: lists for tuples, text for types unknown to JSON."""
     rewards: dict[str, float]
     """Rewards by name, before weighting; empty for a single unnamed reward."""
     _: KW_ONLY
@@ -42,7 +42,7 @@ class StepOutput:
 
     @property
     def tool_calls(self) -> list[Any]:
-        """The environment's list of the policy's calls in this step."""
+        """The policy's calls in this step, as listed by the environment."""
         calls: list[Any] = self.metadata.get("tool_calls") or []
         return calls
 

@@ -1,4 +1,6 @@
-"""Rows for the calculator: sums to compute, and conversations calling the calculator, a share with wrong guesses."""
+"""Rows for the calculator: sums to compute, and conversations that call the calculator or, for a share, guess an
+answer.
+"""
 
 from __future__ import annotations
 

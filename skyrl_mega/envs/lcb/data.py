@@ -82,7 +82,7 @@ def _read(file: Path) -> list[Task]:
 
 
 def _private(text: str) -> list[dict[str, Any]]:
-    """Parses tests from JSON, or from base64 of zlib of a pickled JSON string; the string is read without
+    """Parses tests from JSON, or from base64 of zlib of a pickled JSON string. The string is read without
     unpickling.
     """
     if text.lstrip().startswith("["):
@@ -97,7 +97,9 @@ def _private(text: str) -> list[dict[str, Any]]:
 
 
 def _unpacked(text: str) -> bytes:
-    """Returns the bytes inside base64 of zlib, at most `LARGEST`: compressed data may expand a thousandfold."""
+    """Returns the bytes inside base64 of zlib; raises ValueError above `LARGEST`, since such data may expand a
+    thousandfold.
+    """
     stream = zlib.decompressobj()
     data = stream.decompress(base64.b64decode(text), LARGEST)
     if stream.unconsumed_tail:

@@ -16,7 +16,9 @@ LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
 
 
 class LcbEnv(BaseTextEnv):
-    """One turn: the last fenced block of the answer is the program; `reward_spec.ground_truth` holds the tests."""
+    """Code generation; a single turn. The last fenced block of the answer is the program; `reward_spec.ground_truth`
+    holds the tests.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "reward": choice("all", "share", doc="all: 1 when every test passes, else 0; share: of the tests that pass"),

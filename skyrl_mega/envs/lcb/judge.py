@@ -35,7 +35,7 @@ json.dump(result, out, default=list)
 out.flush()
 os._exit(0)
 """
-"""Program calling the solution's function inside the sandbox; the solution's own prints go to stderr."""
+"""Program that calls the solution's function inside the sandbox; the solution's own prints go to stderr."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-    """Returns True if two expressions are equal, and the seconds taken; a worker exceeding the time limit is
+    """Returns True if two expressions are equal, and the seconds taken; a worker that exceeds the time limit is
     stopped.
     """
     quick, patient = _pools_here()
@@ -120,7 +120,7 @@ def _made_ready(worker: Worker) -> None:
 
 
 def check() -> None:
-    """Checks the import of the algebra library.
+    """Checks that the algebra library can be imported.
 
     Raises:
         UserError: The library cannot be imported.
@@ -179,7 +179,7 @@ class Worker:
             self.process.wait()
             for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # a question never read
+                    with contextlib.suppress(OSError):  # the process never read the question
                         pipe.close()
         self.process, self.rest = None, b""
 

@@ -11,7 +11,7 @@ from skyrl_mega.envs.math.reading import Reading
 from skyrl_mega.envs.math.units import agree
 
 Ask = Callable[[str, str], bool]
-"""Function deciding the equality of two expressions by algebra."""
+"""Function that decides by algebra if two expressions are equal."""
 
 ORDERED = ("tuple", "ratio", "matrix", "relation")
 UNORDERED = ("list", "union")

@@ -168,7 +168,7 @@ def _chosen(over: Size, under: Size) -> Size:
 
 
 class _Reader:
-    """Recursive-descent parser computing the size of each part."""
+    """Recursive-descent parser that computes the size of each part."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens

@@ -80,7 +80,7 @@ def asked(problem: str) -> list[Message]:
 
 
 def _problems(file: Path) -> list[Problem]:
-    """Returns the problems with an answer; published files contain a few rows with a lost answer."""
+    """Returns the problems with an answer; in published files a few rows lack the answer."""
     found = [_problem(record, file, index) for index, record in enumerate(records(file))]
     kept = [(messages, answer) for messages, answer in found if answer]
     if len(kept) < len(found):
@@ -118,7 +118,9 @@ def _messages(prompt: Any, where: str) -> list[Message]:
 
 
 def _once(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
-    """Returns the problems with unknown text of at most `longest` characters, and adds the texts to `known`."""
+    """Returns the problems whose text is not in `known` and not longer than `longest`, and adds the texts to
+    `known`.
+    """
     kept = []
     for messages, answer in problems:
         text = messages[-1]["content"]

@@ -55,8 +55,8 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Applies the base class's checks, and refuses a ground truth not found, or not right, when given as the
-        answer.
+        """Applies the base class's checks, and refuses a ground truth that is not found, or not right, when given as
+        the answer.
         """
         if why := super().wrong_row(row, options):
             return why

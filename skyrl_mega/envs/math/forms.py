@@ -3,7 +3,7 @@ question is no answer.
 
 Three rules refuse an answer:
 
-- Work is left undone, but done in gold: a sum where gold is a single term, or several operations where gold is a
+- Work is left undone that gold does: a sum where gold is a single term, or several operations where gold is a
   number.
 - The question asks for factors, and the answer shows fewer factors than gold.
 - An expression is copied from the question, possibly with the terms reordered, and gold is written differently.
@@ -56,7 +56,7 @@ QUESTION = 20_000
 
 
 def unfinished(gold: Reading, answer: Reading) -> bool:
-    """Returns True if an answer leaves work undone, but gold does not.
+    """Returns True if an answer leaves work undone that gold does.
 
     Args:
         gold: Reading of the right answer, a number or an expression.
@@ -132,7 +132,7 @@ def tokens(text: str) -> list[str]:
 
 
 def _open(reading: Reading, written: str) -> list[str]:
-    """Returns the texts of the parts with work left to do."""
+    """Returns the texts of the parts that could still be worked out."""
     if reading.kind == "number":
         written = written.split("=")[-1].strip()
         if re.search(r"\\(?:overline|ldots)", written):
@@ -168,7 +168,7 @@ def _told(before: list[str]) -> bool:
 
 
 def _windows(asked: list[str], found: list[str]) -> Iterator[int]:
-    """Yields the positions of the same adjacent tokens in the question, in any order."""
+    """Yields the positions where the same tokens stand together in the question, in any order."""
     size, want = len(found), Counter(found)
     here = Counter(asked[:size])
     for end in range(size, len(asked) + 1):

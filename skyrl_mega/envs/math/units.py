@@ -53,7 +53,7 @@ CONTRASTS = [
         "florin zloty yen yuan peso rupee franc ruble krona crown shilling pence",
     )
 ]  # fmt: skip
-"""Groups of nouns excluding each other. Other nouns may count the same things: kids and children, solutions and
+"""Groups of nouns that exclude each other. Other nouns may count the same things: kids and children, solutions and
 pairs.
 """
 
@@ -65,7 +65,7 @@ OTHERWISE = frozenset(
         "minus plus times over mod remainder base incorrect false true maybe unless up percent pi "
     )
 )
-"""Words changing the meaning of a number."""
+"""Words that change the meaning of a number."""
 
 
 def unit_of(words: str, *, marked: bool) -> str | None:

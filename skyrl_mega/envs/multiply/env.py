@@ -29,7 +29,7 @@ class MultiplyEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses a ground truth not readable from a box."""
+        """Refuses a ground truth that cannot be read from a box."""
         if why := wrong_spelling(truth):
             return why
         boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()

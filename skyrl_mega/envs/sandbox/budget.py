@@ -53,7 +53,7 @@ class Budget:
             self._used.pop(who, None)
 
     def count(self) -> None:
-        """Counts a command ended for exceeding the limit."""
+        """Counts a command that was ended for exceeding the limit."""
         with self._lock:
             self.ended += 1
 
@@ -88,7 +88,7 @@ def of(name: str, total_mib: float) -> Budget:
 
 
 def divide(among: int) -> None:
-    """Sets the number of processes on this node sharing each environment's limit; call before creating the first
+    """Sets the number of processes on this node that share each environment's limit; call before creating the first
     sandbox.
     """
     global _among
@@ -96,15 +96,15 @@ def divide(among: int) -> None:
 
 
 def hear(programs: int) -> None:
-    """Adds commands ended for a budget in another process of the run."""
+    """Adds commands that another process of the run has ended for exceeding a budget."""
     global _elsewhere
     with _making:
         _elsewhere = (_elsewhere or 0) + programs
 
 
 def ended() -> int | None:
-    """Returns the number of commands ended for a budget so far, in this process and in the processes reported to
-    `hear`; None if no command ran in a budget.
+    """Returns the number of commands ended for exceeding a budget, in this process and in the processes reported to
+    `hear`; None if there is no budget.
     """
     with _making:
         own = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
@@ -112,7 +112,7 @@ def ended() -> int | None:
 
 
 def told(count: float) -> str:
-    """Returns the warning about commands ended for a budget."""
+    """Returns the warning about commands ended for exceeding a budget."""
     return (
         f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "
         "largest end first, honest ones too; raise total_mib of the environment's sandbox, or lower its memory_mib"
@@ -122,9 +122,9 @@ def told(count: float) -> str:
 _budgets: dict[tuple[int, str, float], Budget] = {}
 _making = threading.Lock()
 _among = 1
-"""Number of processes on this node sharing each environment's limit."""
+"""Number of processes on this node that share each environment's limit."""
 _elsewhere: int | None = None
-"""Number of commands ended for a budget in other processes; None without other processes."""
+"""Number of commands ended for exceeding a budget in other processes; None without other processes."""
 
 
 def _group(total: int, root: Path, own: Path) -> Path | None:
@@ -150,7 +150,9 @@ def _group(total: int, root: Path, own: Path) -> Path | None:
 
 
 def _parents(root: Path, own: Path) -> list[Path]:
-    """Returns the groups delegating memory control to children: this process's group, and the parent of this group."""
+    """Returns the groups that delegate memory control to children: this process's group, and the parent of this
+    group.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """Private in-memory file system of a session, invisible to every other process of the machine; run as a script.
 
 Usage: `python -I -S disk.py FOLDER BYTES INODES`. The script enters a new mount namespace (and a user namespace, for a
-plain user), mounts a tmpfs over FOLDER, prints `ready`, and waits for the end of stdin. Meanwhile the parent opens the
-namespaces and the folder through /proc. Both live as long as those descriptors, and vanish when the owner dies for any
-reason. Standard library only.
+plain user), mounts a tmpfs over FOLDER there, prints `ready`, and waits for the end of stdin. Meanwhile the parent
+opens the namespaces and the folder through /proc. Both live as long as those descriptors, and vanish when the owner
+dies for any reason. Standard library only.
 """
 
 from __future__ import annotations

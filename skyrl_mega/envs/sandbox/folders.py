@@ -23,7 +23,7 @@ from skyrl_mega.envs.sandbox import tree
 
 PREFIX = "skyrl-sandbox-"
 YOUNG_S = 60.0
-"""Maximum age of a folder still waiting for its lock, in seconds."""
+"""Seconds before a folder without a lock counts as abandoned; a younger folder may be about to get a lock."""
 
 _homes: dict[int, str] = {}
 _locks: list[int] = []

@@ -27,7 +27,7 @@ import kernel
 from watch import Watch, descendants
 
 NICE = 10
-"""Scheduling niceness, below the trainer's priority: the machine belongs to the trainer."""
+"""Niceness of jailed processes: the trainer, the main user of the machine, comes first."""
 LAST_TO_STAY = "1000"
 """OOM score: when memory runs out, the kernel kills the jailed processes first."""
 TELL_S, MIB = 0.5, 2**20
@@ -60,7 +60,7 @@ def launch(order: dict[str, Any], report: TextIO) -> dict[str, Any]:
     told = _watch(order, child, status, result, report)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)  # with a PID namespace this returns when all of it is gone
+    os.waitpid(child, 0)  # with a PID namespace, returns when all processes inside are gone
     if not namespaces:
         _kill_descendants()
     result.update(told)

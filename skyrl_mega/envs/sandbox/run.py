@@ -32,7 +32,9 @@ CONFINEMENTS = {
     "with seccomp)",
     "limits": "CPU, memory, processes, file size, open files (setrlimit)",
 }
-"""Confinements required for untrusted code, unless waived by a setting → guarantee (possible mechanisms)."""
+"""Confinement → guarantee and possible mechanisms. Untrusted code needs every confinement, unless a setting waives
+it.
+"""
 
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
@@ -62,7 +64,7 @@ class Limits:
     memory_mib: int = SANDBOX_MEMORY_MIB
     """Address space of each process, in MiB."""
     total_mib: int = default_total_mib(machine_mib())
-    """Memory of all commands running at once for this environment, in MiB."""
+    """Memory of all commands that run at once for this environment, in MiB."""
     processes: int = 16
     """Number of processes and threads at once."""
     file_mib: int = 16
@@ -71,7 +73,7 @@ class Limits:
     """Size of the working folder, in MiB."""
     open_files: int = 128
     output_kib: int = 256
-    """Size of stdout and stderr together, in KiB; a command printing more is ended."""
+    """Size of stdout and stderr together, in KiB; a command that prints more is ended."""
 
 
 PID_NAMESPACE = "PID namespace"
@@ -189,7 +191,7 @@ class Sandbox:
             tree.remove(scratch)
 
     def workspace(self) -> Workspace:
-        """Creates a folder for successive commands on the same files; `disk_mib` limits its content."""
+        """Creates a folder that keeps files between commands; `disk_mib` limits the content."""
         return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
 
 
@@ -214,7 +216,7 @@ def python(script: str = "main.py", *arguments: str) -> list[str]:
 
 @functools.cache
 def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """What this machine gives: confinement → what provides it. Found out by trying, once per process."""
+    """Returns confinement → mechanisms on this machine. Determined by a trial, once per process."""
     box = Sandbox(without=tuple(CONFINEMENTS), disabled=disabled)
     return {name: list(by) for name, by in box.run([]).active.items()}
 
@@ -333,7 +335,9 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
 def _collect(
     process: subprocess.Popen[bytes], report: int, limits: Limits, start: float, too_much: Callable[[int], bool]
 ) -> tuple[str | None, dict[str, list[bytes]]]:
-    """Reads all three streams to their ends; ends the jail when time is up, or it prints or holds too much."""
+    """Reads all three streams to the end; ends the jail at the deadline, or if the command prints or holds too much.
+    Returns the reason of an early end, or None, and the pieces of each stream.
+    """
     assert process.stdin and process.stdout and process.stderr
     pieces: dict[str, list[bytes]] = {"stdout": [], "stderr": [], "report": []}
     left, ended, deadline = int(limits.output_kib * 1024), None, start + limits.wall_s

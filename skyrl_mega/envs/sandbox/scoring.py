@@ -1,4 +1,4 @@
-"""Retries of scoring commands ended by an outside cause, so such an end does not count as the policy's failure."""
+"""Retries of scoring commands that an outside cause has ended, so that the policy is not blamed for the end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a killed process, and of a shell whose child was killed."""
 TRIES = 3
 PAUSE_S = 1.0
-"""Seconds before a retry, so commands holding the memory can end."""
+"""Seconds before a retry, so that the commands that hold the memory can end."""
 
 
 def scored(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
-    """Runs a command; retries if it ended for memory shared with others, or by a SIGKILL not sent by a limit.
+    """Runs a command; retries if the command ended for memory shared with other commands, or by a SIGKILL that no limit
+    sent.
 
-    A command ending so on every try counts as failed by itself: otherwise a policy could have its bad answers
-    discarded.
+    A command that ends so on every try counts as failed: otherwise a policy could have bad answers discarded.
 
     Args:
         run: Runs the command from the start, within the given number of seconds.

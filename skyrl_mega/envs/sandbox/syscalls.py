@@ -2,9 +2,9 @@
 
 Three sets of calls, chosen by the other confinements:
 
-- always: calls needed by no program here, or reaching past every other confinement;
+- always: calls that no program here needs, or that reach past every other confinement;
 - `shared`: for a process with neither a PID namespace nor a separate user. The kernel treats such a process like the
-  trainer, and Landlock governs no call changing other processes, or modes, owners, times and attributes of files;
+  trainer, and Landlock governs no call that changes other processes, or modes, owners, times and attributes of files;
 - `counted`: for a process whose disk use is bounded only by watching. Calls able to hide files from the watcher are
   refused.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
 CLONE3 = 435
 NAMESPACES = 0x7E020000
-"""All flags of clone creating a namespace, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
+"""All flags of clone that create a namespace, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
 NEWEST = 462
 """Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without these
 calls.
@@ -166,7 +166,7 @@ def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
 
 
 def _when(number: int, lines: list[Line]) -> list[Line]:
-    """Returns instructions applying `lines` to one call; the call is allowed if execution reaches the end of
+    """Returns instructions that apply `lines` to a single call; the call is allowed if execution reaches the end of
     `lines`.
     """
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]

@@ -16,8 +16,8 @@ import tree
 LOOK_S, LONGEST_S = 0.05, 1.0
 """Minimum and maximum seconds between two measurements; the pause grows if measuring takes over a tenth of a core."""
 HIDDEN_S = 2.0
-"""Seconds in total for a command's processes to be invisible: the first process is invisible between fork and exec, for
-a while on a busy machine. Later processes are visible from start to end, unless hiding.
+"""Total seconds that a command's processes may be invisible. The first process is invisible between fork and exec,
+which takes a while on a busy machine. Later processes are visible from start to end, unless hiding.
 """
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
 """True if the kernel lists children; otherwise the parents of all processes are read."""
@@ -30,7 +30,7 @@ class Watch:
     """Repeated measurement of a command.
 
     Args:
-        folder: Writable folder bounded only by watching, without a separate file system; else None.
+        folder: Writable folder that is bounded only by watching, without a separate file system; else None.
         most: Maximum bytes in the folder.
         entries: Maximum number of files, folders and links in the folder.
         file: Maximum bytes of a single file.
@@ -86,7 +86,9 @@ class Watch:
                     nameless[info.st_ino] = info.st_blocks * 512
 
     def _mapped_files(self, task: str, nameless: dict[int, int]) -> None:
-        """Adds unlinked files mapped but no longer open. The size is unknown, so the largest possible size counts."""
+        """Adds unlinked files that a thread maps but no longer holds open. The size is unknown, so the largest possible
+        size counts.
+        """
         with open(f"{task}/maps", errors="replace") as maps:
             for line in maps:
                 if line.endswith(" (deleted)\n"):
@@ -133,7 +135,7 @@ def _ended(task: str) -> bool:
 
 
 def _tasks() -> Iterator[tuple[int, str]]:
-    """Yields process and /proc folder of every thread, since threads may hold different files."""
+    """Yields the process ID and the /proc folder of every thread, since threads may hold different files."""
     for pid in descendants():
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):

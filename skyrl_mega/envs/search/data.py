@@ -34,7 +34,7 @@ INSTRUCTION = (
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ANSWERS = ("golden_answers", "answers", "answer", "reward_model", "reward_spec")
 TEST_SHARE = 5
-"""Held-out share of the facts' countries, with all their questions: one country in `TEST_SHARE`."""
+"""Held-out share of the facts' countries, with all questions: one country in `TEST_SHARE`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows; rows of `corpus.parquet` are id, title and text. `args.seed` decides the held-out
-    facts.
-    """
+    """Returns file name → rows; `corpus.parquet` holds id, title and text. `args.seed` decides the held-out facts."""
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):
@@ -208,7 +206,7 @@ def _said_titles(record: dict[str, Any]) -> list[str]:
 
 
 def _without_leakage(train: list[dict[str, Any]], test: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the test questions not asked in training and sharing no passage with a training question."""
+    """Returns the test questions that are no training questions and share no passage with a training question."""
     asked = {normalise(q["question"]) for q in train}
     titles = {title for q in train for title in q["titles"]}
     kept = [q for q in test if normalise(q["question"]) not in asked and titles.isdisjoint(q["titles"])]

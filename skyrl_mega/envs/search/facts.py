@@ -1,4 +1,4 @@
-"""A small corpus of plain facts, with questions needing two passages for the answer.
+"""A small corpus of plain facts, with questions that need two passages for the answer.
 
 A capital's passage names the country; a country's passage names the currency, language and continent; a river's passage
 names the capitals on the river. So "What is the currency of the country whose capital is Budapest?" leads from the
@@ -115,7 +115,7 @@ class Question:
     text: str
     answers: tuple[str, ...]
     chain: tuple[str, str]
-    """Titles of the passages, in the order leading to the answer."""
+    """Titles of the passages, in the order that leads to the answer."""
     country: str
 
 

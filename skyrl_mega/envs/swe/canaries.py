@@ -28,9 +28,9 @@ UNRELATED = ("BlockingIOError", "ChildProcessError", "FloatingPointError", "Unic
 """Exceptions without subclasses."""
 RAISES = re.compile(r"(.*\.)?(raises|assertRaises|assertRaisesRegex)")
 COMPARES = re.compile(r"assert(?!.*(not|almost|less|great)).*(equal|close|called_(once_)?with)", re.IGNORECASE)
-"""Functions that fail if the first or second argument becomes another literal."""
+"""Names of functions that fail if the first or second argument becomes another literal."""
 EARLY = re.compile(r"\bskip|\breturn\b", re.IGNORECASE)
-"""Sign of a function that may end before the last assertion."""
+"""Pattern in the source of a function that may end before the last assertion."""
 MARK = """
 def _swe_mark(what, seen=set()):
     import io
@@ -47,7 +47,7 @@ except BaseException as _swe_error:
     raise
 """
 SKIPS = dict.fromkeys(["Skipped", "SkipTest", "XFailed"], "skipped ")
-"""Exceptions marking a function or a file as not meant to run; all other exceptions are marked `raised`."""
+"""Exceptions that mark a function or a file as not meant to run; all other exceptions are marked `raised`."""
 FILLED = {"range", "enumerate", "zip", "sorted", "reversed"}
 """Builtins in a loop's iterable that cannot make the loop empty."""
 Edit = tuple[int, int, Callable[[Random], str]]
@@ -177,7 +177,7 @@ class Source:
         return *self._span(call.args[0]), lambda random: random.choice(others)
 
     def _of_literal(self, expressions: Iterable[ast.expr]) -> Edit | None:
-        """Returns an edit of the last number or text in the first expression consisting only of literals, or of
+        """Returns an edit of the last number or text in the first expression that consists only of literals, or of
         `approx` of a literal; None if there is no such expression.
         """
         for expression in expressions:
@@ -197,10 +197,10 @@ class Source:
         return None
 
     def _in_a_list(self, wanted: ast.expr) -> Edit:
-        """Returns an edit wrapping the expected value in a list.
+        """Returns an edit that wraps the expected value in a list.
 
-        An object equal to everything passes this canary and is caught. A negated `==` would fail and hide such an
-        object.
+        An object that equals everything passes this canary and is caught; a negated `==` would fail, as for honest
+        code.
         """
         start, end = self._span(wanted)
         text = self.code[start:end].decode()

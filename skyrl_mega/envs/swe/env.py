@@ -54,7 +54,9 @@ PROTECTED = [
     "*.egg-info/*",
     "*.dist-info/*",
 ]
-"""Files deciding the behaviour of a test command. Files started by the command are protected too (`judge.started`)."""
+"""Files that decide the behaviour of a test command. Files started by the command are protected too
+(`judge.started`).
+"""
 NAME = re.compile(r"[\w-][\w.-]*")
 """A task's name: the name of a folder, never a path."""
 SUBMIT = re.compile(r"<submit\s*/?>")
@@ -130,7 +132,7 @@ class SweEnv(BaseTextEnv):
         folder = options["tasks"]
         if not isinstance(name, str) or not NAME.fullmatch(name):
             return f"column extra_info.task = {shown(name)}: allowed is the name of a task's folder"
-        local = _session(options["session"]) is LocalSession  # another may have its repositories elsewhere
+        local = _session(options["session"]) is LocalSession  # other sessions may not need repo/ here
         if local and not Path(folder, name, "repo").is_dir():
             return f"column extra_info.task = {name}: {folder} has no {name}/repo; make it, or leave the row out"
         try:
@@ -190,7 +192,7 @@ class SweEnv(BaseTextEnv):
 
 
 def unfit(command: str) -> Ran | None:
-    """Returns the result of a command no shell can accept: failed, like any other wrong command. None for a valid
+    """Returns the result of a command that no shell accepts: a failure, like any other wrong command. None for a valid
     command.
     """
     if "\0" in command:

@@ -37,11 +37,11 @@ STARTS = {
     "npm|npx|yarn|pnpm|bun": ("package.json",),
     "just": ("justfile",),
 }
-"""Tool → files controlling the tool. Files read by tox and pytest are always protected."""
+"""Tool → files that control the tool. Files read by tox and pytest are always protected."""
 PRELUDE = """\
 export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 """
-"""Prefix of a test command, setting a new home: the local sandbox's home is the repository."""
+"""Prefix of a test command. Sets a new home, because the local sandbox's home is the repository."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Judge:
         return protected | _read(self.task / "hidden", lambda path: True)
 
     def _edits(self, tests: Mapping[str, File], deadline: float) -> Sequence[tuple[str, Edit]]:
-        """Returns path and edit of each possible canary; the untouched repository is examined once per task and
+        """Returns path and edit of each possible canary. The untouched repository is examined once per task and
         process.
 
         Raises:
@@ -205,7 +205,7 @@ def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
 
 
 def inside(path: Path, tasks: Path) -> None:
-    """Refuses a part of a task linked to a place outside the folder of tasks.
+    """Refuses a part of a task that is a link to a place outside the folder of tasks.
 
     Raises:
         UserError: The link leads outside.

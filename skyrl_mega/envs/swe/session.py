@@ -52,8 +52,8 @@ class Session(Protocol):
     """A machine with a copy of the task's repository, created as `cls(task, options)`; `timeout_s` bounds every call. A
     trajectory works in a session of its own; every run of the tests uses a fresh session.
 
-    A command exceeding the time limit returns a `Ran` with status `timeout`, and the session continues. Other failures
-    (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
+    A command that exceeds the time limit returns a `Ran` with status `timeout`, and the session continues. Other
+    failures (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
 
     Args:
         task: Folder of the task, with `repo/`.
@@ -69,7 +69,7 @@ class Session(Protocol):
         """Runs a shell command; no process started by the command survives."""
 
     def changes(self, timeout_s: float) -> Files:
-        """Returns the files differing from the task's repository; raises UnfitError if the files cannot be read."""
+        """Returns the files that differ from the task's repository; raises UnfitError if the files cannot be read."""
 
     def write(self, files: Files, timeout_s: float) -> None:
         """Writes and removes files, following no links; raises UnfitError if the space is too small."""

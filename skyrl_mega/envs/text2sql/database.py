@@ -161,7 +161,7 @@ def wrong_query(file: Path, sql: str) -> str | None:
 
 
 def schema(file: Path, most: int) -> str:
-    """Returns the statements creating a database's tables, at most `most` characters. Only for trusted files.
+    """Returns the statements that create a database's tables, at most `most` characters. Only for trusted files.
 
     Raises:
         OSError: The file cannot be opened as a database.
