@@ -13,8 +13,8 @@ BYTES = 16
 
 def fingerprint(files: Sequence[str | Path]) -> str:
     """Returns a hash of the contents of files, in order. Hashing is much faster than reading the rows."""
-    whole = hashlib.blake2b(digest_size=BYTES)
+    digest = hashlib.blake2b(digest_size=BYTES)
     for file in files:
-        with Path(file).open("rb") as opened:
-            whole.update(hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=BYTES)).digest())
-    return whole.hexdigest()
+        with Path(file).open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=BYTES)).digest())
+    return digest.hexdigest()

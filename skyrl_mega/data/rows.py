@@ -103,8 +103,12 @@ def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> l
     names: dict[str, None] = {}
     for file in files:
         schema = pq.read_schema(file)
-        of = pq.read_table(file, columns=["env_class"])["env_class"] if "env_class" in schema.names else [None]
-        named = pc.unique(of.cast(pa.string())).to_pylist() if isinstance(of, pa.ChunkedArray) else of
+        env_classes = pq.read_table(file, columns=["env_class"])["env_class"] if "env_class" in schema.names else [None]
+        named = (
+            pc.unique(env_classes.cast(pa.string())).to_pylist()
+            if isinstance(env_classes, pa.ChunkedArray)
+            else env_classes
+        )
         names |= dict.fromkeys(name or config.default or "" for name in named)
     return [name for name in names if name]
 
@@ -120,18 +124,24 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
     demonstrations = []
     for file in files:
         for batch, first in _batches(file, key):
-            where, given = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
+            where, responses_column = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
             _check_messages(batch["prompt"], first, where, "prompt")
             _check_words(batch["prompt"], first, where)
-            if _is_conversation(given.type):
-                _check_messages(given, first, where, column)
-                turns = [_messages(conversation) for conversation in given.to_pylist()]
+            if _is_conversation(responses_column.type):
+                _check_messages(responses_column, first, where, column)
+                turns = [_messages(conversation) for conversation in responses_column.to_pylist()]
                 _check_calls(turns, first, where, column, *LEARNED)
                 unanswered = [t[0]["role"] != "assistant" or t[-1]["role"] != "assistant" for t in turns]
                 _refuse(pa.array(unanswered), first, where, column, f"allowed: {CONVERSATION}")
             else:
-                _refuse(pc.invert(_filled(given)), first, where, column, "it is missing; allowed: text, or messages")
-                turns = [[{"role": "assistant", "content": response}] for response in given.to_pylist()]
+                _refuse(
+                    pc.invert(_filled(responses_column)),
+                    first,
+                    where,
+                    column,
+                    "it is missing; allowed: text, or messages",
+                )
+                turns = [[{"role": "assistant", "content": response}] for response in responses_column.to_pylist()]
             prompts = [_messages(prompt) for prompt in batch["prompt"].to_pylist()]
             _check_calls(prompts, first, where, "prompt")
             named = batch["env_class"].to_pylist() if "env_class" in batch.schema.names else [None] * len(batch)
@@ -172,8 +182,8 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
                 yield batch, first
                 first += len(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{key}: {file} cannot be read as parquet ({why}); write it again") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{key}: {file} cannot be read as parquet ({reason}); write it again") from error
 
 
 def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
@@ -227,12 +237,12 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
             )
 
 
-def _check_words(conversations: pa.Array, first: int, where: str, among: pa.Array | None = None) -> None:
-    """Refuses prompts without a word in any message; checks only the rows selected by `among`, if given."""
+def _check_words(conversations: pa.Array, first: int, where: str, selected: pa.Array | None = None) -> None:
+    """Refuses prompts without a word in any message; checks only the rows selected by `selected`, if given."""
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
-    said = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
-    silent = pc.invert(said) if among is None else pc.and_(pc.invert(said), among)
-    _refuse(silent, first, where, "prompt", "its messages have no words; allowed: at least one that says something")
+    worded = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
+    wordless = pc.invert(worded) if selected is None else pc.and_(pc.invert(worded), selected)
+    _refuse(wordless, first, where, "prompt", "its messages have no words; allowed: at least one that says something")
 
 
 def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
@@ -262,17 +272,17 @@ def _environments(batch: pa.RecordBatch, first: int, where: str, config: Environ
             _refuse(unknown, first, where, "env_class", registry.unknown_name(name, config))
     for name in used:
         registry.check_ready(name, config)
-    given = [name for name in used if not _writes_prompts(name, config)]
-    _check_words(batch["prompt"], first, where, pc.is_in(env_class, pa.array(given, pa.string())))
+    row_prompted = [name for name in used if not _writes_prompts(name, config)]
+    _check_words(batch["prompt"], first, where, pc.is_in(env_class, pa.array(row_prompted, pa.string())))
     environments: list[str] = env_class.to_pylist()
     return environments
 
 
-def _refuse(bad: pa.Array, first: int, where: str, column: str, what: str) -> None:
+def _refuse(bad: pa.Array, first: int, where: str, column: str, problem: str) -> None:
     """Raises UserError for the first row with a true value in `bad`."""
-    at = pc.index(bad, True).as_py()
-    if at >= 0:
-        raise UserError(f"{where}, row {first + at}, column {column}: {what}")
+    index = pc.index(bad, True).as_py()
+    if index >= 0:
+        raise UserError(f"{where}, row {first + index}, column {column}: {problem}")
 
 
 def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
@@ -331,8 +341,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *more: str) -> None:
-    """Refuses tool calls that no chat template can write. With `more`, also refuses assistant messages with other
+def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *allowed: str) -> None:
+    """Refuses tool calls that no chat template can write. With `allowed`, also refuses assistant messages with other
     keys.
     """
     for row, message in ((row, message) for row, messages in enumerate(conversations, first) for message in messages):
@@ -340,13 +350,13 @@ def _check_calls(conversations: Sequence[list[Message]], first: int, where: str,
             calls_of(message)
         except Malformed as error:
             raise UserError(f"{where}, row {row}, column {column}: tool_calls: {error}") from error
-        unread = (
-            [key for key, value in message.items() if value and key not in more]
-            if more and message["role"] == "assistant"
+        unlearned = (
+            [key for key, value in message.items() if value and key not in allowed]
+            if allowed and message["role"] == "assistant"
             else []
         )
-        if unread:
+        if unlearned:
             raise UserError(
-                f"{where}, row {row}, column {column}: {shown(unread[0])} of an assistant's message is not learned; "
-                f"allowed are {', '.join(more)}; thoughts belong into content, as the model writes them"
+                f"{where}, row {row}, column {column}: {shown(unlearned[0])} of an assistant's message is not learned; "
+                f"allowed are {', '.join(allowed)}; thoughts belong into content, as the model writes them"
             )

@@ -54,9 +54,9 @@ class Wrong:
         self.rows += len(rows)
         for at, (row, name) in enumerate(zip(rows, names, strict=True)):
             check = checks[name]
-            if check and (why := check(row)):
+            if check and (reason := check(row)):
                 self.count += 1
-                self.first = self.first or f"{file}, row {first + at}, {why}"
+                self.first = self.first or f"{file}, row {first + at}, {reason}"
 
     def line(self) -> str | None:
         """Returns a summary of the wrong rows; None if there are none."""

@@ -81,11 +81,11 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
 def is_ours(file: Path) -> bool:
     """Returns True if `write_rows` wrote a file that is unchanged since."""
     try:
-        told = (pq.read_metadata(file).metadata or {}).get(_SHA256)
-        with file.open("rb") as opened:
-            opened.seek(-8, os.SEEK_END)  # the length of the metadata, and PAR1
-            end = opened.tell() - int.from_bytes(opened.read(4), "little")
-            return told is not None and told.decode() == _digest(opened, end)
+        stored_digest = (pq.read_metadata(file).metadata or {}).get(_SHA256)
+        with file.open("rb") as stream:
+            stream.seek(-8, os.SEEK_END)  # the length of the metadata, and PAR1
+            end = stream.tell() - int.from_bytes(stream.read(4), "little")
+            return stored_digest is not None and stored_digest.decode() == _digest(stream, end)
     except (OSError, pa.ArrowException):
         return False
 
@@ -94,16 +94,16 @@ def _digest(file: IO[bytes], end: int) -> str:
     """Returns the digest of a file's first `end` bytes and leaves the file position at `end`."""
     digest = hashlib.sha256()
     file.seek(0)
-    while some := file.read(min(2**20, end - file.tell())):
-        digest.update(some)
+    while chunk := file.read(min(2**20, end - file.tell())):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
 def with_progress(rows: Iterable[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:
     """Yields the same rows, and prints a line to stderr every 3 seconds."""
-    said = time.monotonic()
+    last_report = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row
-        if time.monotonic() - said > PROGRESS_AFTER_S:
-            said = time.monotonic()
+        if time.monotonic() - last_report > PROGRESS_AFTER_S:
+            last_report = time.monotonic()
             print(f"{label}: {count} rows", file=sys.stderr, flush=True)

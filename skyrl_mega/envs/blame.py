@@ -33,14 +33,14 @@ def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> 
     frames = traceback.extract_tb(raised.__traceback__) if raised else []
     try:
         source = inspect.getsourcefile(step := registry.resolve(name, config).step)
-        own = Path(source or "").absolute()
+        env_file = Path(source or "").absolute()
     except (UserError, TypeError, OSError):
         return None
     for frame in reversed(frames):
         file = Path(frame.filename).absolute()
-        if file == own or _is_users(file):
+        if file == env_file or _is_users(file):
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
-    return f"{own}, line {step.__code__.co_firstlineno}, in step" if hasattr(step, "__code__") else str(own)
+    return f"{env_file}, line {step.__code__.co_firstlineno}, in step" if hasattr(step, "__code__") else str(env_file)
 
 
 def _is_users(file: Path) -> bool:

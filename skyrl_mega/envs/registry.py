@@ -81,9 +81,9 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
         config: Names, import paths and options.
         max_turns: `rollout.max_turns`; available as `extras["max_turns"]` and `self.max_turns`.
     """
-    given = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
+    row_extras = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
     cls = resolve(name, config)
-    return cls(env_config=_settings(cls, config.options.get(name) or {}, config), extras=given)
+    return cls(env_config=_settings(cls, config.options.get(name) or {}, config), extras=row_extras)
 
 
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
@@ -107,10 +107,10 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
     Raises:
         UserError: An option does not exist, or a value is not allowed.
     """
-    cls, key, given = resolve(name, config), f"environment.options.{name}", config.options.get(name)
+    cls, key, raw_options = resolve(name, config), f"environment.options.{name}", config.options.get(name)
     if not issubclass(cls, BaseTextEnv):
-        return filled(key, given, None)
-    options = filled(key, given, cls.OPTIONS)
+        return filled(key, raw_options, None)
+    options = filled(key, raw_options, cls.OPTIONS)
     cls.check_options(options)
     return options
 

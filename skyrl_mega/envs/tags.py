@@ -23,8 +23,8 @@ def first(text: str, *names: str) -> Tag | None:
     """Returns the closed pair of tags with the earliest opening tag: `<(a|b)>(.*?)</\\1>`; None if no pair is
     closed.
     """
-    found = [tag for name in names if (tag := next(every(text, name), None))]
-    return min(found, key=lambda tag: tag.start, default=None)
+    tags = [tag for name in names if (tag := next(every(text, name), None))]
+    return min(tags, key=lambda tag: tag.start, default=None)
 
 
 def every(text: str, name: str) -> Iterator[Tag]:

@@ -96,8 +96,8 @@ def _read(value: Any, id: str, form: str) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall(id, error=f"the call has no name; {form}")
     if "arguments" not in value and len(value) > 1:
-        others = ", ".join(key for key in value if key != "name")
-        return ToolCall(id, name, error=f"the call has {shown(others)} and no arguments; {form}")
+        extra_keys = ", ".join(key for key in value if key != "name")
+        return ToolCall(id, name, error=f"the call has {shown(extra_keys)} and no arguments; {form}")
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return ToolCall(id, name, error=f"the call's arguments are not a JSON object; {form}")

@@ -119,8 +119,10 @@ class ToolEnv(BaseTextEnv):
             return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
         results = [self._result(call) for call in calls[: self.calls_per_turn]]
         if len(calls) > self.calls_per_turn:
-            said = f"at most {self.calls_per_turn} calls are made in one turn; this one and those after it were not"
-            results.append(_message(calls[self.calls_per_turn], f"Error: {said}"))
+            limit_error = (
+                f"at most {self.calls_per_turn} calls are made in one turn; this one and those after it were not"
+            )
+            results.append(_message(calls[self.calls_per_turn], f"Error: {limit_error}"))
         return BaseTextEnvStepOutput(observations=results, reward=0.0, done=False, metadata=metadata)
 
     def _result(self, call: ToolCall) -> Message:
@@ -128,16 +130,16 @@ class ToolEnv(BaseTextEnv):
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         error = call.error
         if error is None and tool is None:
-            known = ", ".join(tool.name for tool in self.tools)
-            error = f"there is no tool {call.name}; allowed: {known}"
+            names = ", ".join(tool.name for tool in self.tools)
+            error = f"there is no tool {call.name}; allowed: {names}"
         if error is None and tool is not None:
             error = tool.wrong(call.arguments)
         if error is not None or tool is None:
             return _message(call, f"Error: {error}"[:LONGEST_ERROR])
         try:
             result = tool.call(**call.arguments)
-        except ToolError as told:
-            return _message(call, f"Error: {told}"[:LONGEST_ERROR])
+        except ToolError as failure:
+            return _message(call, f"Error: {failure}"[:LONGEST_ERROR])
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         return _message(call, text[: self.result_characters])
 

@@ -149,9 +149,9 @@ def _of_parts(method: str, rewards_at: Any, characters: int) -> list[tuple[int, 
     if not isinstance(rewards_at, list | tuple):
         raise BadOutput(f"{method}: rewards_at = {_shown(rewards_at)}; allowed: a list of (end, reward)")
     for i, part in enumerate(rewards_at):
-        pair = isinstance(part, list | tuple) and len(part) == 2 and not any(isinstance(of, bool) for of in part)
-        whole = pair and isinstance(part[0], int | np.integer) and 1 <= part[0] <= characters
-        if not whole or not _finite(part[1]):
+        pair = isinstance(part, list | tuple) and len(part) == 2 and not any(isinstance(value, bool) for value in part)
+        is_position = pair and isinstance(part[0], int | np.integer) and 1 <= part[0] <= characters
+        if not is_position or not _finite(part[1]):
             raise BadOutput(
                 f"{method}: rewards_at[{i}] = {_shown(part)}; allowed: (end, reward), a number of characters from 1 to "
                 f"the action's {characters}, and a finite number"

@@ -39,12 +39,12 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         "test.parquet": (_row(a, b, args.digits, "test") for a, b in test.tolist()),
     }
     if args.demonstrations:
-        shown = train[rng.integers(len(train), size=args.demonstrations)]
+        demonstrated = train[rng.integers(len(train), size=args.demonstrations)]
         wrong = rng.permutation(args.demonstrations) < round(args.wrong * args.demonstrations)
-        answers = np.where(wrong, _other_sums(shown.sum(axis=1), args.digits, rng), shown.sum(axis=1))
+        answers = np.where(wrong, _other_sums(demonstrated.sum(axis=1), args.digits, rng), demonstrated.sum(axis=1))
         tables["demonstrations.parquet"] = (
             _row(a, b, args.digits, "demonstrations", demonstration=units_first(answer), wrong=is_wrong)
-            for (a, b), answer, is_wrong in zip(shown.tolist(), answers.tolist(), wrong.tolist(), strict=True)
+            for (a, b), answer, is_wrong in zip(demonstrated.tolist(), answers.tolist(), wrong.tolist(), strict=True)
         )
     return tables
 
@@ -56,11 +56,11 @@ def _other_sums(sums: np.ndarray, digits: int, rng: np.random.Generator) -> np.n
     return drawn + (drawn >= sums)
 
 
-def _row(a: int, b: int, digits: int, split: str, **more: Any) -> dict[str, Any]:
+def _row(a: int, b: int, digits: int, split: str, **extra: Any) -> dict[str, Any]:
     return row(
         data_source="addition",
         prompt=[{"role": "user", "content": f"{a}+{b}"}],
         env_class="addition",
         ground_truth=units_first(a + b),
-        extra_info={"digits": digits, "split": split, **more},
+        extra_info={"digits": digits, "split": split, **extra},
     )

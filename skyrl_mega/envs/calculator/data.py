@@ -40,12 +40,12 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         "test.parquet": (_row(a, b, "test") for a, b in test.tolist()),
     }
     if args.demonstrations:
-        shown = train[rng.integers(len(train), size=args.demonstrations)]
+        demonstrated = train[rng.integers(len(train), size=args.demonstrations)]
         guessed = (rng.random(args.demonstrations) < args.wrong).tolist()
         guesses = rng.integers(2 * 10 ** (args.digits - 1), 2 * 10**args.digits - 1, args.demonstrations).tolist()
         tables["demonstrations.parquet"] = (
             _row(a, b, "demonstrations", demonstration=_guess(guess) if is_guess else _conversation(a, b))
-            for (a, b), is_guess, guess in zip(shown.tolist(), guessed, guesses, strict=True)
+            for (a, b), is_guess, guess in zip(demonstrated.tolist(), guessed, guesses, strict=True)
         )
     return tables
 
@@ -53,21 +53,21 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 def _conversation(a: int, b: int) -> list[Message]:
     """Returns a conversation: a call, the result, and the answer."""
     call = {"name": "calculate", "arguments": {"expression": f"{a}+{b}"}}
-    said = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    call_text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     env = CalculatorEnv(extras={"reward_spec": {"ground_truth": str(a + b)}, "max_turns": 2})
-    results = [{"role": m["role"], "content": m["content"]} for m in env.step(said)["observations"]]
-    return [{"role": "assistant", "content": said}, *results, {"role": "assistant", "content": str(a + b)}]
+    results = [{"role": m["role"], "content": m["content"]} for m in env.step(call_text)["observations"]]
+    return [{"role": "assistant", "content": call_text}, *results, {"role": "assistant", "content": str(a + b)}]
 
 
 def _guess(number: int) -> list[Message]:
     return [{"role": "assistant", "content": str(number)}]
 
 
-def _row(a: int, b: int, split: str, **more: Any) -> dict[str, Any]:
+def _row(a: int, b: int, split: str, **extra: Any) -> dict[str, Any]:
     return row(
         data_source="calculator",
         prompt=[{"role": "user", "content": f"{a}+{b}"}],
         env_class="calculator",
         ground_truth=str(a + b),
-        extra_info={"split": split, **more},
+        extra_info={"split": split, **extra},
     )

@@ -79,14 +79,16 @@ def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
         return []
     if "train" not in files:
         raise UserError(f"--shots {count}: they are taken from a training set, and there is none in the source")
-    shown = [record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])]
-    return sorted(shown, key=lambda record: len(record["question"]) + len(record["answer"]))[:count]
+    without_notes = [
+        record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])
+    ]
+    return sorted(without_notes, key=lambda record: len(record["question"]) + len(record["answer"]))[:count]
 
 
 def _rows(file: Path, split: str, limit: int | None, shots: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     examples = [message for shot in shots for message in (_asked(shot["question"]), _answered(shot["answer"]))]
-    shown = {shot["question"] for shot in shots}
-    kept = (found for found in _checked(file) if found[1]["question"] not in shown)
+    shot_questions = {shot["question"] for shot in shots}
+    kept = (checked for checked in _checked(file) if checked[1]["question"] not in shot_questions)
     for index, record, ground_truth in itertools.islice(kept, limit):
         yield row(
             data_source="openai/gsm8k",

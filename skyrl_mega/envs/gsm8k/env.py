@@ -27,10 +27,10 @@ def is_right(answer: str | None, ground_truth: object) -> bool:
 
 def wrong_truth(truth: Any) -> str | None:
     """Returns the reason why no strict answer can equal a ground truth; None if an answer can."""
-    if why := wrong_spelling(truth):
-        return why
-    given = is_right(strict_answer(f"#### {str(truth).replace('$', '').strip()}"), truth)
-    return None if given else "an answer is read as `#### number`; allowed is a number, such as 18, 1,234 or 2.5"
+    if reason := wrong_spelling(truth):
+        return reason
+    reachable = is_right(strict_answer(f"#### {str(truth).replace('$', '').strip()}"), truth)
+    return None if reachable else "an answer is read as `#### number`; allowed is a number, such as 18, 1,234 or 2.5"
 
 
 class Gsm8kEnv(BaseTextEnv):

@@ -41,7 +41,7 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
         )
 
     def _feedback(self, answer: str | None) -> str:
-        said = "No answer was found" if answer is None else f"{answer} is not right"
+        verdict = "No answer was found" if answer is None else f"{answer} is not right"
         if self.max_turns - self.turns == 1:
-            return f"{said}. This is the last attempt: give the final answer as '#### number'."
-        return f"{said}. Go through it again step by step and give the answer as '#### number'."
+            return f"{verdict}. This is the last attempt: give the final answer as '#### number'."
+        return f"{verdict}. Go through it again step by step and give the answer as '#### number'."

@@ -40,12 +40,12 @@ class GymEnv(BaseTextEnv):
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Creates and resets an environment, and refuses observations other than text."""
-        made = _make(options)
+        env = _make(options)
         try:
-            observation, _ = made.reset(seed=0)
+            observation, _ = env.reset(seed=0)
             _text(observation)
         finally:
-            made.close()
+            env.close()
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
@@ -99,10 +99,10 @@ class GymEnv(BaseTextEnv):
 
         tag, space = self.options["tag"], self.gym.action_space
         if tag:
-            found = list(every(text, tag))
-            if not found:
+            tags = list(every(text, tag))
+            if not tags:
                 return None, f"No action was found. Give one inside <{tag}>…</{tag}>."
-            text = found[-1].text.strip()
+            text = tags[-1].text.strip()
         if not isinstance(space, gymnasium.spaces.Discrete):
             return text, None if space.contains(text) else f"{text[:100]!r} is no action here."
         low, high = int(space.start), int(space.start) + int(space.n) - 1

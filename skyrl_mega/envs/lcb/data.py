@@ -88,7 +88,7 @@ def _private(text: str) -> list[dict[str, Any]]:
     if text.lstrip().startswith("["):
         plain = text
     else:
-        strings = [a for _, a, _ in pickletools.genops(_unpacked(text)) if isinstance(a, str)]
+        strings = [argument for _, argument, _ in pickletools.genops(_unpacked(text)) if isinstance(argument, str)]
         if len(strings) != 1:
             raise ValueError("private_test_cases holds more than a string")
         plain = strings[0]
@@ -116,11 +116,11 @@ def _small(rng: np.random.Generator) -> tuple[list[Task], list[Task]]:
         ("the sum of all numbers times {k}", lambda n, k: sum(n) * k),
     ]
     splits: tuple[list[Task], list[Task]] = ([], [])
-    for place, (what, rule) in enumerate(kinds):
+    for index, (description, rule) in enumerate(kinds):
         for k in range(2, 32):
             inputs = [rng.integers(1, 100, int(rng.integers(3, 9))).tolist() for _ in range(4)]
-            text = what.format(k=k)
-            if place % 2:
+            text = description.format(k=k)
+            if index % 2:
                 starter = "class Solution:\n    def solve(self, numbers: list[int]) -> int:\n        "
                 task = f"Return {text}.\n\n{STARTER.format(starter=starter)}"
                 tests = [_test(json.dumps(n), json.dumps(rule(n, k)), "functional") for n in inputs]
@@ -131,5 +131,5 @@ def _small(rng: np.random.Generator) -> tuple[list[Task], list[Task]]:
     return splits
 
 
-def _test(given: str, wanted: str, kind: str) -> dict[str, Any]:
-    return {"input": given, "output": wanted, "testtype": kind, "metadata": {"func_name": "solve"}}
+def _test(test_input: str, expected: str, kind: str) -> dict[str, Any]:
+    return {"input": test_input, "output": expected, "testtype": kind, "metadata": {"func_name": "solve"}}

@@ -43,8 +43,8 @@ class LcbEnv(BaseTextEnv):
         try:
             cases(truth)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-            return f"{what}; allowed is a list of tests, or JSON of one, each with input, output and testtype"
+            problem = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+            return f"{problem}; allowed is a list of tests, or JSON of one, each with input, output and testtype"
         return None
 
     @classmethod
@@ -62,8 +62,8 @@ class LcbEnv(BaseTextEnv):
             if code is not None
             else []
         )
-        good = verdicts.count("ok")
-        reward = good / len(tests) if share else float(good == len(tests))
+        passes = verdicts.count("ok")
+        reward = passes / len(tests) if share else float(passes == len(tests))
         return BaseTextEnvStepOutput(
             observations=[], reward=reward, done=True, metadata={"parsed_code": code, "verdicts": verdicts}
         )

@@ -60,7 +60,7 @@ def cases(tests: Any) -> list[Case]:
     listed = json.loads(tests) if isinstance(tests, str) else list(tests)
     if not isinstance(listed, list):
         raise ValueError(f"it is JSON of a {type(listed).__name__}")
-    found = []
+    parsed = []
     for test in listed:
         metadata = test.get("metadata") or {}
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -68,10 +68,10 @@ def cases(tests: Any) -> list[Case]:
         name = (metadata.get("func_name") or test.get("fn_name")) if functional else None
         if functional and not name:
             raise ValueError("a functional test without metadata.func_name")
-        found.append(Case(_text(test["input"]), _text(test["output"]), name))
-    if not found:
+        parsed.append(Case(_text(test["input"]), _text(test["output"]), name))
+    if not parsed:
         raise ValueError("there is no test")
-    return found
+    return parsed
 
 
 def code_of(answer: str) -> str | None:
@@ -93,10 +93,10 @@ def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, st
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds
     for test in tests:
-        left = min(box.limits.wall_s, deadline - time.monotonic())
-        bounded = replace(box, limits=replace(box.limits, wall_s=left))
+        remaining_s = min(box.limits.wall_s, deadline - time.monotonic())
+        bounded = replace(box, limits=replace(box.limits, wall_s=remaining_s))
         tries = 1 if "memory" in verdicts else TRIES  # a program always exceeding memory is not retried
-        verdicts.append(_verdict(code, test, bounded, tries) if left > 0 else "timeout")
+        verdicts.append(_verdict(code, test, bounded, tries) if remaining_s > 0 else "timeout")
         if stop and verdicts[-1] != "ok":
             break
     return verdicts
@@ -111,20 +111,24 @@ def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
 
     if test.function is None:
         outcome = run(test.input, {"main.py": code})
-        right = same_output(outcome.stdout, test.output)
+        correct = same_output(outcome.stdout, test.output)
     else:
         arguments = [_value(line) for line in test.input.split("\n") if line.strip()]
         outcome = run(json.dumps([arguments, test.function]), {"main.py": CALLER, "solution.py": code})
-        right = outcome.status == "ok" and _same_value(outcome.stdout, test.output)
+        correct = outcome.status == "ok" and _same_value(outcome.stdout, test.output)
     if outcome.status != "ok":
         return outcome.status
-    return "ok" if right else "wrong"
+    return "ok" if correct else "wrong"
 
 
 def same_output(printed: str, expected: str) -> bool:
     """Returns True if the outputs match line by line, ignoring surrounding space: the same text or decimal numbers."""
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
-    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs, strict=True))
+    printed_lines, expected_lines = (
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
+    )
+    return len(printed_lines) == len(expected_lines) and all(
+        a == b or _same_numbers(a, b) for a, b in zip(printed_lines, expected_lines, strict=True)
+    )
 
 
 def _same_numbers(one: str, other: str) -> bool:
@@ -135,10 +139,10 @@ def _same_numbers(one: str, other: str) -> bool:
 
 
 def _same_value(printed: str, expected: str) -> bool:
-    wanted = _value(expected)
+    expected_value = _value(expected)
     try:
         result = json.loads(printed)
-        return bool(result == _listed(wanted)) and isinstance(result, bool) == isinstance(wanted, bool)
+        return bool(result == _listed(expected_value)) and isinstance(result, bool) == isinstance(expected_value, bool)
     except (ValueError, RecursionError):  # invalid JSON, numbers of thousands of digits, deeply nested brackets
         return False
 

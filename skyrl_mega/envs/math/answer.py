@@ -32,8 +32,8 @@ def dapo(text: str) -> str | None:
     """Returns the answer found by DAPO's published grader: the text after the last `Answer:`, up to the end of the line
     or a `<`.
     """
-    found = re.findall(r"(?i)answer\s*:\s*([^\n<]+)", text)
-    return found[-1] if found else None
+    matches = re.findall(r"(?i)answer\s*:\s*([^\n<]+)", text)
+    return matches[-1] if matches else None
 
 
 def extract(text: str, form: str) -> str | None:
@@ -46,10 +46,10 @@ def extract(text: str, form: str) -> str | None:
     """
     if form == "dapo":
         return dapo(text)
-    found = {"boxed": [last_boxed(text)], "line": [last_line(text)], "either": [last_boxed(text), last_line(text)]}
-    places = [place for place in found[form] if place is not None]
-    if not places:
+    by_form = {"boxed": [last_boxed(text)], "line": [last_line(text)], "either": [last_boxed(text), last_line(text)]}
+    candidates = [candidate for candidate in by_form[form] if candidate is not None]
+    if not candidates:
         return None
-    _, answer = max(places)
+    _, answer = max(candidates)
     inner = last_boxed(answer)
     return inner[1] if inner else answer

@@ -58,8 +58,8 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         return bool(gold.strip())
     if len(answer) > LONGEST:
         return False
-    left, right = read(gold), read(answer)
-    if left is None or right is None:
+    gold_reading, answer_reading = read(gold), read(answer)
+    if gold_reading is None or answer_reading is None:
         return False
     spent = 0.0
 
@@ -71,7 +71,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         spent += took
         return result
 
-    if not matches(left, right, ask):
+    if not matches(gold_reading, answer_reading, ask):
         return False
     return not copied(gold, answer, question) and not unfactored(gold, answer, question)
 
@@ -83,8 +83,8 @@ def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
     quick, patient = _pools_here()
     result, took = _asked(quick, gold, answer, min(seconds, QUICK_S))
     if result == "late" and seconds > QUICK_S:
-        result, more = _asked(patient, gold, answer, seconds - QUICK_S)
-        took += more
+        result, patient_s = _asked(patient, gold, answer, seconds - QUICK_S)
+        took += patient_s
     return result is True, took
 
 

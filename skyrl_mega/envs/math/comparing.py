@@ -37,8 +37,8 @@ def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
             return gold.value == answer.value
         return not unfinished(gold, answer) and (gold.text == answer.text or ask(gold.text, answer.text))
     if gold.kind != answer.kind:
-        whole = ("words", "name", "expression", "opaque", "base")
-        return gold.kind in whole and answer.kind in whole and gold.text == answer.text != ""
+        text_kinds = ("words", "name", "expression", "opaque", "base")
+        return gold.kind in text_kinds and answer.kind in text_kinds and gold.text == answer.text != ""
     if gold.kind not in (*ORDERED, *UNORDERED):
         return gold.text == answer.text != ""
     if gold.shape != answer.shape or len(gold.parts) != len(answer.parts) or len(gold.parts) > MOST_PARTS:
@@ -50,24 +50,24 @@ def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
 
 def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) -> bool:
     """Returns True if the parts match one to one in any order. Parts equal without algebra are paired first."""
-    left = list(answer)
-    for asked in (_never, ask):
-        rest = []
+    unmatched = list(answer)
+    for equal in (_never, ask):
+        missing = []
         for part in gold:
-            found = next((other for other in left if matches(part, other, asked)), None)
-            if found is None:
-                rest.append(part)
+            match = next((other for other in unmatched if matches(part, other, equal)), None)
+            if match is None:
+                missing.append(part)
             else:
-                left.remove(found)
-        gold = rest
-    return not gold and not left
+                unmatched.remove(match)
+        gold = missing
+    return not gold and not unmatched
 
 
 def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
     """Compares parts by name; if a side is without names, in the order of the other side."""
     if gold.kind == answer.kind:
-        there = {part.symbol: part for part in answer.parts}
-        parts = [there.get(part.symbol) for part in gold.parts]
+        by_symbol = {part.symbol: part for part in answer.parts}
+        parts = [by_symbol.get(part.symbol) for part in gold.parts]
     else:
         other = gold if answer.kind == "named" else answer
         plain = not any(reading.symbol for reading in (other, *other.parts))

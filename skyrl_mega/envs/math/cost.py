@@ -150,10 +150,10 @@ def _terms(count: float, times: int) -> float:
 
 
 def _factorial(size: Size) -> Size:
-    most = _largest(size)
-    if most > FACTORIAL or size.top * size.bottom > 4:
+    largest = _largest(size)
+    if largest > FACTORIAL or size.top * size.bottom > 4:
         raise TooMuch
-    bits = most * math.log2(max(2, most)) if most > 1 else 1
+    bits = largest * math.log2(max(2, largest)) if largest > 1 else 1
     return _checked(replace(size, top=1, bottom=1, bits=bits, value=None))
 
 
@@ -184,9 +184,9 @@ class _Reader:
     def next(self) -> str:
         return self.tokens[self.at] if self.left() else ""
 
-    def take(self, *wanted: str) -> str:
+    def take(self, *allowed: str) -> str:
         token = self.next()
-        if not token or (wanted and token not in wanted):
+        if not token or (allowed and token not in allowed):
             raise TooMuch
         self.at += 1
         return token

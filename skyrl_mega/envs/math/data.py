@@ -52,8 +52,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     if args.train_file is None and args.test_file is None:
         splits = dict(zip(("train", "test"), _small(np.random.default_rng([args.seed, 1])), strict=True))
     else:
-        given = {"test": args.test_file, "train": args.train_file}
-        splits = {split: _problems(file) for split, file in given.items() if file is not None}
+        files = {"test": args.test_file, "train": args.train_file}
+        splits = {split: _problems(file) for split, file in files.items() if file is not None}
     known: set[str] = set()
     for split in ("test", "train"):
         if split in splits:
@@ -81,28 +81,30 @@ def asked(problem: str) -> list[Message]:
 
 def _problems(file: Path) -> list[Problem]:
     """Returns the problems with an answer; in published files a few rows lack the answer."""
-    found = [_problem(record, file, index) for index, record in enumerate(records(file))]
-    kept = [(messages, answer) for messages, answer in found if answer]
-    if len(kept) < len(found):
-        lost = len(found) - len(kept)
-        print(f"{file}: {lost} of {len(found)} problems have an empty answer and are left out", file=sys.stderr)
+    parsed = [_problem(record, file, index) for index, record in enumerate(records(file))]
+    kept = [(messages, answer) for messages, answer in parsed if answer]
+    if len(kept) < len(parsed):
+        lost = len(parsed) - len(kept)
+        print(f"{file}: {lost} of {len(parsed)} problems have an empty answer and are left out", file=sys.stderr)
     return kept
 
 
 def _problem(record: Any, file: Path, index: int) -> Problem:
     """Returns the problem of a record, with "" for an empty answer."""
-    given = record if isinstance(record, dict) else {}
-    spec = given.get("reward_model") or given.get("reward_spec")
+    fields = record if isinstance(record, dict) else {}
+    spec = fields.get("reward_model") or fields.get("reward_spec")
     spec = spec if isinstance(spec, dict) else {}
-    said = [place[key] for place, key in ((given, "answer"), (given, "label"), (spec, "ground_truth")) if key in place]
-    answer = next((a for a in said if a is not None), "")
-    if not said or not isinstance(answer, str | int):
+    answers = [
+        source[key] for source, key in ((fields, "answer"), (fields, "label"), (spec, "ground_truth")) if key in source
+    ]
+    answer = next((a for a in answers if a is not None), "")
+    if not answers or not isinstance(answer, str | int):
         raise UserError(
             f"{file}, row {index}: it has no answer; allowed: answer, label or reward_model.ground_truth, a string"
         )
-    if given.get("prompt"):
-        return _messages(given["prompt"], f"{file}, row {index}"), str(answer).strip()
-    problem = given.get("problem") or given.get("question")
+    if fields.get("prompt"):
+        return _messages(fields["prompt"], f"{file}, row {index}"), str(answer).strip()
+    problem = fields.get("problem") or fields.get("question")
     if not isinstance(problem, str):
         raise UserError(f"{file}, row {index}: it has no problem; allowed: problem, question or prompt")
     return asked(problem), str(answer).strip()
@@ -166,15 +168,15 @@ def _small(rng: np.random.Generator) -> tuple[list[Problem], list[Problem]]:
         return f"A sequence begins ${a}, {a + b}, {a + 2 * b}$. What is term number {c + 3}?", str(a + (c + 2) * b)
 
     kinds: list[Callable[[int, int, int], tuple[str, str]]] = [line, fraction, remainder, square, root, sequence]
-    made: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for kind in itertools.islice(itertools.cycle(kinds), 3000):
         problem, answer = kind(*(int(n) for n in rng.integers(2, 20, 3)))
-        made.setdefault(problem, answer)
-        if len(made) == 1200:
+        answers.setdefault(problem, answer)
+        if len(answers) == 1200:
             break
-    problems = [(asked(problem), answer) for problem, answer in made.items()]
-    tested = set(rng.permutation(len(problems))[: len(problems) // 6].tolist())
+    problems = [(asked(problem), answer) for problem, answer in answers.items()]
+    test_indices = set(rng.permutation(len(problems))[: len(problems) // 6].tolist())
     return (
-        [p for i, p in enumerate(problems) if i not in tested],
-        [p for i, p in enumerate(problems) if i in tested],
+        [p for i, p in enumerate(problems) if i not in test_indices],
+        [p for i, p in enumerate(problems) if i in test_indices],
     )

@@ -58,8 +58,8 @@ class MathEnv(BaseTextEnv):
         """Applies the base class's checks, and refuses a ground truth that is not found, or not right, when given as
         the answer.
         """
-        if why := super().wrong_row(row, options):
-            return why
+        if reason := super().wrong_row(row, options):
+            return reason
         column, spec = spec_of(row)
         truth = spec.get("ground_truth")
         wrong = None if truth is None else _not_found(truth, options)
@@ -88,8 +88,8 @@ class MathEnv(BaseTextEnv):
 def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:
     """Returns the reason why a ground truth is not found when given as the answer; None if found."""
     dapo, gold = options["answer"] == "dapo", str(truth)
-    if dapo and (why := wrong_spelling(truth)):
-        return why
+    if dapo and (reason := wrong_spelling(truth)):
+        return reason
     if _earns(gold, options["answer"], int(options["tail"])):
         return None
     return "it is not found where it is given as the answer; allowed is the answer alone, short and on one line"

@@ -78,16 +78,18 @@ def copied(gold: str, answer: str, question: str) -> bool:
         answer: An answer equal to gold.
         question: The question.
     """
-    said, right = read(answer), read(gold)
-    if said is None or right is None or not question:
+    answer_reading, gold_reading = read(answer), read(gold)
+    if answer_reading is None or gold_reading is None or not question:
         return False
-    asked = tokens(tidy(question[-QUESTION:]))
-    known = [_form(part.text) for part in _leaves(right)] + [_form(tidy(gold))]
-    for text in _open(said, tidy(answer)):
-        found = tokens(text)
-        if not OPERATIONS & set(found) or _form(text) in known:
+    question_tokens = tokens(tidy(question[-QUESTION:]))
+    gold_forms = [_form(part.text) for part in _leaves(gold_reading)] + [_form(tidy(gold))]
+    for text in _open(answer_reading, tidy(answer)):
+        answer_tokens = tokens(text)
+        if not OPERATIONS & set(answer_tokens) or _form(text) in gold_forms:
             continue
-        if any(not _is_value(text) or _told(asked[:start]) for start in _windows(asked, found)):
+        if any(
+            not _is_value(text) or _told(question_tokens[:start]) for start in _windows(question_tokens, answer_tokens)
+        ):
             return True
     return False
 
@@ -98,8 +100,8 @@ def unfactored(gold: str, answer: str, question: str) -> bool:
     """
     if not TO_FACTOR.search(question[-QUESTION:]):
         return False
-    want, found = _factors(tidy(gold)), _factors(tidy(answer))
-    return want > 0 and found < want
+    gold_factors, answer_factors = _factors(tidy(gold)), _factors(tidy(answer))
+    return gold_factors > 0 and answer_factors < gold_factors
 
 
 def _form(text: str) -> Counter[str]:
@@ -120,15 +122,15 @@ def tokens(text: str) -> list[str]:
     """Returns numbers, letters, operations and opening brackets, without no-ops: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
     text = FRACTION.sub(r"(\1)/(\2)", NOTHING.sub(" ", text.replace("*", "\\cdot ")))
     text = ALONE.sub(r" \1 ", text)
-    found: list[str] = []
+    result: list[str] = []
     for token in TOKEN.findall(text):
         if token[0].isdigit() or token[0] == ".":
-            found.append(str(Fraction(token)))
+            result.append(str(Fraction(token)))
         elif token.isalpha() and len(token) <= LONGEST_WORD:
-            found.extend(token)
+            result.extend(token)
         else:
-            found.append(SPOKEN.get(token, token))
-    return [token for token in found if token != "*"]
+            result.append(SPOKEN.get(token, token))
+    return [token for token in result if token != "*"]
 
 
 def _open(reading: Reading, written: str) -> list[str]:
@@ -138,8 +140,8 @@ def _open(reading: Reading, written: str) -> list[str]:
         if re.search(r"\\(?:overline|ldots)", written):
             return [written]
         fraction = re.fullmatch(r"-?\s*(?:\\frac\s*\{\s*-?(\d+)\s*\}\s*\{\s*-?(\d+)\s*\}|(\d+)\s*/\s*(\d+))", written)
-        numbers = [int(found) for found in fraction.groups() if found] if fraction else [1, 1]
-        reduced = reading.value is not None and abs(reading.value.denominator) == numbers[1]
+        terms = [int(group) for group in fraction.groups() if group] if fraction else [1, 1]
+        reduced = reading.value is not None and abs(reading.value.denominator) == terms[1]
         return [] if fraction is None or reduced else [written]
     if reading.kind in ("expression", "equation", "relation"):
         return [reading.text]
@@ -159,23 +161,27 @@ def _is_value(text: str) -> bool:
     return not letters and not TERM.search(text) and set(names) <= {"frac", "sqrt", "pi", "overline", "ldots"}
 
 
-def _told(before: list[str]) -> bool:
+def _told(tokens_before: list[str]) -> bool:
     """Returns True if the question's tokens before an expression ask to work out the expression."""
-    near = before[-NEAR:]
+    near = tokens_before[-NEAR:]
     while "=" in near:
         near = near[near.index("=") + 1 :]
     return any(token.lower().startswith(TASKS) for token in near)
 
 
-def _windows(asked: list[str], found: list[str]) -> Iterator[int]:
+def _windows(question_tokens: list[str], pattern: list[str]) -> Iterator[int]:
     """Yields the positions where the same tokens stand together in the question, in any order."""
-    size, want = len(found), Counter(found)
-    here = Counter(asked[:size])
-    for end in range(size, len(asked) + 1):
-        if here == want and asked[end - 1] not in BETWEEN and (found[0] == "-" or asked[end - size] not in BETWEEN):
+    size, pattern_counts = len(pattern), Counter(pattern)
+    window_counts = Counter(question_tokens[:size])
+    for end in range(size, len(question_tokens) + 1):
+        if (
+            window_counts == pattern_counts
+            and question_tokens[end - 1] not in BETWEEN
+            and (pattern[0] == "-" or question_tokens[end - size] not in BETWEEN)
+        ):
             yield end - size
-        if end < len(asked):
-            here[asked[end]] += 1
-            here[asked[end - size]] -= 1
-            if not here[asked[end - size]]:
-                del here[asked[end - size]]
+        if end < len(question_tokens):
+            window_counts[question_tokens[end]] += 1
+            window_counts[question_tokens[end - size]] -= 1
+            if not window_counts[question_tokens[end - size]]:
+                del window_counts[question_tokens[end - size]]

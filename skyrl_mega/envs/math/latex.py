@@ -118,20 +118,24 @@ def cut(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
     """Splits a text at separators outside all brackets; returns the pieces and the separators. The longest separator at
     a position wins.
     """
-    pieces, found, depth, at, last = [], [], 0, 0, 0
-    known = sorted(separators, key=len, reverse=True)
+    pieces, matched, depth, at, start = [], [], 0, 0, 0
+    by_length = sorted(separators, key=len, reverse=True)
     while at < len(text):
         depth += (text[at] in "([{") - (text[at] in ")]}")
-        here = next((s for s in known if text.startswith(s, at)), None) if depth == 0 else None
-        if here is not None and here[0] == "\\" and text[at + len(here) : at + len(here) + 1].isalpha():
-            here = None  # prefix of a longer command
-        if here is None:
+        separator = next((s for s in by_length if text.startswith(s, at)), None) if depth == 0 else None
+        if (
+            separator is not None
+            and separator[0] == "\\"
+            and text[at + len(separator) : at + len(separator) + 1].isalpha()
+        ):
+            separator = None  # prefix of a longer command
+        if separator is None:
             at += 1
             continue
-        pieces.append(text[last:at].strip())
-        found.append(here)
-        last = at = at + len(here)
-    return [*pieces, text[last:].strip()], found
+        pieces.append(text[start:at].strip())
+        matched.append(separator)
+        start = at = at + len(separator)
+    return [*pieces, text[start:].strip()], matched
 
 
 def wrapped(text: str, opening: str, closing: str) -> bool:

@@ -70,15 +70,15 @@ def _whole(text: str, depth: int = 0) -> Reading:
         text = "(-\\infty,\\infty)"
     if re.fullmatch(r"[^,()\[\]{}]*(?<![\d,])\d{1,3}(,\d{3})+(?![\d,])[^,]*", text):
         text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
-    listed = re.fullmatch(r"\\text\s*\{([^{}]*,[^{}]*)\}", text)
-    text = listed.group(1) if listed else text
+    text_list = re.fullmatch(r"\\text\s*\{([^{}]*,[^{}]*)\}", text)
+    text = text_list.group(1) if text_list else text
     pieces, _ = cut(text, [",", ";", " or ", " and "])
     if len(pieces) > 1:
         return _list([piece for piece in pieces if piece], text, depth)
     for reader in (_related, _union, _bracketed, _matrix, _ratio, _both_signs):
-        found = reader(text, depth)
-        if found is not None:
-            return found
+        reading = reader(text, depth)
+        if reading is not None:
+            return reading
     return _single(text)
 
 
@@ -209,8 +209,8 @@ def _single(text: str) -> Reading:
     currency = re.match(r"\\(dollar|euro|sterling)\b(?!\s*\\(?:dollar|euro|sterling))", text)
     if currency:
         inner, unit = _single(text[currency.end() :]), CURRENCIES[currency.group(1)]
-        known = inner.kind in ("number", "expression") and inner.unit in ("", unit)
-        return replace(inner, unit=unit) if known else _opaque(text)
+        measurable = inner.kind in ("number", "expression") and inner.unit in ("", unit)
+        return replace(inner, unit=unit) if measurable else _opaque(text)
     value = number(text)
     if value is not None:
         return _number(value)
@@ -259,20 +259,20 @@ def _worded(text: str) -> Reading | None:
         return Reading("name", _joined(words))
     if re.search(r"[\\^_{}=<>]", words):
         return None
-    found = re.findall(r"[A-Za-z]+", words)
+    letter_runs = re.findall(r"[A-Za-z]+", words)
     bare = (
         words == text
-        and not any(word in FUNCTIONS or word in ("pi", "sqrt") for word in found)
+        and not any(word in FUNCTIONS or word in ("pi", "sqrt") for word in letter_runs)
         and not re.search(r"[-+*/()\[\]|!]|^\d|^[a-z]\s", words)
         and (
-            any(len(word) >= 4 or re.fullmatch(r"[A-Z][a-z]+", word) for word in found)
-            or len(found) > 1 < min(map(len, found))
+            any(len(word) >= 4 or re.fullmatch(r"[A-Z][a-z]+", word) for word in letter_runs)
+            or len(letter_runs) > 1 < min(map(len, letter_runs))
         )
     )
     marked = words != text and not re.search(r"\d", re.sub(r"\\text\s*\{[^{}]*\}", "", text))
-    if found and (bare or marked) and re.search(r"[A-Za-z]{2}", words):
-        said = re.sub(r"^(?:an?|the) (?=\w\w)", "", " ".join(words.lower().split()).strip(" .()"))
-        return Reading("words", said)
+    if letter_runs and (bare or marked) and re.search(r"[A-Za-z]{2}", words):
+        plain_words = re.sub(r"^(?:an?|the) (?=\w\w)", "", " ".join(words.lower().split()).strip(" .()"))
+        return Reading("words", plain_words)
     return None
 
 
@@ -281,10 +281,10 @@ def _expression(text: str) -> Reading:
     spelled = re.sub(r"(?<![A-Za-z\\])(pi|infty|sqrt|" + "|".join(FUNCTIONS) + r")(?![a-z])", r"\\\1 ", text)
     spelled = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", spelled.replace("*", "\\cdot "))
     spelled = re.sub(r"_(\d)(?=\s)", r"_{\1}", spelled.replace("\\div", "/"))
-    known = all(name in COMMANDS for name in re.findall(r"\\([A-Za-z]+)", spelled))
+    known_commands = all(name in COMMANDS for name in re.findall(r"\\([A-Za-z]+)", spelled))
     letters = re.sub(r"\\[A-Za-z]+", "@", spelled)
     if (
-        not known
+        not known_commands
         or re.search(r"[^A-Za-z0-9+\-*/^_(){}\[\]|!.' \\]|\\[^A-Za-z]|\\$", spelled)
         or re.search(r"[A-Za-z]{4}|\d\s+\.?\d|\d\.\s*\d*\.|\.\s*\.|[-+]\s*[-+]|[-+^_\\]$|\d{301}|\^\s*\\circ", letters)
         or re.search(r"\d\s*\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}", spelled)  # 2\frac{1}{2}x: a sum or a product
@@ -318,14 +318,14 @@ def number(text: str) -> Fraction | None:
         return sign * (Fraction(over, under) + int(match.group(1) or 0))
     match = re.fullmatch(r"(\d{0,50})\.(\d{0,50})\s*\\overline\s*\{\s*(\d{1,50})\s*\}", text)
     if match:
-        whole, fixed, again = match.groups()
-        tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
-        return sign * (Fraction(int(whole + fixed or "0"), 10 ** len(fixed)) + tail)
+        integer, fixed, repeating = match.groups()
+        tail = Fraction(int(repeating), 10 ** len(repeating) - 1) / 10 ** len(fixed)
+        return sign * (Fraction(int(integer + fixed or "0"), 10 ** len(fixed)) + tail)
     match = re.fullmatch(r"(\d{0,50})\.(\d{1,50})\s*\\ldots", text)
     if match:  # a block repeated three times at the end continues forever
-        whole, digits = match.groups()
+        integer, digits = match.groups()
         block = re.search(r"(\d+?)\1\1$", digits)
-        exact = block and number(f"{whole}.{digits[: block.start()]}\\overline{{{block.group(1)}}}")
+        exact = block and number(f"{integer}.{digits[: block.start()]}\\overline{{{block.group(1)}}}")
         return None if exact is None else sign * exact
     match = re.fullmatch(r"(\d{1,50}(?:\.\d{1,50})?)[eE](?:([-+]?\d{1,3}))", text)
     if match:

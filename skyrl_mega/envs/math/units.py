@@ -77,10 +77,10 @@ def unit_of(words: str, *, marked: bool) -> str | None:
     """
     if re.search(r"[^A-Za-z .'/-]", words):
         return None
-    found = re.findall(r"[a-z]+", re.sub(r"\b([ap])\.?\s*m\b\.?", r"\1m", words.lower()))
-    if not found or len(found) > 6 or OTHERWISE & set(found):
+    tokens = re.findall(r"[a-z]+", re.sub(r"\b([ap])\.?\s*m\b\.?", r"\1m", words.lower()))
+    if not tokens or len(tokens) > 6 or OTHERWISE & set(tokens):
         return None
-    single = [_single(word) for word in found]
+    single = [_single(word) for word in tokens]
     if not marked and not all(word in KNOWN or word in COUNTED for word in single):
         return None
     power = "^2" if {"square", "sq", "squared"} & {*single} else "^3" if {"cubic", "cubed", "cc"} & {*single} else ""

@@ -35,13 +35,15 @@ def main() -> None:
     from sympy import Expr, I, expand, nan, oo, simplify, zoo
 
     logging.disable(logging.CRITICAL)
-    ways = ConversionConfig(lowercase_symbols=False)
+    conversion = ConversionConfig(lowercase_symbols=False)
 
     def read(text: str, imaginary: bool) -> Expr | None:
-        found = latex2sympy(text, is_real=not imaginary, normalization_config=None, conversion_config=ways).doit()
-        if not isinstance(found, Expr) or found.has(nan, zoo):
+        expression = latex2sympy(
+            text, is_real=not imaginary, normalization_config=None, conversion_config=conversion
+        ).doit()
+        if not isinstance(expression, Expr) or expression.has(nan, zoo):
             return None
-        return found.subs({symbol: I for symbol in found.free_symbols if symbol.name == "i"})
+        return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
 
     def same(gold: str, answer: str) -> bool:
         imaginary = any("i" in re.sub(r"\\[A-Za-z]+", "", text) for text in (gold, answer))
@@ -63,10 +65,10 @@ def main() -> None:
         print(json.dumps(_timed(same, json.loads(line))), flush=True)
 
 
-def _timed(same: Callable[[str, str], bool], order: dict[str, Any]) -> bool | str | None:
+def _timed(same: Callable[[str, str], bool], request: dict[str, Any]) -> bool | str | None:
     try:
-        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
-        return same(order["gold"], order["answer"])
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        return same(request["gold"], request["answer"])
     except Late:
         return "late"
     except Exception:  # any failure on a policy's text counts as no match

@@ -59,9 +59,10 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         "test.parquet": (_row(a, b, args, "test") for a, b in test.tolist()),
     }
     if args.demonstrations:
-        shown = train[rng.integers(len(train), size=args.demonstrations)]
+        demonstrated = train[rng.integers(len(train), size=args.demonstrations)]
         tables["demonstrations.parquet"] = (
-            _row(a, b, args, "demonstrations", demonstration=_conversation(a, b, args, rng)) for a, b in shown.tolist()
+            _row(a, b, args, "demonstrations", demonstration=_conversation(a, b, args, rng))
+            for a, b in demonstrated.tolist()
         )
     return tables
 
@@ -80,12 +81,12 @@ def _conversation(a: int, b: int, args: argparse.Namespace, rng: np.random.Gener
     return messages
 
 
-def _row(a: int, b: int, args: argparse.Namespace, split: str, **more: Any) -> dict[str, Any]:
+def _row(a: int, b: int, args: argparse.Namespace, split: str, **extra: Any) -> dict[str, Any]:
     system = [] if args.plain else [{"role": "system", "content": SYSTEM}]
     return row(
         data_source="synthetic_multiply",
         prompt=[*system, {"role": "user", "content": f"{a} * {b}"}],
         env_class="multiply",
         ground_truth=str(a * b),
-        extra_info={"num_digits": args.digits, "split": split, **more},
+        extra_info={"num_digits": args.digits, "split": split, **extra},
     )

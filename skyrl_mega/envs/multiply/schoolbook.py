@@ -16,10 +16,10 @@ def worked(number: int, digit: int, slip: int | None = None) -> str:
             so the product is wrong. None for no slip. Allowed are all places but the units.
     """
     places, carry = [], 0
-    for place, own in enumerate(reversed(str(number))):
+    for place, figure in enumerate(reversed(str(number))):
         if place == slip:
             carry = 0 if carry else 1
-        places.append(int(own) * digit + carry)
+        places.append(int(figure) * digit + carry)
         carry = places[-1] // 10
     product = str(places[-1]) + "".join(str(place % 10) for place in reversed(places[:-1]))
     return f"{','.join(map(str, places))}\\boxed{{{product}}}"

@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """Returns file name → rows. Questions are unique, within and across the files."""
     rng = np.random.default_rng(args.seed)
-    made: dict[str, int] = {}
-    while len(made) < args.train + args.test:
+    answers: dict[str, int] = {}
+    while len(answers) < args.train + args.test:
         kind = KINDS[int(rng.integers(len(KINDS)))]
         question, answer = kind(int(rng.integers(20, 1000)), int(rng.integers(20, 200)))
-        made.setdefault(question, answer)
-    questions = list(made.items())
+        answers.setdefault(question, answer)
+    questions = list(answers.items())
     return {
         "train.parquet": _rows(questions[: args.train], "train"),
         "test.parquet": _rows(questions[args.train :], "test"),

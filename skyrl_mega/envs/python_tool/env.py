@@ -81,9 +81,9 @@ def _plain(code: str) -> str:
     return fenced.group(1) if fenced else code
 
 
-def report(outcome: Outcome, most: int) -> str:
+def report(outcome: Outcome, max_characters: int) -> str:
     """Returns a program's output, and the reason of an early end, for the policy; a long text keeps only the last
-    `most` characters.
+    `max_characters` characters.
     """
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:
@@ -91,4 +91,4 @@ def report(outcome: Outcome, most: int) -> str:
     elif outcome.exit is not None and outcome.exit < 0:
         lines.append(f"It was ended by signal {-outcome.exit}.")
     text = "\n".join(line for line in lines if line) or "(it printed nothing)"
-    return text if len(text) <= most else "…" + text[-most:]
+    return text if len(text) <= max_characters else "…" + text[-max_characters:]

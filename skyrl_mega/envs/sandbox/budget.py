@@ -30,27 +30,27 @@ class Budget:
         own: File naming this process's cgroup.
     """
 
-    def __init__(self, total_mib: float, root: Path = ROOT, own: Path = OWN) -> None:
+    def __init__(self, total_mib: float, root: Path = ROOT, cgroup_file: Path = OWN) -> None:
         self.total = int(total_mib * MIB)
-        self.group = _group(self.total, root, own)
+        self.group = _group(self.total, root, cgroup_file)
         """Folder of the cgroup; None without a cgroup, and then `note` enforces the limit."""
         self.ended = 0
         """Number of commands ended for exceeding the limit."""
         self._used: dict[object, int] = {}
         self._lock = threading.Lock()
 
-    def note(self, who: object, used: int) -> bool:
+    def note(self, command: object, used: int) -> bool:
         """Records a command's current memory in bytes; returns True if the sum is too large and this command the
         largest.
         """
         with self._lock:
-            self._used[who] = used
+            self._used[command] = used
             return sum(self._used.values()) > self.total and used == max(self._used.values())
 
-    def forget(self, who: object) -> None:
+    def forget(self, command: object) -> None:
         """Removes an ended command from the sum."""
         with self._lock:
-            self._used.pop(who, None)
+            self._used.pop(command, None)
 
     def count(self) -> None:
         """Counts a command that was ended for exceeding the limit."""
@@ -107,8 +107,8 @@ def ended() -> int | None:
     `hear`; None if there is no budget.
     """
     with _making:
-        own = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
-        return sum(own) + (_elsewhere or 0) if own or _elsewhere is not None else None
+        counts = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
+        return sum(counts) + (_elsewhere or 0) if counts or _elsewhere is not None else None
 
 
 def told(count: float) -> str:
@@ -127,13 +127,13 @@ _elsewhere: int | None = None
 """Number of commands ended for exceeding a budget in other processes; None without other processes."""
 
 
-def _group(total: int, root: Path, own: Path) -> Path | None:
-    for parent in _parents(root, own):
+def _group(total: int, root: Path, cgroup_file: Path) -> Path | None:
+    for parent in _parents(root, cgroup_file):
         group = parent / f"{folders.PREFIX}{folders.owner()}-{secrets.token_hex(4)}"
         try:
-            for left in parent.glob(f"{folders.PREFIX}*"):
-                if not folders.alive(left.name):
-                    left.rmdir()
+            for leftover in parent.glob(f"{folders.PREFIX}*"):
+                if not folders.alive(leftover.name):
+                    leftover.rmdir()
             group.mkdir()
         except OSError:  # no permission, or a leftover group is still in use
             continue
@@ -149,21 +149,21 @@ def _group(total: int, root: Path, own: Path) -> Path | None:
     return None
 
 
-def _parents(root: Path, own: Path) -> list[Path]:
+def _parents(root: Path, cgroup_file: Path) -> list[Path]:
     """Returns the groups that delegate memory control to children: this process's group, and the parent of this
     group.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = cgroup_file.read_text().splitlines()
     except OSError:
         return []
     path = next((line[3:] for line in lines if line.startswith("0::")), None)
     if path is None:
         return []
-    mine = root / path.strip("/")
-    found = []
-    for group in [mine] if mine == root else [mine, mine.parent]:
+    own_group = root / path.strip("/")
+    delegating = []
+    for group in [own_group] if own_group == root else [own_group, own_group.parent]:
         with contextlib.suppress(OSError):
             if "memory" in (group / "cgroup.subtree_control").read_text().split():
-                found.append(group)
-    return found
+                delegating.append(group)
+    return delegating

@@ -24,17 +24,17 @@ TRUNCATE = 3
 """First Landlock ABI with control over truncating files."""
 
 
-def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
+def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
     """Leaves the host's namespaces, as root or as a plain user; returns False if the machine refuses."""
     uid, gid = os.geteuid(), os.getegid()
     try:
-        if "namespaces" in order["disabled"]:
+        if "namespaces" in request["disabled"]:
             raise OSError("switched off")
-        if order["namespaces"]:  # namespaces of the workspace
+        if request["namespaces"]:  # namespaces of the workspace
             for kind, flag in (("user", kernel.CLONE_NEWUSER), ("mnt", kernel.CLONE_NEWNS)):
-                if kind in order["namespaces"]:
-                    kernel.join(order["namespaces"][kind], flag)
-                    os.close(order["namespaces"][kind])
+                if kind in request["namespaces"]:
+                    kernel.join(request["namespaces"][kind], flag)
+                    os.close(request["namespaces"][kind])
             kernel.unshare(kernel.NAMESPACES)
         elif uid == 0:  # a user namespace would not help: the kernel does not count root's processes there either
             kernel.unshare(kernel.NAMESPACES)
@@ -42,7 +42,7 @@ def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
             kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
             kernel.map_own_user(kernel.INSIDE_UID, uid, gid)
     except OSError as error:
-        if order["namespaces"]:
+        if request["namespaces"]:
             raise
         result["absent"]["namespaces"] = str(error)
         return False
@@ -50,27 +50,27 @@ def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
     return True
 
 
-def confine(order: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
+def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
     """Confines this process permanently; returns True if disk use is bounded only by watching."""
     active, absent = result["active"], result["absent"]
-    outside = os.path.realpath(order["folder"] or order["scratch"])
+    outside = os.path.realpath(request["folder"] or request["scratch"])
     os.close(tree.enter(outside))  # an earlier command may have locked the folder
-    work, readable, writable = outside, [*ROOMS, *order["read"]], [outside, *DEVICES]
+    work, readable, writable = outside, [*ROOMS, *request["read"]], [outside, *DEVICES]
     owner = os.geteuid()
     if owner == 0:
-        owner = order["uid"]
+        owner = request["uid"]
         _give(outside, owner)
-    counted = not order["namespaces"]
+    counted = not request["namespaces"]
     if namespaces:
         try:
-            _new_root(order, outside, owner)
+            _new_root(request, outside, owner)
             work, readable, writable = INSIDE, ["/"], [INSIDE, *DEVICES]
             active["files"] = ["mount namespace"]
-            counted = counted and order["folder"] is not None
+            counted = counted and request["folder"] is not None
         except OSError as error:
             absent["mount namespace"] = str(error)
     os.chdir(work)
-    order["env"] |= {"HOME": work, "TMPDIR": work}
+    request["env"] |= {"HOME": work, "TMPDIR": work}
     shared = not namespaces
     if owner != os.geteuid():
         os.setgroups([])
@@ -80,8 +80,8 @@ def confine(order: dict[str, Any], result: dict[str, Any], namespaces: bool) -> 
         shared = False
     else:
         kernel.drop_capabilities()
-    _write(order["files"])
-    _restrict(order, result, (readable, writable), shared, counted)
+    _write(request["files"])
+    _restrict(request, result, (readable, writable), shared, counted)
     active["limits"] = ["rlimit"]
     return counted
 
@@ -95,13 +95,13 @@ def _write(files: dict[str, str]) -> None:
 
 
 def _restrict(
-    order: dict[str, Any], result: dict[str, Any], paths: tuple[list[str], list[str]], shared: bool, counted: bool
+    request: dict[str, Any], result: dict[str, Any], paths: tuple[list[str], list[str]], shared: bool, counted: bool
 ) -> None:
     """Applies Landlock and seccomp. For a `shared` process, only both together confine files and processes."""
     active, absent = result["active"], result["absent"]
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:
-        if "landlock" in order["disabled"]:
+        if "landlock" in request["disabled"]:
             raise OSError("switched off")
         version = kernel.landlock(*paths)
         if version >= TRUNCATE or not shared:
@@ -111,7 +111,7 @@ def _restrict(
     except OSError as error:
         absent["Landlock"] = str(error)
     try:
-        if "seccomp" in order["disabled"]:
+        if "seccomp" in request["disabled"]:
             raise OSError("switched off")
         syscalls.confine(shared, counted)
         active.setdefault("network", []).append("seccomp")
@@ -126,19 +126,19 @@ def _restrict(
             active.pop("processes", None)
 
 
-def _new_root(order: dict[str, Any], outside: str, owner: int) -> None:
+def _new_root(request: dict[str, Any], outside: str, owner: int) -> None:
     """Builds a private root: read-only binds of the needed host paths, a working folder, nothing else of the host."""
     kernel.unshare(kernel.CLONE_NEWNS)  # the launcher keeps its root, to measure the folder
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    root = order["root"]
+    root = request["root"]
     keep = os.open(outside, os.O_PATH)  # the new root may hide it
     kernel.mount("sandbox", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
-    for path in [*ROOMS, *order["read"], *DEVICES]:
+    for path in [*ROOMS, *request["read"], *DEVICES]:
         _bind(path, root)
     work = root + INSIDE
     os.mkdir(work, 0o700)
-    if order["folder"] is None:
-        size = f"size={order['limits']['disk']},nr_inodes={order['limits']['inodes']},mode=700"
+    if request["folder"] is None:
+        size = f"size={request['limits']['disk']},nr_inodes={request['limits']['inodes']},mode=700"
         kernel.mount("work", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
     else:
         kernel.mount(f"/proc/self/fd/{keep}", work, None, kernel.MS_BIND)

@@ -48,8 +48,8 @@ def alive(name: str) -> bool:
     """Returns True if the process in a name `PREFIX<pid>-<start time>…` is alive, as far as visible from this
     process.
     """
-    found = re.match(re.escape(PREFIX) + r"(\d+)-(\d+)", name)
-    return found is not None and _start_time(int(found[1])) == found[2]
+    match = re.match(re.escape(PREFIX) + r"(\d+)-(\d+)", name)
+    return match is not None and _start_time(int(match[1])) == match[2]
 
 
 def _home() -> str:
@@ -59,19 +59,19 @@ def _home() -> str:
         if pid not in _homes or not os.path.isdir(_homes[pid]):
             root = os.path.realpath(tempfile.gettempdir())
             sweep(root)
-            home = tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-", dir=root)
-            lock = os.open(os.path.join(home, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            folder = tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-", dir=root)
+            lock = os.open(os.path.join(folder, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.chmod(home, 0o711)
+            os.chmod(folder, 0o711)
             _locks.append(lock)
-            _homes[pid] = home
-            atexit.register(_leave, pid, home)
+            _homes[pid] = folder
+            atexit.register(_leave, pid, folder)
         return _homes[pid]
 
 
-def _leave(pid: int, home: str) -> None:
+def _leave(pid: int, folder: str) -> None:
     if os.getpid() == pid:
-        tree.remove(home)
+        tree.remove(folder)
 
 
 def sweep(root: str) -> None:

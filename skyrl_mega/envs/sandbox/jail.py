@@ -40,87 +40,89 @@ def main() -> None:
     os.set_inheritable(report, False)
     signal.set_wakeup_fd(-1)
     length = struct.unpack("Q", _read(0, 8))[0]
-    order = json.loads(_read(0, length))
+    request = json.loads(_read(0, length))
     with os.fdopen(report, "w") as out:
-        _tell(out, launch(order, out))
+        _tell(out, launch(request, out))
 
 
-def launch(order: dict[str, Any], report: TextIO) -> dict[str, Any]:
+def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
     """Executes the order; returns the result once none of its processes is alive."""
     result: dict[str, Any] = {"active": {}, "absent": {}, "stopped": None}
-    namespaces = confine.enter_namespaces(order, result)
+    namespaces = confine.enter_namespaces(request, result)
     if not namespaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     status, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(status)
-        _init(order, result, namespaces, writing)
+        _init(request, result, namespaces, writing)
     os.close(writing)
-    told = _watch(order, child, status, result, report)
+    reported = _watch(request, child, status, result, report)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)  # with a PID namespace, returns when all processes inside are gone
     if not namespaces:
         _kill_descendants()
-    result.update(told)
+    result.update(reported)
     return result
 
 
-def _watch(order: dict[str, Any], child: int, status: int, result: dict[str, Any], report: TextIO) -> dict[str, Any]:
+def _watch(request: dict[str, Any], child: int, status: int, result: dict[str, Any], report: TextIO) -> dict[str, Any]:
     """Waits until init is done, the host closes stdin, or the folder grows too large; reports memory meanwhile."""
-    told: dict[str, Any] = {}
-    watch, noted, due, rest = None, 0, 0.0, b""
+    reported: dict[str, Any] = {}
+    watch, noted, next_report, partial = None, 0, 0.0, b""
     while True:
         ready, _, _ = select.select([0, status], [], [], watch.pause if watch else None)
         if status in ready:
             piece = os.read(status, 65536)
             if not piece:
-                return told
-            *lines, rest = (rest + piece).split(b"\n")
+                return reported
+            *lines, partial = (partial + piece).split(b"\n")
             for line in lines:
-                told.update(json.loads(line))
+                reported.update(json.loads(line))
             if watch is None:
-                watch = _watcher(order, child, told.pop("counted", False))
+                watch = _watcher(request, child, reported.pop("counted", False))
         elif 0 in ready:
             result["stopped"] = "host"
-            return told
+            return reported
         elif watch is not None:
             stop, used = watch.look()
             if stop is not None:
                 result["stopped"] = stop
-                return told
-            if abs(used - noted) >= MIB or time.monotonic() >= due:  # also periodically: another command may be growing
-                noted, due = used, time.monotonic() + TELL_S
+                return reported
+            if (
+                abs(used - noted) >= MIB or time.monotonic() >= next_report
+            ):  # also periodically: another command may be growing
+                noted, next_report = used, time.monotonic() + TELL_S
                 _tell(report, {"memory": used})
 
 
-def _watcher(order: dict[str, Any], init: int, counted: bool) -> Watch:
-    limits = order["limits"]
-    folder = (order["folder"] or order["scratch"]) if counted else None
-    return Watch(folder, limits["disk"], limits["inodes"], limits["file"], init, memory=order["group"] is None)
+def _watcher(request: dict[str, Any], init: int, counted: bool) -> Watch:
+    limits = request["limits"]
+    folder = (request["folder"] or request["scratch"]) if counted else None
+    return Watch(folder, limits["disk"], limits["inodes"], limits["file"], init, memory=request["group"] is None)
 
 
-def _init(order: dict[str, Any], result: dict[str, Any], namespaces: bool, status: int) -> None:
+def _init(request: dict[str, Any], result: dict[str, Any], namespaces: bool, status: int) -> None:
     """Runs init; never returns. Writes every message to `status`, a line of JSON each."""
     try:
-        _stand_back(order["group"])
+        _stand_back(request["group"])
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.setsid()
         stdin = os.memfd_create("stdin")
-        os.write(stdin, order["stdin"].encode(errors="surrogateescape"))
+        os.write(stdin, request["stdin"].encode(errors="surrogateescape"))
         os.lseek(stdin, 0, os.SEEK_SET)
         if not namespaces and os.geteuid() != 0:
-            order["limits"]["processes"] += _threads_of(os.geteuid())  # the kernel counts all threads of the user
-        counted = confine.confine(order, result, namespaces)
+            request["limits"]["processes"] += _threads_of(os.geteuid())  # the kernel counts all threads of the user
+        counted = confine.confine(request, result, namespaces)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         _say(status, {"active": result["active"], "absent": result["absent"], "counted": counted})
-        missing = [what for what in order["need"] if what not in result["active"]]
+        missing = [name for name in request["need"] if name not in result["active"]]
         if missing:
             _say(status, {"missing": missing})
             os._exit(0)
-        if order["argv"]:
-            _say(status, _run(order, stdin, status))
+        if request["argv"]:
+            _say(status, _run(request, stdin, status))
     except BaseException as error:
         _say(status, {"broken": f"{type(error).__name__}: {error}"})
     os._exit(0)
@@ -136,25 +138,25 @@ def _stand_back(group: str | None) -> None:
         score.write(LAST_TO_STAY)
 
 
-def _run(order: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
+def _run(request: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
     """Runs the command as a child, reaping all dead processes until the command ends; returns exit code and times."""
     start = time.monotonic()
     child = os.fork()
     if child == 0:
         try:
             os.dup2(stdin, 0)
-            _limit(order["limits"])
+            _limit(request["limits"])
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             os.set_inheritable(status, False)
-            os.execve(order["argv"][0], order["argv"], order["env"])
+            os.execve(request["argv"][0], request["argv"], request["env"])
         except BaseException as error:
-            _say(status, {"broken": f"{order['argv'][0]}: {error}"})
+            _say(status, {"broken": f"{request['argv'][0]}: {error}"})
         finally:
             os._exit(127)
     while True:
-        done, code, usage = os.wait4(-1, 0)
-        if done == child:
+        pid, code, usage = os.wait4(-1, 0)
+        if pid == child:
             return {
                 "exit": os.waitstatus_to_exitcode(code),
                 "seconds": time.monotonic() - start,
@@ -163,7 +165,7 @@ def _run(order: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
 
 
 def _limit(limits: dict[str, int]) -> None:
-    for what, value in (
+    for kind, value in (
         (resource.RLIMIT_CPU, limits["cpu"]),
         (resource.RLIMIT_AS, limits["memory"]),
         (resource.RLIMIT_NPROC, limits["processes"] + 2),  # plus the jail's own two
@@ -171,10 +173,10 @@ def _limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.getrlimit(what)
+        _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        late = 1 if what == resource.RLIMIT_CPU and value != hard else 0  # SIGXCPU comes first and shows the reason
-        resource.setrlimit(what, (value, value + late))
+        margin = 1 if kind == resource.RLIMIT_CPU and value != hard else 0  # SIGXCPU comes first and shows the reason
+        resource.setrlimit(kind, (value, value + margin))
 
 
 def _threads_of(uid: int) -> int:

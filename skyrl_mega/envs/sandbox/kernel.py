@@ -77,9 +77,9 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 def read_only(target: str) -> None:
     """Makes a mount read-only; existing flags are kept, since a user namespace may not drop them."""
-    has = os.statvfs(target).f_flag
-    keep = has & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
-    if has & ST_RELATIME:
+    present = os.statvfs(target).f_flag
+    keep = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+    if present & ST_RELATIME:
         keep |= MS_RELATIME
     mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | keep)
 
@@ -136,8 +136,8 @@ def _arch() -> _Arch:
     return arch
 
 
-def _checked(result: int, what: str = "") -> int:
+def _checked(result: int, call: str = "") -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}" if what else os.strerror(number))
+        raise OSError(number, f"{call}: {os.strerror(number)}" if call else os.strerror(number))
     return int(result)

@@ -130,9 +130,9 @@ class Sandbox:
         Raises:
             UserError: A setting does not exist, or a value is not allowed.
         """
-        given = filled(key, options, settings(default or Limits()))
-        without = tuple(given.pop("without"))
-        return cls(Limits(**given), without, name=key)
+        values = filled(key, options, settings(default or Limits()))
+        without = tuple(values.pop("without"))
+        return cls(Limits(**values), without, name=key)
 
     def check(self, key: str = "sandbox") -> None:
         """Checks the confinements and limits by running an empty program on this machine.
@@ -153,9 +153,9 @@ class Sandbox:
                 f"{key}: {error}; let other users read and execute this interpreter, or allow user namespaces"
             ) from error
         if outcome.status != "ok":
-            said = outcome.stderr.strip().rpartition("\n")[2][-200:] or f"exit code {outcome.exit}"
+            detail = outcome.stderr.strip().rpartition("\n")[2][-200:] or f"exit code {outcome.exit}"
             raise UserError(
-                f"{key}: under its limits not even an empty Python program runs ({outcome.status}: {said}); "
+                f"{key}: under its limits not even an empty Python program runs ({outcome.status}: {detail}); "
                 f"allowed are limits as usual or wider: {_usual()}"
             )
 
@@ -185,8 +185,8 @@ class Sandbox:
         limits = limits or self.limits
         scratch = folders.make()
         try:
-            order = _order(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
-            return _play(order, limits, budget.of(self.name, limits.total_mib))
+            request = _order(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
+            return _play(request, limits, budget.of(self.name, limits.total_mib))
         finally:
             tree.remove(scratch)
 
@@ -218,7 +218,7 @@ def python(script: str = "main.py", *arguments: str) -> list[str]:
 def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Returns confinement → mechanisms on this machine. Determined by a trial, once per process."""
     box = Sandbox(without=tuple(CONFINEMENTS), disabled=disabled)
-    return {name: list(by) for name, by in box.run([]).active.items()}
+    return {name: list(mechanisms) for name, mechanisms in box.run([]).active.items()}
 
 
 def _order(
@@ -231,12 +231,12 @@ def _order(
     limits: Limits,
     scratch: str,
 ) -> dict[str, Any]:
-    paths = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
-    calm = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    path_env = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
+    quiet_env = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     own_uid = secrets.randbelow(1 << 24) + 2_000_000_000  # unique, so the process limit applies to this command alone
     return {
         "argv": list(argv),
-        "env": {**paths, **calm},
+        "env": {**path_env, **quiet_env},
         "stdin": stdin,
         "files": dict(files),
         "folder": workspace.place if workspace is not None else None,
@@ -264,9 +264,9 @@ def _interpreter() -> Iterator[str]:
     out.
     """
     for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
-        for place in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
+        for folder in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
             for part in INTERPRETER:
-                if os.path.exists(path := os.path.join(place, part)):
+                if os.path.exists(path := os.path.join(folder, part)):
                     yield path
                     yield os.path.realpath(path)
 
@@ -287,8 +287,8 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
-    order["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
+def _play(request: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
+    request["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
     try:
@@ -297,7 +297,7 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[writing, *order["namespaces"].values()],
+            pass_fds=[writing, *request["namespaces"].values()],
             cwd="/",
             env={"LANG": "C.UTF-8"},
         )
@@ -310,7 +310,7 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
         os.close(writing)
     assert process.stdin and process.stdout and process.stderr
     with process, os.fdopen(reading, "rb") as report:
-        data = json.dumps(order).encode()
+        data = json.dumps(request).encode()
         try:
             process.stdin.write(struct.pack("Q", len(data)) + data)
             process.stdin.flush()
@@ -321,15 +321,15 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
         finally:
             shared.forget(process)
     *_, last = b"".join(pieces["report"]).splitlines() or [b"{}"]
-    told = json.loads(last)
-    if "active" not in told:
+    reported = json.loads(last)
+    if "active" not in reported:
         errors = b"".join(pieces["stderr"]).decode(errors="replace").strip()
         raise InfrastructureFault(f"the sandbox did not report: {errors[-500:]}")
-    if ended is None and told.get("exit") in KILLED and shared.killed() > killed:
+    if ended is None and reported.get("exit") in KILLED and shared.killed() > killed:
         ended = "memory"
     if ended == "memory":
         shared.count()
-    return _outcome(order, limits, told, ended, pieces, time.monotonic() - start)
+    return _outcome(request, limits, reported, ended, pieces, time.monotonic() - start)
 
 
 def _collect(
@@ -340,7 +340,7 @@ def _collect(
     """
     assert process.stdin and process.stdout and process.stderr
     pieces: dict[str, list[bytes]] = {"stdout": [], "stderr": [], "report": []}
-    left, ended, deadline = int(limits.output_kib * 1024), None, start + limits.wall_s
+    remaining, ended, deadline = int(limits.output_kib * 1024), None, start + limits.wall_s
     with selectors.DefaultSelector() as streams:
         for fd, name in ((process.stdout.fileno(), "stdout"), (process.stderr.fileno(), "stderr"), (report, "report")):
             streams.register(fd, selectors.EVENT_READ, name)
@@ -355,9 +355,9 @@ def _collect(
                     if ended is None and any(map(too_much, _memory(piece))):
                         ended = "memory"
                 else:
-                    pieces[key.data].append(piece[: max(0, left)])
-                    left -= len(piece)
-            if left < 0 and ended is None:
+                    pieces[key.data].append(piece[: max(0, remaining)])
+                    remaining -= len(piece)
+            if remaining < 0 and ended is None:
                 ended = "output"
             elif time.monotonic() >= deadline:
                 if ended is not None:
@@ -378,7 +378,7 @@ def _memory(piece: bytes) -> Iterator[int]:
 
 
 def _outcome(
-    order: dict[str, Any],
+    request: dict[str, Any],
     limits: Limits,
     report: dict[str, Any],
     ended: str | None,
@@ -388,10 +388,10 @@ def _outcome(
     if "missing" in report:
         raise UserError(_lacking(report["missing"], "sandbox"))
     if "broken" in report:
-        raise InfrastructureFault(f"the sandbox cannot start {order['argv'][:1]}: {report['broken']}")
+        raise InfrastructureFault(f"the sandbox cannot start {request['argv'][:1]}: {report['broken']}")
     code = report.get("exit")
-    apart = PID_NAMESPACE in report["active"].get("processes", ())
-    if order["argv"] and code is None and ended is None and report["stopped"] is None and apart:
+    isolated = PID_NAMESPACE in report["active"].get("processes", ())
+    if request["argv"] and code is None and ended is None and report["stopped"] is None and isolated:
         raise InfrastructureFault("the sandbox was killed from outside")  # no process inside can kill init
     if ended is None and report["stopped"] == "disk":
         ended = "disk"

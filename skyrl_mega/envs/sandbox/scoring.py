@@ -43,8 +43,8 @@ def scored(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
     for tries in range(1, most + 1):
         start = time.monotonic()
         outcome = run(max(deadline - start, 0.1))
-        again = outcome.status == "memory" or (outcome.status == "failed" and outcome.exit in KILLED)
-        if not again or tries == most or 2 * time.monotonic() - start + PAUSE_S > deadline:
+        retry = outcome.status == "memory" or (outcome.status == "failed" and outcome.exit in KILLED)
+        if not retry or tries == most or 2 * time.monotonic() - start + PAUSE_S > deadline:
             break
         time.sleep(PAUSE_S)
     return outcome

@@ -28,8 +28,8 @@ class Size(NamedTuple):
     """True if folders nest deeper than `DEEPEST`; the rest is not counted."""
 
 
-def measure(folder: str, most: int, most_entries: int) -> Size:
-    """Counts the content below a folder, while programs change it; stops above `most` bytes or `most_entries`
+def measure(folder: str, max_bytes: int, max_entries: int) -> Size:
+    """Counts the content below a folder, while programs change it; stops above `max_bytes` bytes or `max_entries`
     entries.
     """
     total = entries = 0
@@ -42,8 +42,8 @@ def measure(folder: str, most: int, most_entries: int) -> Size:
         while pending:
             fd, names = pending[-1]
             if fresh:
-                with contextlib.suppress(OSError), os.scandir(fd) as found:
-                    for entry in found:
+                with contextlib.suppress(OSError), os.scandir(fd) as scan:
+                    for entry in scan:
                         entries += 1
                         with contextlib.suppress(OSError):
                             info = entry.stat(follow_symlinks=False)
@@ -52,7 +52,7 @@ def measure(folder: str, most: int, most_entries: int) -> Size:
                             linked.add(info.st_ino)
                             if stat.S_ISDIR(info.st_mode):
                                 names.append(entry.name)
-                        if total > most or entries > most_entries:
+                        if total > max_bytes or entries > max_entries:
                             return Size(total, entries, False)
             fresh = False
             if not names:
@@ -109,8 +109,8 @@ def folders(top: str) -> Iterator[str]:
             continue
         os.close(fd)
         yield path
-        with contextlib.suppress(OSError), os.scandir(path) as found:
-            pending += [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+        with contextlib.suppress(OSError), os.scandir(path) as scan:
+            pending += [entry.path for entry in scan if entry.is_dir(follow_symlinks=False)]
 
 
 def remove(path: str) -> bool:

@@ -102,20 +102,20 @@ def descendants() -> Iterator[int]:
     """Yields all descendants of this process, adopted orphans included."""
     pending = [os.getpid()]
     while pending:
-        found = _children(pending.pop())
-        yield from found
-        pending += found
+        children = _children(pending.pop())
+        yield from children
+        pending += children
 
 
 def _children(parent: int) -> list[int]:
     if not LISTS_CHILDREN:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == parent]
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{parent}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{thread}/children") as children:
-                found += map(int, children.read().split())
-    return found
+            with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{thread}/children") as stream:
+                pids += map(int, stream.read().split())
+    return pids
 
 
 def _parent(pid: int) -> int | None:

@@ -81,8 +81,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _from_facts(seed: int, shots: int, limit: int | None) -> dict[str, Iterator[dict[str, Any]]]:
-    test, shown, train = _countries(seed, shots)
-    earlier = _examples(shown)
+    test, example_countries, train = _countries(seed, shots)
+    earlier = _examples(example_countries)
     return {
         "train.parquet": _fact_rows(train, "train", earlier, limit),
         "test.parquet": _fact_rows(test, "test", earlier, limit),
@@ -95,23 +95,23 @@ def _from_facts(seed: int, shots: int, limit: int | None) -> dict[str, Iterator[
 def _countries(seed: int, shots: int) -> tuple[list[facts.Country], ...]:
     """Returns the countries held out, shown in examples, and for training."""
     countries = facts.countries()
-    order = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
-    held = len(order) // TEST_SHARE
-    if shots > len(order) - held - 1:
-        raise UserError(f"--shots {shots}: allowed: at most {len(order) - held - 1}")
-    return order[:held], order[held : held + shots], order[held + shots :]
+    shuffled = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
+    held = len(shuffled) // TEST_SHARE
+    if shots > len(shuffled) - held - 1:
+        raise UserError(f"--shots {shots}: allowed: at most {len(shuffled) - held - 1}")
+    return shuffled[:held], shuffled[held : held + shots], shuffled[held + shots :]
 
 
-def _examples(shown: list[facts.Country]) -> list[Message]:
+def _examples(countries: list[facts.Country]) -> list[Message]:
     """Returns a worked question about each country; the kind of question rotates, so neighbours differ."""
-    chosen = [found[i % len(found)] for i, c in enumerate(shown) for found in [list(facts.questions([c]))[::-1]]]
-    return [message for question in chosen for message in _worked(question)]
+    questions = [kinds[i % len(kinds)] for i, c in enumerate(countries) for kinds in [list(facts.questions([c]))[::-1]]]
+    return [message for question in questions for message in _worked(question)]
 
 
 def _fact_rows(
-    of: list[facts.Country], split: str, earlier: list[Message], limit: int | None
+    countries: list[facts.Country], split: str, earlier: list[Message], limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    for index, question in enumerate(itertools.islice(facts.questions(of), limit)):
+    for index, question in enumerate(itertools.islice(facts.questions(countries), limit)):
         yield _row("facts", question.text, question.answers, split, index, titles=list(question.chain), earlier=earlier)
 
 
@@ -142,18 +142,18 @@ def _from_files(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]
     splits = {split: list(_questions(file)) for split, file in files.items() if file}
     if "train" in splits and "test" in splits and not args.whole_test:
         splits["test"] = _without_leakage(splits["train"], splits["test"])
-    splits = {split: found[: args.limit] for split, found in splits.items()}
+    splits = {split: questions[: args.limit] for split, questions in splits.items()}
     written: dict[str, Iterator[dict[str, Any]]] = {
         f"{split}.parquet": iter(
             [
                 _row(q["data_source"], q["question"], q["answers"], split, i, titles=q["titles"], earlier=earlier)
-                for i, q in enumerate(found)
+                for i, q in enumerate(questions)
             ]
         )
-        for split, found in splits.items()
+        for split, questions in splits.items()
     }
     if corpus:
-        titles = {title for found in splits.values() for q in found for title in q["titles"]}
+        titles = {title for questions in splits.values() for q in questions for title in q["titles"]}
         written["corpus.parquet"] = _passages(corpus, titles, args.passages)
     return written
 
@@ -177,11 +177,11 @@ def _questions(file: Path) -> Iterator[dict[str, Any]]:
 
 def _answers(record: dict[str, Any], where: str) -> list[str]:
     for name in ANSWERS:
-        given = record.get(name)
-        if isinstance(given, dict):
-            given = given.get("ground_truth", given)
-        if found := targets_of(given):
-            return found
+        value = record.get(name)
+        if isinstance(value, dict):
+            value = value.get("ground_truth", value)
+        if answers := targets_of(value):
+            return answers
     raise UserError(f"{where}: it has no answer; allowed is one of the columns {', '.join(ANSWERS)}")
 
 
@@ -195,11 +195,11 @@ def _titles(record: dict[str, Any], where: str) -> list[str]:
 
 
 def _said_titles(record: dict[str, Any]) -> list[str]:
-    said = record.get("supporting_facts")
-    if isinstance(said, dict):  # the Hugging Face hub's form
-        titles = list(said.get("title") or [])
-    elif said:
-        titles = [fact[0] for fact in said]
+    supporting = record.get("supporting_facts")
+    if isinstance(supporting, dict):  # the Hugging Face hub's form
+        titles = list(supporting.get("title") or [])
+    elif supporting:
+        titles = [fact[0] for fact in supporting]
     else:
         titles = [p["title"] for p in record.get("paragraphs") or [] if p.get("is_gold") or p.get("is_supporting")]
     return list(dict.fromkeys(map(str, titles)))
@@ -230,10 +230,10 @@ def _passages(file: Path, wanted: set[str], limit: int | None) -> Iterator[dict[
             passage = {"id": str(record.get("id", index)), "title": record["title"], "text": record["text"]}
             yield record["title"] in wanted, passage
 
-    others = sys.maxsize if limit is None else max(limit - sum(is_named for is_named, _ in named()), 0)
+    others_left = sys.maxsize if limit is None else max(limit - sum(is_named for is_named, _ in named()), 0)
     for is_named, passage in named():
-        if is_named or others > 0:
-            others -= not is_named
+        if is_named or others_left > 0:
+            others_left -= not is_named
             yield passage
 
 

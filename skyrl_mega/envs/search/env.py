@@ -48,9 +48,9 @@ class SearchEnv(BaseTextEnv):
     }
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
-        given = dict(env_config or {})
-        self.retriever: RetrieverConfig = given.pop("retriever")
-        super().__init__(given, extras)
+        options = dict(env_config or {})
+        self.retriever: RetrieverConfig = options.pop("retriever")
+        super().__init__(options, extras)
         self.score = SCORES[self.options["reward"]]
         self.wrong_answer = float(self.options["wrong_answer"])
         self.invalid = INVALID if self.options["invalid"] == "explain" else _shown_as("")
@@ -76,8 +76,8 @@ class SearchEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Executes a search, or judges the answer."""
         self.turns += 1
-        found = first(action, "search", "answer")
-        kind, text = (found.name, found.text.strip()) if found else (None, "")
+        tag = first(action, "search", "answer")
+        kind, text = (tag.name, tag.text.strip()) if tag else (None, "")
         if kind == "answer":
             score = self.score(text, self.targets)
             judged = {"answer": text, "exact_match": exact_match(text, self.targets), "f1": f1(text, self.targets)}

@@ -126,15 +126,15 @@ def countries() -> list[Country]:
 
 def passages() -> dict[str, str]:
     """Returns title → text of all passages."""
-    found, capitals = {}, defaultdict(list)
+    texts, capitals = {}, defaultdict(list)
     for c in countries():
-        found[c.name], found[c.capital] = c.passage, c.capital_passage
+        texts[c.name], texts[c.capital] = c.passage, c.capital_passage
         if c.river:
             capitals[c.river].append(c.capital)
     for river, cities in capitals.items():
         title = river_title(river)
-        found[title] = " ".join(f"{city} lies on the {river}." for city in cities)
-    return found
+        texts[title] = " ".join(f"{city} lies on the {river}." for city in cities)
+    return texts
 
 
 def river_title(river: str) -> str:
@@ -142,15 +142,15 @@ def river_title(river: str) -> str:
     return river if river.startswith("Río") or river.endswith("River") else f"{river} River"
 
 
-def questions(of: Iterable[Country]) -> Iterator[Question]:
+def questions(subjects: Iterable[Country]) -> Iterator[Question]:
     """Yields all questions about the given countries."""
-    for c in of:
+    for c in subjects:
         whose = f"the country whose capital is {c.capital}"
-        there = (c.capital, c.name)
-        yield Question(f"What is the currency of {whose}?", (c.currency,), there, c.name)
-        yield Question(f"On which continent is {whose}?", (c.continent,), there, c.name)
+        chain = (c.capital, c.name)
+        yield Question(f"What is the currency of {whose}?", (c.currency,), chain, c.name)
+        yield Question(f"On which continent is {whose}?", (c.continent,), chain, c.name)
         if c.language:
-            yield Question(f"What is the official language of {whose}?", (c.language,), there, c.name)
+            yield Question(f"What is the official language of {whose}?", (c.language,), chain, c.name)
         if c.river:
             title = river_title(c.river)
             answers = tuple(dict.fromkeys((c.river, title)))

@@ -57,14 +57,14 @@ def wrong_targets(ground_truth: Any) -> str | None:
     Args:
         ground_truth: As for `targets_of`.
     """
-    given = _given(ground_truth)
-    reasons = [wrong_spelling(target) for target in given]
+    targets = _given(ground_truth)
+    reasons = [wrong_spelling(target) for target in targets]
     if None in reasons:
         return None
     wrong = next(filter(None, reasons), None)
     if wrong and isinstance(ground_truth, dict | list):
         return f"none of its targets can be given, the first because {wrong}"
-    return wrong or (None if given else 'it has no target; allowed is a text, a list of texts, or {"target": a list}')
+    return wrong or (None if targets else 'it has no target; allowed is a text, a list of texts, or {"target": a list}')
 
 
 def _given(ground_truth: Any) -> list[Any]:

@@ -100,8 +100,8 @@ class Source:
         marks = [mark for mark in marks if mark.startswith("pytestmark")]
         self.functions = list(self._functions(self.tree.body, " ".join(marks)))
 
-    def marked(self, place: str, number: int) -> bytes:
-        """Returns the file with marks that record the execution in the file `place`; call once.
+    def marked(self, marks_file: str, number: int) -> bytes:
+        """Returns the file with marks that record the execution in the file `marks_file`; call once.
 
         Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or with the numbers of the file and
         a function; `failed` with these two numbers and the number of an assertion.
@@ -111,19 +111,19 @@ class Source:
             words[function.node] = f"{number} {f}"
             words |= {assertion.node: f"{number} {f} {a}" for a, assertion in enumerate(function.assertions)}
         body = _Marker(words).visit(self.tree).body
-        body[:] = _between(body, str(number), ast.parse(MARK.format(place=place)).body)
+        body[:] = _between(body, str(number), ast.parse(MARK.format(place=marks_file)).body)
         return ast.unparse(ast.fix_missing_locations(self.tree)).encode()
 
     def _functions(self, body: Iterable[ast.stmt], marks: str) -> Iterator[Function]:
         for node in body:
             if isinstance(node, ast.ClassDef | AnyFunction):
-                own = " ".join([marks, *map(ast.unparse, node.decorator_list)])
-                if re.search("xfail|expectedFailure", own):
+                decorators = " ".join([marks, *map(ast.unparse, node.decorator_list)])
+                if re.search("xfail|expectedFailure", decorators):
                     continue
                 if isinstance(node, ast.ClassDef):
-                    yield from self._functions(node.body, own)
+                    yield from self._functions(node.body, decorators)
                 else:
-                    early = EARLY.search(own + ast.unparse(node))
+                    early = EARLY.search(decorators + ast.unparse(node))
                     yield Function(node, early is not None, list(self._assertions(node.body, True)))
 
     def _assertions(self, body: Iterable[ast.stmt], certain: bool) -> Iterator[Assertion]:
@@ -280,36 +280,36 @@ def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: f
         failed: True if the test command failed there.
         names: Functions to prefer; empty for all.
     """
-    said, functions = set(marks), [function for source in sources for function in source.functions]
+    seen, functions = set(marks), [function for source in sources for function in source.functions]
     stopped, ran, loaded = list[Function](), list[Function](), list[Function]()
     broken: list[tuple[Function, Assertion]] = []
     tests = [
         (n, function)
         for n, source in enumerate(sources)
         for f, function in enumerate(source.functions)
-        if function.node.name.startswith("test") and not function.early and f"done {n} {f}" not in said
+        if function.node.name.startswith("test") and not function.early and f"done {n} {f}" not in seen
     ]
     for n, source in enumerate(sources):
-        ended = {word for word in ("entered", "done", "skipped") if f"{word} {n}" in said}
+        ended = {word for word in ("entered", "done", "skipped") if f"{word} {n}" in seen}
         loaded += [function for m, function in tests if m == n and "entered" in ended and "skipped" not in ended]
         stopped += [function for m, function in tests if m == n and ended == {"entered"}]
         for f, function in enumerate(source.functions):
             words, name = f"{n} {f}", function.node.name
-            broken += [(function, a) for i, a in enumerate(function.assertions) if f"failed {words} {i}" in said]
-            if f"done {words}" in said:
+            broken += [(function, a) for i, a in enumerate(function.assertions) if f"failed {words} {i}" in seen]
+            if f"done {words}" in seen:
                 ran.append(function)
-            elif f"entered {words}" not in said or f"skipped {words}" in said:
+            elif f"entered {words}" not in seen or f"skipped {words}" in seen:
                 continue
             elif name.startswith("test"):
                 stopped += [] if function.early else [function]
-            elif f"raised {words}" in said or not function.early:
-                own = any(a.certain for a in function.assertions)
-                stopped += [function] if own else [test for m, test in tests if m == n or _asks(test, name)]
+            elif f"raised {words}" in seen or not function.early:
+                has_certain = any(a.certain for a in function.assertions)
+                stopped += [function] if has_certain else [test for m, test in tests if m == n or _asks(test, name)]
     named = [function for function in functions if function.node.name in names]
     tiers = [[(f, a) for f in group for a in f.assertions if a.certain] for group in (stopped, named, ran, loaded)]
-    sure = [(f, a) for f, a in broken if a.certain]
-    beside = [(f, a) for f, _ in broken for a in f.assertions if a.certain]
-    for tier in [sure, beside, broken, *tiers] if failed else tiers[1:]:
+    certain = [(f, a) for f, a in broken if a.certain]
+    siblings = [(f, a) for f, _ in broken for a in f.assertions if a.certain]
+    for tier in [certain, siblings, broken, *tiers] if failed else tiers[1:]:
         if tier:
             return [*dict.fromkeys([a for f, a in tier if f.node.name in names] or [a for _, a in tier])]
     return []

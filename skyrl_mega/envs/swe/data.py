@@ -61,12 +61,12 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     if not tasks:
         raise UserError(f"--source {folder}: it has no */task.json")
     splits = {split: [task for task in tasks if task["split"] == split] for split in ("train", "test")}
-    return {f"{split}.parquet": _rows(found) for split, found in splits.items() if found}
+    return {f"{split}.parquet": _rows(split_tasks) for split, split_tasks in splits.items() if split_tasks}
 
 
 def _task(file: Path) -> dict[str, Any]:
-    given = read_json(file, "give a task's instruction and test", most=LARGEST)
-    task = {"split": "train", **given, "name": file.parent.name}
+    spec = read_json(file, "give a task's instruction and test", most=LARGEST)
+    task = {"split": "train", **spec, "name": file.parent.name}
     for key in ("instruction", "test"):
         if not isinstance(task.get(key), str) or not task[key].strip():
             raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
@@ -97,8 +97,8 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _make(folder: Path, name: str) -> None:
     """Writes a task: a package with a buggy function, and a hidden test that fails until the bug is fixed."""
-    what, argument, wrong, example, wanted = BUGS[name]
-    body = f'"""Small tools."""\n\n\ndef {name}({argument}):\n    """The {what}."""\n    return {wrong}\n'
+    purpose, argument, wrong, example, expected = BUGS[name]
+    body = f'"""Small tools."""\n\n\ndef {name}({argument}):\n    """The {purpose}."""\n    return {wrong}\n'
     test = textwrap.dedent(f"""\
         import unittest
 
@@ -107,10 +107,10 @@ def _make(folder: Path, name: str) -> None:
 
         class Test(unittest.TestCase):
             def test_{name}(self):
-                self.assertEqual({name}({example}), {wanted})
+                self.assertEqual({name}({example}), {expected})
         """)
     task = {
-        "instruction": f"The function {name} in tools.py should give the {what}, but its result is wrong. Fix it.",
+        "instruction": f"The function {name} in tools.py should give the {purpose}, but its result is wrong. Fix it.",
         "test": "python -m unittest discover -s tests -t .",
         "split": "test" if name in HELD_OUT else "train",
     }

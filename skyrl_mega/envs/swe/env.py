@@ -161,15 +161,15 @@ class SweEnv(BaseTextEnv):
         done = submit is not None and (tag is None or submit.start() < tag.start)
         command = tag.text if tag is not None and not done else None
         metadata: dict[str, Any] = {"command": command}
-        shown = INVALID
+        reply = INVALID
         if command is not None:
             ran = unfit(command) or self.session.run(command, float(self.options["command_timeout_s"]))
-            shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
+            reply, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
         if done or self.turns >= self.max_turns:
             return self._judge(metadata, deadline)
         return BaseTextEnvStepOutput(
-            observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata
+            observations=[{"role": "user", "content": reply}], reward=0.0, done=False, metadata=metadata
         )
 
     def out_of_time(self) -> BaseTextEnvStepOutput:
@@ -202,12 +202,12 @@ def unfit(command: str) -> Ran | None:
     return None
 
 
-def _report(ran: Ran, most: int) -> str:
-    said = ran.output.rstrip("\n")
-    if len(said) > most:
-        said = f"{said[: most // 2]}\n… {len(said) - most} characters left out …\n{said[-(most // 2) :]}"
-    how = f"exit code {ran.exit}" if ran.status in ("ok", "failed") else ran.status
-    return f"<output>\n{said}\n</output>\n({how})"
+def _report(ran: Ran, limit: int) -> str:
+    output = ran.output.rstrip("\n")
+    if len(output) > limit:
+        output = f"{output[: limit // 2]}\n… {len(output) - limit} characters left out …\n{output[-(limit // 2) :]}"
+    ending = f"exit code {ran.exit}" if ran.status in ("ok", "failed") else ran.status
+    return f"<output>\n{output}\n</output>\n({ending})"
 
 
 def _session(path: str) -> type[Session]:

@@ -94,18 +94,18 @@ class Judge:
         if self.options["proof"] == "canaries" and not edits:
             return Verdict(Ran("failed", None, ""), "no assertion of the tests can be made wrong")
         work = {path: file for path, file in changes.items() if not self._protects(path)}
-        last, seen = LATE, 0
+        last, failed_canaries = LATE, 0
         for canary in self._plan(tests, edits):
             try:
                 ran = scored(partial(self._run, work, {**tests, **canary}), self._left(deadline))
             except UnfitError as error:
                 return Verdict(Ran("failed", None, ""), str(error))
             if canary and ran.status == "ok":
-                return Verdict(ran, f"the tests pass with a wrong {min(canary)} too", seen)
+                return Verdict(ran, f"the tests pass with a wrong {min(canary)} too", failed_canaries)
             if ran.status not in (("failed", "output") if canary else ("ok",)):
-                return Verdict(ran, None, seen)
-            last, seen = (last, seen + 1) if canary else (ran, seen)
-        return Verdict(last, None, seen)
+                return Verdict(ran, None, failed_canaries)
+            last, failed_canaries = (last, failed_canaries + 1) if canary else (ran, failed_canaries)
+        return Verdict(last, None, failed_canaries)
 
     def _plan(self, tests: Mapping[str, File], edits: Sequence[tuple[str, Edit]]) -> list[Files]:
         """Returns the canary of each run, empty for the tests as they are; in random order, so timing reveals
@@ -161,8 +161,8 @@ class Judge:
             raise TimeoutError
         try:
             if key not in _known:
-                found = [] if self.options["proof"] == "exit" else self._look(tests, deadline)
-                _known[key] = [(assertion.path, assertion.edit) for assertion in found]
+                assertions = [] if self.options["proof"] == "exit" else self._look(tests, deadline)
+                _known[key] = [(assertion.path, assertion.edit) for assertion in assertions]
             return _known[key]
         finally:
             lock.release()
@@ -175,33 +175,33 @@ class Judge:
         session, seconds = self.session(), max(0.1, (deadline - time.monotonic()) / 2)
         try:
             session.open(seconds)
-            place = f"{session.run('pwd', seconds).output.strip()}/.marks-{secrets.token_hex(8)}"
-            marked = {source.path: source.marked(place, number) for number, source in enumerate(sources)}
+            marks_file = f"{session.run('pwd', seconds).output.strip()}/.marks-{secrets.token_hex(8)}"
+            marked = {source.path: source.marked(marks_file, number) for number, source in enumerate(sources)}
             session.write(
                 {**tests, **{path: replace(tests[path], data=data) for path, data in marked.items()}}, seconds
             )
             ran = session.run(PRELUDE + self.test, min(seconds, float(self.options["test_timeout_s"])))
-            marks = session.run(f"cat {place}", seconds).output.splitlines()
+            marks = session.run(f"cat {marks_file}", seconds).output.splitlines()
         finally:
             session.close(seconds)
-        found = suspects(sources, marks, ran.status != "ok", functions)
-        if not found and ran.status not in ("ok", "failed"):
+        assertions = suspects(sources, marks, ran.status != "ok", functions)
+        if not assertions and ran.status not in ("ok", "failed"):
             raise TimeoutError
-        return found
+        return assertions
 
 
-def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
+def _read(top: Path, selected: Callable[[str], bool]) -> dict[str, File]:
     """Returns the wanted files below a folder of the task; a link in `hidden` is replaced by the target."""
-    found = {}
+    files = {}
     for name, path, info in entries(top) if top.is_dir() else ():
-        if not wanted(name) or name.startswith(".git/") or name.endswith(".pyc"):  # .pyc: holds the true literals
+        if not selected(name) or name.startswith(".git/") or name.endswith(".pyc"):  # .pyc: holds the true literals
             continue
         if stat.S_ISLNK(info.st_mode) and top.name == "repo":
-            found[name] = File(os.fsencode(os.readlink(path)), link=True)
+            files[name] = File(os.fsencode(os.readlink(path)), link=True)
         elif Path(path).is_file():
             inside(Path(path), top.parent.parent)
-            found[name] = File(Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode))
-    return found
+            files[name] = File(Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode))
+    return files
 
 
 def inside(path: Path, tasks: Path) -> None:
@@ -255,25 +255,25 @@ def started(test: str) -> list[str]:
     return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
 
 
-def named(known: Mapping[str, Any]) -> list[str]:
+def named(lists: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tests required to pass by a row.
 
     Args:
-        known: The lists by the names in `NAMED`; SWE-bench writes each list as JSON text.
+        lists: The lists by the names in `NAMED`; SWE-bench writes each list as JSON text.
 
     Raises:
         UserError: A value is not a list of names.
     """
     names = []
     for key in NAMED:
-        given = known.get(key)
+        value = lists.get(key)
         try:
-            given = json.loads(given) if isinstance(given, str) else list(given if given is not None else ())
+            value = json.loads(value) if isinstance(value, str) else list(value if value is not None else ())
         except (ValueError, TypeError):
-            given = None
-        if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
-            raise UserError(f"{key}: {known[key]!r}; allowed: a list of the names of tests")
-        names += given
+            value = None
+        if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+            raise UserError(f"{key}: {lists[key]!r}; allowed: a list of the names of tests")
+        names += value
     return names
 
 

@@ -100,21 +100,21 @@ class LocalSession:
     def changes(self, timeout_s: float) -> Files:
         """Returns the differences between the folder and the repository, without sockets, pipes and empty folders."""
         changed: dict[str, File | None] = {}
-        room, had = self._opened().disk, {name: info for name, _, info in entries(self.repo)}
+        space_left, originals = self._opened().disk, {name: info for name, _, info in entries(self.repo)}
         try:
             for name, path, info in entries(self.folder, tree.folders(str(self.folder))):
-                before = had.pop(name, None)
+                before = originals.pop(name, None)
                 if before is not None and _looks(before) == _looks(info):
                     continue
-                room -= info.st_size
-                if room < 0:
+                space_left -= info.st_size
+                if space_left < 0:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 link = stat.S_ISLNK(info.st_mode)
                 data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
                 changed[name] = File(data, stat.S_IMODE(info.st_mode), link)
         except OSError as error:
             raise UnfitError(f"files cannot be read: {error.strerror}") from error
-        return {**dict.fromkeys(had), **changed}
+        return {**dict.fromkeys(originals), **changed}
 
     def write(self, files: Files, timeout_s: float) -> None:
         """Writes files after all removals, so a name can change from a folder to a file."""
@@ -153,8 +153,8 @@ class LocalSession:
 def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yields the path below `top`, the path and the status of every file and link in the folders (default: all)."""
     for folder in folders or (path for path, _, _ in os.walk(top)):
-        with os.scandir(folder) as found:
-            for entry in found:
+        with os.scandir(folder) as scan:
+            for entry in scan:
                 info = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
                     yield entry.path[len(str(top)) + 1 :], entry.path, info
@@ -178,14 +178,14 @@ def _copy(source: Path, folder: Path) -> None:
 
 def _put(file: File, folder: Path, relative: Path, owner: int) -> None:
     """Writes a file; a link or a file in the place of a parent folder is removed."""
-    place = folder
+    parent = folder
     for part in relative.parts[:-1]:
-        place = place / part
-        if place.is_symlink() or (place.exists() and not place.is_dir()):
-            place.unlink()
-        if not place.exists():
-            place.mkdir()
-            os.chown(place, owner, -1)
+        parent = parent / part
+        if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
+            parent.unlink()
+        if not parent.exists():
+            parent.mkdir()
+            os.chown(parent, owner, -1)
     target = folder / relative
     tree.remove(str(target))
     if file.link:

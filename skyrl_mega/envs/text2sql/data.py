@@ -85,8 +85,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     shots = _draw(splits.get("train", []), args.shots, rng)
     if len(shots) < args.shots:
         raise UserError(f"--shots {args.shots}: they are taken from the training rows, of which there are {len(shots)}")
-    left = {split: [record for record in records if record not in shots] for split, records in splits.items()}
-    drawn = {split: _draw(records, args.limit, rng) for split, records in left.items()}
+    remaining = {split: [record for record in records if record not in shots] for split, records in splits.items()}
+    drawn = {split: _draw(records, args.limit, rng) for split, records in remaining.items()}
     examples = [message for record in shots for message in _example(record, folder, args)]
     return {f"{split}.parquet": _rows(records, split, folder, examples, args) for split, records in drawn.items()}
 
@@ -99,27 +99,27 @@ def _databases(source: Path) -> Path:
 
 
 def _splits(source: Path) -> dict[str, list[dict[str, Any]]]:
-    found = {
+    files = {
         split: file for split, names in FILES.items() for name in reversed(names) if (file := source / name).is_file()
     }
-    if not found:
+    if not files:
         allowed = ", ".join(name for names in FILES.values() for name in names)
         raise UserError(f"--source {source}: it has no questions; allowed: {allowed}")
-    return {split: [_record(r, file, i) for i, r in enumerate(records(file))] for split, file in found.items()}
+    return {split: [_record(r, file, i) for i, r in enumerate(records(file))] for split, file in files.items()}
 
 
 def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
     """Returns a record with the same keys for Spider (`query`) and BIRD (`SQL`, `evidence`)."""
-    given = dict(record) if isinstance(record, dict) else {}
-    found = {
-        "db_id": given.get("db_id"),
-        "question": given.get("question"),
-        "query": given.get("query", given.get("SQL")),
+    fields = dict(record) if isinstance(record, dict) else {}
+    values = {
+        "db_id": fields.get("db_id"),
+        "question": fields.get("question"),
+        "query": fields.get("query", fields.get("SQL")),
     }
-    for column, value in found.items():
+    for column, value in values.items():
         if not isinstance(value, str) or not value:
             raise UserError(f"{file}, row {index}, column {column}: allowed: a string that is not empty")
-    return {**found, "evidence": str(given.get("evidence") or "")}
+    return {**values, "evidence": str(fields.get("evidence") or "")}
 
 
 def _about_small(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:
@@ -164,14 +164,14 @@ def _rows(
         if name not in schemas:
             file = folder / name / f"{name}.sqlite"
             schemas[name] = schema(file, args.schema) if file.is_file() else None
-        known = schemas[name]
-        if known is None:
+        schema_text = schemas[name]
+        if schema_text is None:
             continue  # published data sets often lack their largest databases; such questions are unanswerable
-        made = row(
+        result = row(
             data_source="text2sql",
-            prompt=[*examples, _asked(record, known, args.turns)],
+            prompt=[*examples, _asked(record, schema_text, args.turns)],
             env_class="text2sql",
             ground_truth=record["query"],
             extra_info={"split": split, "index": index, "question": record["question"]},
         )
-        yield {**made, "db_id": name}
+        yield {**result, "db_id": name}

@@ -42,16 +42,16 @@ class Table:
     error: str | None = None
     """Reason for a missing result."""
 
-    def text(self, most: int) -> str:
-        """Returns the table for the policy: a header, a row per line, at most `most` characters."""
+    def text(self, max_characters: int) -> str:
+        """Returns the table for the policy: a header, a row per line, at most `max_characters` characters."""
         if self.error is not None:
             return f"Error: {self.error}"
         lines = [" | ".join(self.columns), *(" | ".join(row) for row in self.rows)]
         text = "\n".join(lines)
-        left = self.count - len(self.rows)
-        if len(text) > most:
-            text, left = text[:most] + "…", max(left, 1)
-        return f"{text}\n({self.count} rows, cut)" if left else text if self.count else f"{text}\n(no rows)"
+        hidden_rows = self.count - len(self.rows)
+        if len(text) > max_characters:
+            text, hidden_rows = text[:max_characters] + "…", max(hidden_rows, 1)
+        return f"{text}\n({self.count} rows, cut)" if hidden_rows else text if self.count else f"{text}\n(no rows)"
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Database:
         """Returns the reason why a solution's result differs from the gold query's (None if equal), and both
         results.
         """
-        (ours, theirs), why = self._run([sql, gold], seconds)
-        return why, _table(ours), _table(theirs)
+        (ours, theirs), reason = self._run([sql, gold], seconds)
+        return reason, _table(ours), _table(theirs)
 
     def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
         """Returns the result of each query, and the reason why two results differ."""
         file = str(self.file.resolve())
-        order = {
+        request = {
             "database": file,
             "queries": queries,
             "seconds": seconds,
@@ -99,25 +99,27 @@ class Database:
             "ordered": orders_rows(queries[-1]),
         }
         box = replace(self.box, read=(*self.box.read, file))
-        whole = len(queries) * seconds
-        limits = replace(box.limits, wall_s=whole + START_S, cpu_s=int(whole + START_S), output_kib=64 * 1024)
+        total_s = len(queries) * seconds
+        limits = replace(box.limits, wall_s=total_s + START_S, cpu_s=int(total_s + START_S), output_kib=64 * 1024)
 
-        def run(left: float) -> Outcome:
+        def run(seconds_left: float) -> Outcome:
             return box.run(
                 [os.path.abspath(sys.executable), "-I", "-S", "-B", "query.py"],
-                stdin=json.dumps(order),
+                stdin=json.dumps(request),
                 files={"query.py": PROGRAM.read_text(encoding="utf-8")},
-                limits=replace(limits, wall_s=left),
+                limits=replace(limits, wall_s=seconds_left),
             )
 
         outcome = scored(run, limits.wall_s)
-        told = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
-        why = told.pop()["differ"] if told and "differ" in told[-1] else "a query was ended"
-        late = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
-        cause = f"timeout: it ran longer than {seconds:g} s" if late else "it needs more memory than a query may have"
+        results = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
+        reason = results.pop()["differ"] if results and "differ" in results[-1] else "a query was ended"
+        timed_out = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
+        cause = (
+            f"timeout: it ran longer than {seconds:g} s" if timed_out else "it needs more memory than a query may have"
+        )
         cause = ENDED.get(outcome.status, cause)
-        ended = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
-        return [*told, *ended][: len(queries)], why
+        failures = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
+        return [*results, *failures][: len(queries)], reason
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -160,8 +162,8 @@ def wrong_query(file: Path, sql: str) -> str | None:
     return None
 
 
-def schema(file: Path, most: int) -> str:
-    """Returns the statements that create a database's tables, at most `most` characters. Only for trusted files.
+def schema(file: Path, max_characters: int) -> str:
+    """Returns the statements that create a database's tables, cut to `max_characters`. Only for trusted files.
 
     Raises:
         OSError: The file cannot be opened as a database.
@@ -170,12 +172,12 @@ def schema(file: Path, most: int) -> str:
     refuse_unmerged(file)
     connection = sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)
     try:
-        made = connection.execute(
+        statements = connection.execute(
             "SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
         ).fetchall()
     except sqlite3.DatabaseError as error:
         raise OSError(0, str(error)) from error
     finally:
         connection.close()
-    text = ";\n".join(" ".join(statement.split()) for (statement,) in made)
-    return text if len(text) <= most else text[:most] + " …"
+    text = ";\n".join(" ".join(statement.split()) for (statement,) in statements)
+    return text if len(text) <= max_characters else text[:max_characters] + " …"

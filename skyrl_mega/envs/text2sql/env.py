@@ -82,15 +82,19 @@ class Text2SqlEnv(BaseTextEnv):
         """Applies the base class's checks, and refuses a missing database and a query that the database cannot
         compile.
         """
-        if why := super().wrong_row(row, options):
-            return why
+        if reason := super().wrong_row(row, options):
+            return reason
         try:
             file = find(options["db_path"], row.get("db_id"), row.get("data"))
         except UserError as error:
             return str(error)
         column, spec = spec_of(row)
-        why = wrong_query(file, spec["ground_truth"])
-        return f"column {column}.ground_truth = {shown(spec['ground_truth'])}: {file.name} says {why}" if why else None
+        reason = wrong_query(file, spec["ground_truth"])
+        return (
+            f"column {column}.ground_truth = {shown(spec['ground_truth'])}: {file.name} says {reason}"
+            if reason
+            else None
+        )
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a query, or judges the solution."""
@@ -107,27 +111,27 @@ class Text2SqlEnv(BaseTextEnv):
         calls = [{"name": "sql", "arguments": {"query": tag.text}}]
         return self._answer(rows, {"sql": tag.text, "error": table.error, "tool_calls": calls})
 
-    def _answer(self, said: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
-        message = {"role": "user", "content": observation(said, self.max_turns - self.turns)}
+    def _answer(self, result: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+        message = {"role": "user", "content": observation(result, self.max_turns - self.turns)}
         return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
 
     def _judge(self) -> tuple[float, dict[str, Any]]:
         sql = solution(self.written)
         if sql is None:
             return -1.0, {"solution": None}
-        why, ours, gold = self.database.differ(sql, str(self.ground_truth), float(self.options["reward_timeout_s"]))
+        reason, ours, gold = self.database.differ(sql, str(self.ground_truth), float(self.options["reward_timeout_s"]))
         metadata = {"solution": sql, "error": ours.error}
         if gold.error is not None:
             metadata["gold_error"] = gold.error
-        if why is not None:
-            metadata["differs"] = why
-        return float(why is None), metadata
+        if reason is not None:
+            metadata["differs"] = reason
+        return float(reason is None), metadata
 
 
-def observation(said: str, left: int) -> str:
+def observation(result: str, turns_left: int) -> str:
     """Returns the policy's view of a query's result, in SkyRL-SQL's form."""
-    reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
-    return f"\n\n<observation>{said}\n{reminder}</observation>\n\n"
+    reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
+    return f"\n\n<observation>{result}\n{reminder}</observation>\n\n"
 
 
 def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
@@ -146,9 +150,9 @@ def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
     if not isinstance(db_id, str) or not re.fullmatch(r"[\w .()-]+", db_id) or db_id in (".", ".."):
         raise UserError(f"column db_id: {db_id!r}; allowed: the name of a database")
     root = Path(folder)
-    places = [root / FOLDERS[data]] if data in FOLDERS else []
-    for place in (*places, root):
-        file = place / db_id / f"{db_id}.sqlite"
+    parents = [root / FOLDERS[data]] if data in FOLDERS else []
+    for parent in (*parents, root):
+        file = parent / db_id / f"{db_id}.sqlite"
         if file.is_file():
             refuse_unmerged(file)
             return file

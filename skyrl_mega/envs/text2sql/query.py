@@ -64,19 +64,19 @@ class Result:
 
 def main() -> None:
     """Runs the queries from standard input; prints the results, and the reason if two results differ."""
-    order = json.load(sys.stdin)
-    found = []
-    for sql in order["queries"]:
+    request = json.load(sys.stdin)
+    results = []
+    for sql in request["queries"]:
         # A new connection per query: no query sees side effects of another.
-        signal.setitimer(signal.ITIMER_REAL, order["seconds"] + GRACE_S)
-        result = run(order, sql)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
+        result = run(request, sql)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        found.append(result)
-        print(json.dumps(_told(order, result)), flush=True)
-    if len(found) == 2:
-        ours, gold = found
-        signal.setitimer(signal.ITIMER_REAL, order["seconds"] + GRACE_S)
-        print(json.dumps({"differ": differ(ours, gold, order["compare"], order["ordered"])}))
+        results.append(result)
+        print(json.dumps(_told(request, result)), flush=True)
+    if len(results) == 2:
+        ours, gold = results
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
+        print(json.dumps({"differ": differ(ours, gold, request["compare"], request["ordered"])}))
 
 
 def differ(ours: Result | str, gold: Result | str, compare: str, ordered: bool) -> str | None:
@@ -118,52 +118,54 @@ def _same_rows(ours: list[Row], gold: list[Row], order: tuple[int, ...], ordered
 
 def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]]:
     """Yields orders of our columns with the same values per column as gold, at most `ORDERS`."""
-    left = [Counter(column) for column in zip(*ours, strict=True)]
-    right = [Counter(column) for column in zip(*gold, strict=True)]
-    places = [[at for at, column in enumerate(left) if column == wanted] for wanted in right]
+    our_columns = [Counter(column) for column in zip(*ours, strict=True)]
+    gold_columns = [Counter(column) for column in zip(*gold, strict=True)]
+    candidates = [
+        [at for at, column in enumerate(our_columns) if column == gold_column] for gold_column in gold_columns
+    ]
 
     def orders(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(chosen) == len(places):
+        if len(chosen) == len(candidates):
             yield chosen
             return
-        for at in places[len(chosen)]:
+        for at in candidates[len(chosen)]:
             if at not in chosen:
                 yield from orders((*chosen, at))
 
     return itertools.islice(orders(()), ORDERS)
 
 
-def run(order: dict[str, Any], sql: str) -> Result | str:
+def run(request: dict[str, Any], sql: str) -> Result | str:
     """Returns a query's result; a text on failure."""
-    connection = connect(order["database"], order["seconds"])
+    connection = connect(request["database"], request["seconds"])
     try:
         cursor = connection.execute(sql)
         if cursor.description is None:
             return "it is no query: it has no columns"
         columns = [column[0] for column in cursor.description]
-        rows = cursor.fetchmany(order["rows"] + 1)
+        rows = cursor.fetchmany(request["rows"] + 1)
         tables = _opened(connection, sql)
     except sqlite3.OperationalError as error:
-        late = str(error) == "interrupted"
-        return f"timeout: it ran longer than {order['seconds']:g} s" if late else str(error)
+        timed_out = str(error) == "interrupted"
+        return f"timeout: it ran longer than {request['seconds']:g} s" if timed_out else str(error)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         return str(error)
     except MemoryError:
         return "it needs more memory than a query may have"
     finally:
         connection.close()
-    if len(rows) > order["rows"]:
-        return f"it returns more than {order['rows']} rows"
+    if len(rows) > request["rows"]:
+        return f"it returns more than {request['rows']} rows"
     return Result(columns, rows, tables)
 
 
-def _told(order: dict[str, Any], result: Result | str) -> dict[str, Any]:
+def _told(request: dict[str, Any], result: Result | str) -> dict[str, Any]:
     """Returns a result in printable form."""
     if isinstance(result, str):
         return {"error": result}
-    width = order["width"]
-    shown = [[_short(value, width) for value in row] for row in result.rows[: order["shown"]]]
-    return {"columns": [_short(c, width) for c in result.columns], "rows": shown, "count": len(result.rows)}
+    width = request["width"]
+    rows = [[_short(value, width) for value in row] for row in result.rows[: request["shown"]]]
+    return {"columns": [_short(c, width) for c in result.columns], "rows": rows, "count": len(result.rows)}
 
 
 def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:

@@ -43,8 +43,8 @@ class Question(NamedTuple):
 
 def write(folder: Path, seed: int) -> None:
     """Writes `<folder>/<name>/<name>.sqlite` for every theme, a few KB each."""
-    for place, (name, (table, label, group, groups, number, (low, high))) in enumerate(THEMES.items()):
-        rng = np.random.default_rng([seed, place])
+    for index, (name, (table, label, group, groups, number, (low, high))) in enumerate(THEMES.items()):
+        rng = np.random.default_rng([seed, index])
         file = folder / name / f"{name}.sqlite"
         file.parent.mkdir(parents=True, exist_ok=True)
         refuse_file(file, "--output", _is_ours)
@@ -63,8 +63,8 @@ def write(folder: Path, seed: int) -> None:
 
 def _is_ours(file: Path) -> bool:
     """Returns True for a database made by `write` and not changed since (sqlite.org/fileformat.html)."""
-    with file.open("rb") as opened:
-        head = opened.read(100)
+    with file.open("rb") as stream:
+        head = stream.read(100)
     return head[68:72] == _ID and int.from_bytes(head[24:28]) == _CHANGES
 
 
