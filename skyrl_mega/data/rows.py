@@ -28,11 +28,11 @@ from skyrl_mega.envs.tool_calls import calls_of
 
 ROWS_AT_ONCE = 65_536
 
-SCHEMA = "allowed: list<struct<role: string, content: string>>"
+ALLOWED_PROMPT = "allowed: list<struct<role: string, content: string>>"
 
-LEARNED = ("role", "content", "tool_calls")
+LEARNED_KEYS = ("role", "content", "tool_calls")
 """Allowed keys of an assistant's turn in a demonstration."""
-CONVERSATION = "an assistant's message, then those that follow, and an assistant's at the end"
+ALLOWED_CONVERSATION = "an assistant's message, then those that follow, and an assistant's at the end"
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
             if _is_conversation(responses_column.type):
                 _check_messages(responses_column, first, where, column)
                 turns = [_messages(conversation) for conversation in responses_column.to_pylist()]
-                _check_calls(turns, first, where, column, *LEARNED)
+                _check_calls(turns, first, where, column, *LEARNED_KEYS)
                 unanswered = [t[0]["role"] != "assistant" or t[-1]["role"] != "assistant" for t in turns]
-                _refuse(pa.array(unanswered), first, where, column, f"allowed: {CONVERSATION}")
+                _refuse(pa.array(unanswered), first, where, column, f"allowed: {ALLOWED_CONVERSATION}")
             else:
                 _refuse(
-                    pc.invert(_filled(responses_column)),
+                    pc.invert(_non_empty(responses_column)),
                     first,
                     where,
                     column,
@@ -191,10 +191,10 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
     if twice:
         raise UserError(f"{key}: {file} has two columns {shown(twice[0])}; write it again with one of each name")
     if "prompt" not in schema.names:
-        raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {SCHEMA}")
+        raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {ALLOWED_PROMPT}")
     kind = schema.field("prompt").type
     if not _is_conversation(kind):
-        raise UserError(f"{key}: {file}, column prompt: its type is {kind}; {SCHEMA}")
+        raise UserError(f"{key}: {file}, column prompt: its type is {kind}; {ALLOWED_PROMPT}")
     if "env_class" in schema.names and not _is_string(schema.field("env_class").type):
         raise UserError(
             f"{key}: {file}, column env_class: its type is {schema.field('env_class').type}; allowed: string"
@@ -222,7 +222,7 @@ def _is_broken(values: pa.Array) -> bool:
 def _check_messages(conversations: pa.Array, first: int, where: str, column: str) -> None:
     """Refuses messages without a role or content."""
     empty = pc.equal(pc.fill_null(pc.list_value_length(conversations), 0), 0)
-    _refuse(empty, first, where, column, f"it is empty; {SCHEMA}")
+    _refuse(empty, first, where, column, f"it is empty; {ALLOWED_PROMPT}")
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
     for name, values, bad, allowed in (
@@ -240,7 +240,9 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
 def _check_words(conversations: pa.Array, first: int, where: str, selected: pa.Array | None = None) -> None:
     """Refuses prompts without a word in any message; checks only the rows selected by `selected`, if given."""
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
-    worded = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
+    worded = pc.is_in(
+        pa.array(range(len(conversations))), row_of.filter(_non_blank(pc.struct_field(messages, "content")))
+    )
     wordless = pc.invert(worded) if selected is None else pc.and_(pc.invert(worded), selected)
     _refuse(wordless, first, where, "prompt", "its messages have no words; allowed: at least one that says something")
 
@@ -255,7 +257,7 @@ def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
 def _environments(batch: pa.RecordBatch, first: int, where: str, config: EnvironmentConfig) -> list[str]:
     """Returns the environment of each row; all environments are resolved and ready."""
     if "env_class" in batch.schema.names:
-        env_class = pc.if_else(_filled(batch["env_class"]), _plain(batch["env_class"]), config.default)
+        env_class = pc.if_else(_non_empty(batch["env_class"]), _plain(batch["env_class"]), config.default)
     else:
         env_class = pa.array([config.default] * len(batch), pa.string())
     _refuse(
@@ -294,14 +296,14 @@ def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
     return pa.nulls(len(batch))
 
 
-def _filled(values: pa.Array) -> pa.Array:
+def _non_empty(values: pa.Array) -> pa.Array:
     """Returns a mask of the non-empty strings."""
     if not _is_string(values.type):
         return pa.array([False] * len(values))
     return pc.fill_null(pc.greater(pc.binary_length(_plain(values)), 0), False)
 
 
-def _worded(texts: pa.Array) -> pa.Array:
+def _non_blank(texts: pa.Array) -> pa.Array:
     """Returns a mask of the texts with more than spaces; missing texts count as true, since another check refuses
     them.
     """

@@ -17,7 +17,7 @@ from skyrl_mega.envs.truths import SPECS, spec_of
 
 MOST_WRONG = 0.05
 """Largest allowed share of wrong rows in the files of a setting."""
-STRUCT = "allowed is a struct with ground_truth, or JSON text of one"
+ALLOWED_SPEC = "allowed is a struct with ground_truth, or JSON text of one"
 
 
 @dataclass
@@ -91,7 +91,7 @@ def judged_rows(
     rows: list[dict[str, Any]] = batch.drop_columns(["prompt"]).to_pylist()
     for at, (row, name) in enumerate(zip(rows, names, strict=True)):
         if name in judged:
-            row |= _read(row, f"{where}, row {first + at}, column")
+            row |= _parsed_specs(row, f"{where}, row {first + at}, column")
             if spec_of(row)[1].get("ground_truth") is None:
                 raise UserError(
                     f"{where}, row {first + at}, column reward_spec.ground_truth: it is missing; allowed: what the "
@@ -100,7 +100,7 @@ def judged_rows(
     return rows
 
 
-def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parsed_specs(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the text columns among `SPECS`, parsed as JSON objects."""
     for column in SPECS:
         spec = row.get(column)
@@ -108,9 +108,9 @@ def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]
             try:
                 spec = safe_read.parse_json(spec)
             except safe_read.Malformed as error:
-                raise UserError(f"{where} {column}: it is text, and no JSON ({error}); {STRUCT}") from error
+                raise UserError(f"{where} {column}: it is text, and no JSON ({error}); {ALLOWED_SPEC}") from error
             yield column, spec
         if spec and not isinstance(spec, dict):
-            raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {STRUCT}")
+            raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {ALLOWED_SPEC}")
         if spec and spec.get("ground_truth") is not None:
             return  # the other column is not judged: it may hold a model's name or score

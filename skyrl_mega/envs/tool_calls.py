@@ -86,10 +86,10 @@ def _call(text: str, start: int, id: str) -> tuple[ToolCall, int]:
         wrong = f"the call is not JSON: there is more behind it; {form}"
     if wrong is not None:
         return ToolCall(id, error=wrong), closing.end()
-    return _read(value, id, form), closing.end()
+    return _parsed_call(value, id, form), closing.end()
 
 
-def _read(value: Any, id: str, form: str) -> ToolCall:
+def _parsed_call(value: Any, id: str, form: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(id, error=f"the call is not a JSON object; {form}")
     name = value.get("name")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
-ONE = "allowed is one text or number"
+ALLOWED = "allowed is one text or number"
 SPECS = ("reward_spec", "reward_model")
 """Columns describing how a row is judged; `reward_model` in DAPO's files."""
 
@@ -21,14 +21,14 @@ def wrong_text(truth: Any) -> str | None:
         truth: `reward_spec.ground_truth` of a row.
     """
     if not isinstance(truth, str | Number):
-        return f"it is a {type(truth).__name__}; {ONE}"
+        return f"it is a {type(truth).__name__}; {ALLOWED}"
     text = str(truth).strip()
     if not text:
         return "it is empty; allowed is what the environment compares with"
     if isinstance(truth, float) and math.isnan(truth):
         return "it is no number; allowed is an answer that can be right"
     if is_json_object(text):
-        return f"it is a JSON object, as text; {ONE}"
+        return f"it is a JSON object, as text; {ALLOWED}"
     return None
 
 

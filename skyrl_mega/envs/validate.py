@@ -14,7 +14,7 @@ import numpy as np
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
 KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
-MORE = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
+EXTRA_KEYS = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
 """Role → keys of a message besides role and content."""
 
 
@@ -175,8 +175,8 @@ def _messages(key: str, messages: Any) -> list[Message]:
         except UnicodeEncodeError as error:
             raise BadOutput(f"{key}[{i}].content is no valid Unicode: {error.reason} at {error.start}") from error
         for name in set(message) - {"role", "content"}:
-            if name not in MORE.get(role, ()):
-                allowed = ", ".join(("role", "content", *MORE.get(role, ())))
+            if name not in EXTRA_KEYS.get(role, ()):
+                allowed = ", ".join(("role", "content", *EXTRA_KEYS.get(role, ())))
                 raise BadOutput(f"{key}[{i}] = {_shown(message)}: {name}; allowed: a dict with {allowed}")
     return [_plain(f"{key}[{i}]", message) for i, message in enumerate(messages)]
 
@@ -184,7 +184,7 @@ def _messages(key: str, messages: Any) -> list[Message]:
 def _plain(key: str, message: Mapping[str, Any]) -> Message:
     """Returns a message in JSON form."""
     plain: Message = {"role": str(message["role"]), "content": str(message["content"])}
-    for name in MORE.get(plain["role"], ()):
+    for name in EXTRA_KEYS.get(plain["role"], ()):
         if (value := message.get(name)) is None:
             continue
         if name == "tool_calls" and not (isinstance(value, list) and all(map(_is_call, value))):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_here = threading.local()
+_thread = threading.local()
 
 
 class Clock:
@@ -34,13 +34,13 @@ class Clock:
 
     def run_here(self) -> None:
         """Makes this clock count the waits of the current thread."""
-        _here.clock = self
+        _thread.clock = self
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """Counts the time inside the block as waiting, on the clock of the current thread."""
-    clock: Clock | None = getattr(_here, "clock", None)
+    clock: Clock | None = getattr(_thread, "clock", None)
     if clock is None:
         yield
         return

@@ -77,11 +77,11 @@ def test_a_checker_that_is_killed_does_not_judge(by: signal.Signals) -> None:
     killing.start()
     if by is signal.SIGKILL:
         with pytest.raises(InfrastructureFault, match="was killed"):
-            check._asked(pool, "x", "y", 5.0)
+            check._ask_worker(pool, "x", "y", 5.0)
     else:
         resuming = threading.Timer(0.3, os.kill, (worker.process.pid, signal.SIGCONT))
         resuming.start()
-        assert check._asked(pool, "x", "y", 5.0)[0] is None
+        assert check._ask_worker(pool, "x", "y", 5.0)[0] is None
         resuming.join()
     killing.join()
     worker.kill()

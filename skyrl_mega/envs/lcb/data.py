@@ -23,7 +23,7 @@ STDIN = "Read the input from standard input and print the answer to standard out
 STARTER = "Complete this code; keep its names:\n```python\n{starter}\n```"
 LARGEST = 2**30
 """Maximum size of a task's unpacked tests, in bytes."""
-LAST = "Give the whole program in one ```python block."
+FINAL_INSTRUCTION = "Give the whole program in one ```python block."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _rows(tasks: list[Task], split: str) -> Iterator[dict[str, Any]]:
     for index, (task, tests) in enumerate(tasks):
         yield row(
             data_source="livecodebench",
-            prompt=[{"role": "user", "content": f"{task}\n\n{LAST}"}],
+            prompt=[{"role": "user", "content": f"{task}\n\n{FINAL_INSTRUCTION}"}],
             env_class="lcb",
             ground_truth=json.dumps(tests),
             extra_info={"split": split, "index": index},

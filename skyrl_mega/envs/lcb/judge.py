@@ -142,15 +142,17 @@ def _same_value(printed: str, expected: str) -> bool:
     expected_value = _value(expected)
     try:
         result = json.loads(printed)
-        return bool(result == _listed(expected_value)) and isinstance(result, bool) == isinstance(expected_value, bool)
+        return bool(result == _with_lists(expected_value)) and isinstance(result, bool) == isinstance(
+            expected_value, bool
+        )
     except (ValueError, RecursionError):  # invalid JSON, numbers of thousands of digits, deeply nested brackets
         return False
 
 
-def _listed(value: Any) -> Any:
+def _with_lists(value: Any) -> Any:
     """Returns a value with tuples replaced by lists, as in JSON."""
     if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
+        return [_with_lists(item) for item in value]
     return value
 
 

@@ -26,7 +26,7 @@ from skyrl_mega.envs.waiting import waiting
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Number of algebra processes, each for a single pair of answers at a time; 120 MB each."""
-QUICK_S = 0.5
+FIRST_TRY_S = 0.5
 """Time limit of the first attempt, in seconds. A slower comparison is repeated on the process reserved for slow
 comparisons, so slow comparisons delay only each other.
 """
@@ -38,7 +38,7 @@ seconds.
 START_S = 120.0
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals sent by other processes; a worker's own crash shows another signal."""
-DYING_S = 1.0
+EXIT_S = 1.0
 """Seconds to wait for the exit of a process with closed output."""
 LONGEST = 500
 """Maximum length of an answer to parse, in characters; a longer answer equals only the same text."""
@@ -80,21 +80,21 @@ def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
     """Returns True if two expressions are equal, and the seconds taken; a worker that exceeds the time limit is
     stopped.
     """
-    quick, patient = _pools_here()
-    result, took = _asked(quick, gold, answer, min(seconds, QUICK_S))
-    if result == "late" and seconds > QUICK_S:
-        result, patient_s = _asked(patient, gold, answer, seconds - QUICK_S)
+    quick, patient = _process_pools()
+    result, took = _ask_worker(quick, gold, answer, min(seconds, FIRST_TRY_S))
+    if result == "late" and seconds > FIRST_TRY_S:
+        result, patient_s = _ask_worker(patient, gold, answer, seconds - FIRST_TRY_S)
         took += patient_s
     return result is True, took
 
 
-def _asked(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | str | None, float]:
+def _ask_worker(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | str | None, float]:
     with waiting():
         worker = pool.take()
     start = time.monotonic()
     try:
         with waiting():
-            _made_ready(worker)
+            _start_worker(worker)
         start = time.monotonic()
         result = worker.ask(gold, answer, seconds)
     except TimeoutError:
@@ -111,7 +111,7 @@ def _asked(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | s
     return result, time.monotonic() - start
 
 
-def _made_ready(worker: Worker) -> None:
+def _start_worker(worker: Worker) -> None:
     try:
         worker.ready()
     except OSError as error:
@@ -169,7 +169,7 @@ class Worker:
         """
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return -self.process.wait(DYING_S) in KILLS
+            return -self.process.wait(EXIT_S) in KILLS
         return False
 
     def kill(self) -> None:
@@ -230,7 +230,7 @@ _pools: dict[int, tuple[Pool, Pool]] = {}
 _lock = threading.Lock()
 
 
-def _pools_here() -> tuple[Pool, Pool]:
+def _process_pools() -> tuple[Pool, Pool]:
     """Returns this process's quick and patient pools: a fork must not share the pipes."""
     with _lock:
         return _pools.setdefault(os.getpid(), (Pool(WORKERS), Pool(1)))

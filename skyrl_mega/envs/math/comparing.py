@@ -10,7 +10,7 @@ from skyrl_mega.envs.math.forms import unfinished
 from skyrl_mega.envs.math.reading import Reading
 from skyrl_mega.envs.math.units import agree
 
-Ask = Callable[[str, str], bool]
+AlgebraCheck = Callable[[str, str], bool]
 """Function that decides by algebra if two expressions are equal."""
 
 ORDERED = ("tuple", "ratio", "matrix", "relation")
@@ -18,7 +18,7 @@ UNORDERED = ("list", "union")
 MOST_PARTS = 64
 
 
-def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
+def matches(gold: Reading, answer: Reading, ask: AlgebraCheck) -> bool:
     """Returns True if an answer means the same as the gold answer.
 
     Args:
@@ -48,7 +48,7 @@ def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
     return _same_parts(gold.parts, answer.parts, ask)
 
 
-def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) -> bool:
+def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: AlgebraCheck) -> bool:
     """Returns True if the parts match one to one in any order. Parts equal without algebra are paired first."""
     unmatched = list(answer)
     for equal in (_never, ask):
@@ -63,7 +63,7 @@ def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) ->
     return not gold and not unmatched
 
 
-def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
+def _same_names(gold: Reading, answer: Reading, ask: AlgebraCheck) -> bool:
     """Compares parts by name; if a side is without names, in the order of the other side."""
     if gold.kind == answer.kind:
         by_symbol = {part.symbol: part for part in answer.parts}
@@ -81,7 +81,7 @@ def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
     )
 
 
-def _same_equation(gold: Reading, answer: Reading, ask: Ask) -> bool:
+def _same_equation(gold: Reading, answer: Reading, ask: AlgebraCheck) -> bool:
     one, other = _difference(gold), _difference(answer)
     if one is None or other is None:
         return False

@@ -22,7 +22,7 @@ DEPTH = 20
 """Maximum nesting of brackets, fractions, roots and functions."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
 """Maximum numbers of roots, functions and different letters: simplification grows with the combinations."""
-CHOSEN = 20
+BINOMIAL_K = 20
 """Largest k of a `\\binom{n}{k}` with letters."""
 FACTORIAL = 1000
 SMALL = 10**18
@@ -108,7 +108,7 @@ def _signed(size: Size, sign: int) -> Size:
     return replace(size, value=None if size.value is None else sign * size.value)
 
 
-def _turned(size: Size) -> Size:
+def _reciprocal(size: Size) -> Size:
     """Returns the size of the reciprocal."""
     value = 1 / size.value if size.value else None
     return replace(size, top=size.bottom, bottom=size.top, value=value)
@@ -128,7 +128,7 @@ def _power(base: Size, exponent: Size) -> Size:
     )
     exact = base.value**times if size.rational and base.value and size.bits < 256 else None
     size = _exact(size, exact)
-    return _turned(size) if value is not None and value < 0 else size
+    return _reciprocal(size) if value is not None and value < 0 else size
 
 
 def _largest(size: Size) -> int:
@@ -157,11 +157,11 @@ def _factorial(size: Size) -> Size:
     return _checked(replace(size, top=1, bottom=1, bits=bits, value=None))
 
 
-def _chosen(over: Size, under: Size) -> Size:
+def _binomial(over: Size, under: Size) -> Size:
     if over.value is not None and under.value is not None:
         bits = max(0.0, float(under.value)) * math.log2(max(2.0, abs(float(over.value))))
         return _checked(Size(bits=bits, rational=True))
-    if _largest(under) > CHOSEN:
+    if _largest(under) > BINOMIAL_K:
         raise TooMuch
     size = _multiplied(over, under)
     return _checked(replace(size, top=1, bottom=1, bits=float(_largest(over)), value=None))
@@ -212,7 +212,7 @@ class _Reader:
             sign = self.take() if self.next() in ("\\cdot", "*", "/") else ""
             negative = bool(sign) and self.next() == "-" and bool(self.take())
             other = _signed(self.factor(depth), -1 if negative else 1)
-            size = _multiplied(size, _turned(other) if sign == "/" else other)
+            size = _multiplied(size, _reciprocal(other) if sign == "/" else other)
         return size
 
     def factor(self, depth: int) -> Size:
@@ -252,9 +252,9 @@ class _Reader:
             return self.group(token, depth)
         if token == "\\frac":
             over, under = self.argument(depth + 1), self.argument(depth + 1)
-            return _multiplied(over, _turned(under))
+            return _multiplied(over, _reciprocal(under))
         if token == "\\binom":
-            return _chosen(self.argument(depth + 1), self.argument(depth + 1))
+            return _binomial(self.argument(depth + 1), self.argument(depth + 1))
         if token == "\\sqrt":
             return self.root(depth)
         if token in NAMED:

@@ -57,7 +57,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     known: set[str] = set()
     for split in ("test", "train"):
         if split in splits:
-            splits[split] = _once(splits[split], known, args.longest if split == "train" else None)
+            splits[split] = _unique(splits[split], known, args.longest if split == "train" else None)
     shots = sorted(splits.get("train", []), key=lambda p: len(p[0][-1]["content"]))[: args.shots]
     if len(shots) < args.shots:
         raise UserError(
@@ -119,7 +119,7 @@ def _messages(prompt: Any, where: str) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _once(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
+def _unique(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
     """Returns the problems whose text is not in `known` and not longer than `longest`, and adds the texts to
     `known`.
     """

@@ -30,11 +30,11 @@ TERM = re.compile(r"(?<=[\w)}\]!.])\s*[-+]")
 """Sign between two terms, other than a leading sign."""
 SIMPLE = ("frac", "sqrt", "cdot", "pi")
 TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|[-+*/^!=<>(]")
-NOTHING = re.compile(r"[-+]\s*0+(?![\d.])(?:\s*[a-z](?:\^\d|\^\{\d+\})?)*|(?:\\cdot|/|\^)\s*\{?1\}?(?![\d.])")
+NO_OPS = re.compile(r"[-+]\s*0+(?![\d.])(?:\s*[a-z](?:\^\d|\^\{\d+\})?)*|(?:\\cdot|/|\^)\s*\{?1\}?(?![\d.])")
 INNER = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 FRACTION = re.compile(rf"\\frac\s*{INNER}\s*{INNER}")
-ALONE = re.compile(r"\(\s*(\w|\d+)\s*\)")
-SPOKEN = {"\\frac": "/", "\\div": "/", "\\cdot": "*"}
+BRACKETED = re.compile(r"\(\s*(\w|\d+)\s*\)")
+OPERATORS = {"\\frac": "/", "\\div": "/", "\\cdot": "*"}
 OPERATIONS = {*"+-/^!=<>"} | {
     f"\\{name}" for name in (*FUNCTIONS, "sqrt", "binom", "le", "ge", "pm", "overline", "ldots")
 }
@@ -83,12 +83,13 @@ def copied(gold: str, answer: str, question: str) -> bool:
         return False
     question_tokens = tokens(tidy(question[-QUESTION:]))
     gold_forms = [_form(part.text) for part in _leaves(gold_reading)] + [_form(tidy(gold))]
-    for text in _open(answer_reading, tidy(answer)):
+    for text in _unfinished_parts(answer_reading, tidy(answer)):
         answer_tokens = tokens(text)
         if not OPERATIONS & set(answer_tokens) or _form(text) in gold_forms:
             continue
         if any(
-            not _is_value(text) or _told(question_tokens[:start]) for start in _windows(question_tokens, answer_tokens)
+            not _is_value(text) or _asks_for_result(question_tokens[:start])
+            for start in _positions(question_tokens, answer_tokens)
         ):
             return True
     return False
@@ -120,8 +121,8 @@ def _factors(text: str) -> int:
 
 def tokens(text: str) -> list[str]:
     """Returns numbers, letters, operations and opening brackets, without no-ops: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
-    text = FRACTION.sub(r"(\1)/(\2)", NOTHING.sub(" ", text.replace("*", "\\cdot ")))
-    text = ALONE.sub(r" \1 ", text)
+    text = FRACTION.sub(r"(\1)/(\2)", NO_OPS.sub(" ", text.replace("*", "\\cdot ")))
+    text = BRACKETED.sub(r" \1 ", text)
     result: list[str] = []
     for token in TOKEN.findall(text):
         if token[0].isdigit() or token[0] == ".":
@@ -129,11 +130,11 @@ def tokens(text: str) -> list[str]:
         elif token.isalpha() and len(token) <= LONGEST_WORD:
             result.extend(token)
         else:
-            result.append(SPOKEN.get(token, token))
+            result.append(OPERATORS.get(token, token))
     return [token for token in result if token != "*"]
 
 
-def _open(reading: Reading, written: str) -> list[str]:
+def _unfinished_parts(reading: Reading, written: str) -> list[str]:
     """Returns the texts of the parts that could still be worked out."""
     if reading.kind == "number":
         written = written.split("=")[-1].strip()
@@ -145,7 +146,7 @@ def _open(reading: Reading, written: str) -> list[str]:
         return [] if fraction is None or reduced else [written]
     if reading.kind in ("expression", "equation", "relation"):
         return [reading.text]
-    return [text for part in reading.parts for text in _open(part, part.text)]
+    return [text for part in reading.parts for text in _unfinished_parts(part, part.text)]
 
 
 def _leaves(reading: Reading) -> list[Reading]:
@@ -161,7 +162,7 @@ def _is_value(text: str) -> bool:
     return not letters and not TERM.search(text) and set(names) <= {"frac", "sqrt", "pi", "overline", "ldots"}
 
 
-def _told(tokens_before: list[str]) -> bool:
+def _asks_for_result(tokens_before: list[str]) -> bool:
     """Returns True if the question's tokens before an expression ask to work out the expression."""
     near = tokens_before[-NEAR:]
     while "=" in near:
@@ -169,7 +170,7 @@ def _told(tokens_before: list[str]) -> bool:
     return any(token.lower().startswith(TASKS) for token in near)
 
 
-def _windows(question_tokens: list[str], pattern: list[str]) -> Iterator[int]:
+def _positions(question_tokens: list[str], pattern: list[str]) -> Iterator[int]:
     """Yields the positions where the same tokens stand together in the question, in any order."""
     size, pattern_counts = len(pattern), Counter(pattern)
     window_counts = Counter(question_tokens[:size])

@@ -59,10 +59,10 @@ class Reading:
 def read(answer: str) -> Reading | None:
     """Parses an answer; None for an empty answer."""
     text = tidy(answer)
-    return _whole(text) if text else None
+    return _parse(text) if text else None
 
 
-def _whole(text: str, depth: int = 0) -> Reading:
+def _parse(text: str, depth: int = 0) -> Reading:
     if depth > 12:
         return _opaque(text)
     text = re.sub(r"^([A-Z])\)$", r"\1", text.strip())
@@ -83,17 +83,17 @@ def _whole(text: str, depth: int = 0) -> Reading:
 
 
 def _list(pieces: list[str], text: str, depth: int) -> Reading:
-    parts = tuple(_whole(piece, depth + 1) for piece in pieces)
+    parts = tuple(_parse(piece, depth + 1) for piece in pieces)
     symbols = {part.symbol for part in parts if part.symbol}
     if len(parts) < 2:
         return parts[0] if parts else _opaque(text)
     if len(symbols) == len(parts):  # x = 1, y = 2
-        return Reading("named", _joined(text), parts=parts)
+        return Reading("named", _compact(text), parts=parts)
     if len(symbols) == 1 and parts[0].symbol:  # x = 1, 2 and x = 1 or x = 2
         return Reading(
-            "list", _joined(text), parts=tuple(replace(part, symbol="") for part in parts), symbol=symbols.pop()
+            "list", _compact(text), parts=tuple(replace(part, symbol="") for part in parts), symbol=symbols.pop()
         )
-    return Reading("list", _joined(text), parts=parts)
+    return Reading("list", _compact(text), parts=parts)
 
 
 def _related(text: str, depth: int) -> Reading | None:
@@ -120,37 +120,37 @@ def _related(text: str, depth: int) -> Reading | None:
         high = parts[-1] if at < len(parts) - 1 else Reading("expression", "\\infty")
         left = "[" if at > 0 and kinds[0] == "<=" else "("
         right = "]" if at < len(parts) - 1 and kinds[-1] == "<=" else ")"
-        return Reading("tuple", _joined(text), parts=(low, high), shape=left + right, symbol=_joined(sides[at]))
-    return Reading("relation", _joined(text), parts=parts, shape=" ".join(kinds))
+        return Reading("tuple", _compact(text), parts=(low, high), shape=left + right, symbol=_compact(sides[at]))
+    return Reading("relation", _compact(text), parts=parts, shape=" ".join(kinds))
 
 
 def _equation(text: str, sides: list[str], signs: list[str], depth: int) -> Reading:
     if SYMBOL.fullmatch(sides[0]):
         rest = re.sub(r"^\s*(?:=|\\(?:in|approx))", "", text[len(sides[0]) :])
-        inner = _whole(rest, depth + 1)
+        inner = _parse(rest, depth + 1)
         if inner.symbol or inner.kind in ("equation", "opaque", "named"):
             return _opaque(text)
         names = sides[0].strip("() ").split(",")
         if len(names) > 1 and inner.shape == "()" and len(names) == len(inner.parts) == len(set(names)):
             pairs = zip(inner.parts, names, strict=True)
-            return Reading("named", _joined(text), parts=tuple(replace(part, symbol=_joined(n)) for part, n in pairs))
-        return replace(inner, symbol=_joined(sides[0]))
+            return Reading("named", _compact(text), parts=tuple(replace(part, symbol=_compact(n)) for part, n in pairs))
+        return replace(inner, symbol=_compact(sides[0]))
     if len(sides) == 2 and signs == ["="] and SYMBOL.fullmatch(sides[1]):
-        return replace(_whole(sides[0], depth + 1), symbol=_joined(sides[1]))
+        return replace(_parse(sides[0], depth + 1), symbol=_compact(sides[1]))
     parts = tuple(_single(side) for side in sides)
     values = {part.value for part in parts}
     if len(values) == 1 and None not in values:  # 6/8 = 3/4
         return parts[-1]
     if set(signs) != {"="} or len(parts) != 2 or any(part.kind not in ("number", "expression") for part in parts):
         return _opaque(text)
-    return Reading("equation", _joined(text), parts=parts)
+    return Reading("equation", _compact(text), parts=parts)
 
 
 def _union(text: str, depth: int) -> Reading | None:
     pieces, _ = cut(text, ["\\cup"])
     if len(pieces) < 2:
         return None
-    return Reading("union", _joined(text), parts=tuple(_whole(piece, depth + 1) for piece in pieces))
+    return Reading("union", _compact(text), parts=tuple(_parse(piece, depth + 1) for piece in pieces))
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
@@ -161,13 +161,13 @@ def _bracketed(text: str, depth: int) -> Reading | None:
         inner = text[len(opening) : -len(closing)].strip().rstrip("\\").strip()
         pieces, _ = cut(inner, [",", ";"])
         if opening == "(" and closing == ")" and len(pieces) == 1:
-            return _whole(inner, depth + 1)
+            return _parse(inner, depth + 1)
         if len(pieces) == 1 and opening != "\\{":
             return None
-        parts = tuple(_whole(piece, depth + 1) if piece else _opaque("") for piece in pieces)
+        parts = tuple(_parse(piece, depth + 1) if piece else _opaque("") for piece in pieces)
         if opening == "\\{":
-            return Reading("list", _joined(inner), parts=parts)
-        return Reading("tuple", _joined(text), parts=parts, shape=opening + closing)
+            return Reading("list", _compact(inner), parts=parts)
+        return Reading("tuple", _compact(text), parts=parts, shape=opening + closing)
     return None
 
 
@@ -176,15 +176,15 @@ def _matrix(text: str, depth: int) -> Reading | None:
     if match is None:
         return None
     rows = [row.split("&") for row in re.split(r"\\cr\b", match.group(2)) if row.strip()]
-    parts = tuple(_whole(entry, depth + 1) for row in rows for entry in row)
-    return Reading("matrix", _joined(text), parts=parts, shape=f"{match.group(1)} {[len(row) for row in rows]}")
+    parts = tuple(_parse(entry, depth + 1) for row in rows for entry in row)
+    return Reading("matrix", _compact(text), parts=parts, shape=f"{match.group(1)} {[len(row) for row in rows]}")
 
 
 def _ratio(text: str, depth: int) -> Reading | None:
     pieces, _ = cut(text, [":"])
     if len(pieces) < 2 or not all(pieces):
         return None
-    return Reading("ratio", _joined(text), parts=tuple(_single(piece) for piece in pieces))
+    return Reading("ratio", _compact(text), parts=tuple(_single(piece) for piece in pieces))
 
 
 def _both_signs(text: str, depth: int) -> Reading | None:
@@ -192,7 +192,7 @@ def _both_signs(text: str, depth: int) -> Reading | None:
     if text.count("\\pm") != 1 or "\\mp" in text:
         return None
     plus, minus = (text.replace("\\pm", sign).strip().removeprefix("+") for sign in "+-")
-    return Reading("list", _joined(text), parts=(_single(plus), _single(minus)))
+    return Reading("list", _compact(text), parts=(_single(plus), _single(minus)))
 
 
 def _single(text: str) -> Reading:
@@ -256,7 +256,7 @@ def _worded(text: str) -> Reading | None:
     """Parses words and names of figures; None for other texts."""
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     if re.fullmatch(r"[A-Z]{2,}", words.strip()) or any(f"\\{figure}" in text for figure in FIGURES):
-        return Reading("name", _joined(words))
+        return Reading("name", _compact(words))
     if re.search(r"[\\^_{}=<>]", words):
         return None
     letter_runs = re.findall(r"[A-Za-z]+", words)
@@ -292,7 +292,7 @@ def _expression(text: str) -> Reading:
     ):
         return _opaque(text)
     exact = re.sub(r"(?<![\d_])(\d*)\.(\d+)", _as_fraction, spelled)
-    return Reading("expression", _joined(exact))
+    return Reading("expression", _compact(exact))
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -345,7 +345,7 @@ def _opaque(text: str) -> Reading:
     return Reading("opaque", " ".join(text.split()))
 
 
-def _joined(text: str) -> str:
+def _compact(text: str) -> str:
     """Returns the text without meaningless spaces, and without braces around single characters."""
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"(?<![A-Za-z]) | (?![A-Za-z])", "", text) if "\\" in text else text.replace(" ", "")

@@ -19,7 +19,7 @@ MEASURES = {
     "C": "celsius", "F": "fahrenheit", "am": "am", "pm": "pm",
     "mph": "mph", "unit": "unit", "watt": "watt", "volt": "volt", "acre": "acre",
 }  # fmt: skip
-KNOWN = {word: name for name, words in MEASURES.items() for word in (name, *words.split())}
+MEASURE_OF_WORD = {word: name for name, words in MEASURES.items() for word in (name, *words.split())}
 COUNTED = frozenset(
     _words(
         "way integer student meal edge digit multiple point solution root person people child boy girl dog "
@@ -58,7 +58,7 @@ pairs.
 """
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-OTHERWISE = frozenset(
+MEANING_CHANGES = frozenset(
     _words(
         "is are was not or and wrong at least most more less than about approximately around between to if "
         "when where for but except then so because half twice dozen score no none nor either neither without "
@@ -78,13 +78,13 @@ def unit_of(words: str, *, marked: bool) -> str | None:
     if re.search(r"[^A-Za-z .'/-]", words):
         return None
     tokens = re.findall(r"[a-z]+", re.sub(r"\b([ap])\.?\s*m\b\.?", r"\1m", words.lower()))
-    if not tokens or len(tokens) > 6 or OTHERWISE & set(tokens):
+    if not tokens or len(tokens) > 6 or MEANING_CHANGES & set(tokens):
         return None
     single = [_single(word) for word in tokens]
-    if not marked and not all(word in KNOWN or word in COUNTED for word in single):
+    if not marked and not all(word in MEASURE_OF_WORD or word in COUNTED for word in single):
         return None
     power = "^2" if {"square", "sq", "squared"} & {*single} else "^3" if {"cubic", "cubed", "cc"} & {*single} else ""
-    measures = [KNOWN[word] for word in single if word in KNOWN]
+    measures = [MEASURE_OF_WORD[word] for word in single if word in MEASURE_OF_WORD]
     if "per" in single and measures[:2] == ["mi", "hr"]:
         return "mph"
     if len(measures) > 1:
@@ -110,7 +110,7 @@ def _measured(unit: str) -> bool:
 
 
 def _single(word: str) -> str:
-    if word in KNOWN or len(word) < 3 or word.endswith("ss"):
+    if word in MEASURE_OF_WORD or len(word) < 3 or word.endswith("ss"):
         return word
     if re.search(r"(?:x|ch|sh|ss)es$", word):
         return word[:-2]

@@ -62,10 +62,10 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _late)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(_timed(same, json.loads(line))), flush=True)
+        print(json.dumps(_compare_in_time(same, json.loads(line))), flush=True)
 
 
-def _timed(same: Callable[[str, str], bool], request: dict[str, Any]) -> bool | str | None:
+def _compare_in_time(same: Callable[[str, str], bool], request: dict[str, Any]) -> bool | str | None:
     try:
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
         return same(request["gold"], request["answer"])

@@ -63,14 +63,14 @@ class PythonToolEnv(BaseTextEnv):
         if self.turns >= self.max_turns:
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={"parsed_answer": None})
         if tag is None:
-            return _say("Give a program inside <python>…</python>, or the answer inside <answer>…</answer>.", {})
+            return _reply("Give a program inside <python>…</python>, or the answer inside <answer>…</answer>.", {})
         outcome = self.box.run(python(), files={"main.py": _plain(tag.text)})
         text = report(outcome, int(self.options["shown_characters"]))
         calls = [{"name": "python", "arguments": {"program": _plain(tag.text)}}]
-        return _say(text, {"status": outcome.status, "seconds": outcome.seconds, "tool_calls": calls})
+        return _reply(text, {"status": outcome.status, "seconds": outcome.seconds, "tool_calls": calls})
 
 
-def _say(text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+def _reply(text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
     message = {"role": "user", "content": f"<output>\n{text}\n</output>"}
     return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
 

@@ -18,7 +18,7 @@ from skyrl_mega.envs.sandbox import folders
 
 MIB = 2**20
 ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+CGROUP_FILE = Path("/proc/self/cgroup")
 
 
 class Budget:
@@ -30,7 +30,7 @@ class Budget:
         own: File naming this process's cgroup.
     """
 
-    def __init__(self, total_mib: float, root: Path = ROOT, cgroup_file: Path = OWN) -> None:
+    def __init__(self, total_mib: float, root: Path = ROOT, cgroup_file: Path = CGROUP_FILE) -> None:
         self.total = int(total_mib * MIB)
         self.group = _group(self.total, root, cgroup_file)
         """Folder of the cgroup; None without a cgroup, and then `note` enforces the limit."""
@@ -82,7 +82,7 @@ def of(name: str, total_mib: float) -> Budget:
     with _making:
         key = (os.getpid(), name, total_mib)
         if key not in _budgets:
-            _budgets[key] = Budget(total_mib / _among)
+            _budgets[key] = Budget(total_mib / _process_count)
             atexit.register(_budgets[key].close)
         return _budgets[key]
 
@@ -91,15 +91,15 @@ def divide(among: int) -> None:
     """Sets the number of processes on this node that share each environment's limit; call before creating the first
     sandbox.
     """
-    global _among
-    _among = among
+    global _process_count
+    _process_count = among
 
 
 def hear(programs: int) -> None:
     """Adds commands that another process of the run has ended for exceeding a budget."""
-    global _elsewhere
+    global _ended_in_other_processes
     with _making:
-        _elsewhere = (_elsewhere or 0) + programs
+        _ended_in_other_processes = (_ended_in_other_processes or 0) + programs
 
 
 def ended() -> int | None:
@@ -108,7 +108,9 @@ def ended() -> int | None:
     """
     with _making:
         counts = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
-        return sum(counts) + (_elsewhere or 0) if counts or _elsewhere is not None else None
+        return (
+            sum(counts) + (_ended_in_other_processes or 0) if counts or _ended_in_other_processes is not None else None
+        )
 
 
 def told(count: float) -> str:
@@ -121,9 +123,9 @@ def told(count: float) -> str:
 
 _budgets: dict[tuple[int, str, float], Budget] = {}
 _making = threading.Lock()
-_among = 1
+_process_count = 1
 """Number of processes on this node that share each environment's limit."""
-_elsewhere: int | None = None
+_ended_in_other_processes: int | None = None
 """Number of commands ended for exceeding a budget in other processes; None without other processes."""
 
 

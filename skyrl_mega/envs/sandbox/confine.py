@@ -13,14 +13,14 @@ import kernel
 import syscalls
 import tree
 
-ROOMS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
+SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
 """Host paths needed by programs to start."""
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-INSIDE = "/sandbox"
+WORK_FOLDER = "/sandbox"
 """Working folder inside a mount namespace."""
 
-TRUNCATE = 3
+TRUNCATE_ABI = 3
 """First Landlock ABI with control over truncating files."""
 
 
@@ -55,16 +55,16 @@ def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -
     active, absent = result["active"], result["absent"]
     outside = os.path.realpath(request["folder"] or request["scratch"])
     os.close(tree.enter(outside))  # an earlier command may have locked the folder
-    work, readable, writable = outside, [*ROOMS, *request["read"]], [outside, *DEVICES]
+    work, readable, writable = outside, [*SYSTEM_PATHS, *request["read"]], [outside, *DEVICES]
     owner = os.geteuid()
     if owner == 0:
         owner = request["uid"]
-        _give(outside, owner)
+        _change_owner(outside, owner)
     counted = not request["namespaces"]
     if namespaces:
         try:
             _new_root(request, outside, owner)
-            work, readable, writable = INSIDE, ["/"], [INSIDE, *DEVICES]
+            work, readable, writable = WORK_FOLDER, ["/"], [WORK_FOLDER, *DEVICES]
             active["files"] = ["mount namespace"]
             counted = counted and request["folder"] is not None
         except OSError as error:
@@ -104,7 +104,7 @@ def _restrict(
         if "landlock" in request["disabled"]:
             raise OSError("switched off")
         version = kernel.landlock(*paths)
-        if version >= TRUNCATE or not shared:
+        if version >= TRUNCATE_ABI or not shared:
             active.setdefault("files", []).append("Landlock")
         if version >= 6:
             active.setdefault("processes", []).append("Landlock")
@@ -133,9 +133,9 @@ def _new_root(request: dict[str, Any], outside: str, owner: int) -> None:
     root = request["root"]
     keep = os.open(outside, os.O_PATH)  # the new root may hide it
     kernel.mount("sandbox", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
-    for path in [*ROOMS, *request["read"], *DEVICES]:
+    for path in [*SYSTEM_PATHS, *request["read"], *DEVICES]:
         _bind(path, root)
-    work = root + INSIDE
+    work = root + WORK_FOLDER
     os.mkdir(work, 0o700)
     if request["folder"] is None:
         size = f"size={request['limits']['disk']},nr_inodes={request['limits']['inodes']},mode=700"
@@ -168,7 +168,7 @@ def _bind(path: str, root: str) -> None:
         kernel.read_only(target)
 
 
-def _give(folder: str, owner: int) -> None:
+def _change_owner(folder: str, owner: int) -> None:
     if os.stat(folder).st_uid == owner:
         return
     for path in tree.folders(folder):

@@ -22,19 +22,19 @@ from pathlib import Path
 from skyrl_mega.envs.sandbox import tree
 
 PREFIX = "skyrl-sandbox-"
-YOUNG_S = 60.0
+ABANDONED_AFTER_S = 60.0
 """Seconds before a folder without a lock counts as abandoned; a younger folder may be about to get a lock."""
 
-_homes: dict[int, str] = {}
+_process_folders: dict[int, str] = {}
 _locks: list[int] = []
-_making = threading.Lock()
+_lock = threading.Lock()
 
 
 def make() -> str:
     """Creates an empty folder and returns its path; mode 0711 lets other users pass through without listing the
     folder.
     """
-    path = tempfile.mkdtemp(dir=_home())
+    path = tempfile.mkdtemp(dir=_process_folder())
     os.chmod(path, 0o711)
     return path
 
@@ -52,11 +52,11 @@ def alive(name: str) -> bool:
     return match is not None and _start_time(int(match[1])) == match[2]
 
 
-def _home() -> str:
+def _process_folder() -> str:
     """Returns this process's own folder; a forked process creates another."""
-    with _making:
+    with _lock:
         pid = os.getpid()
-        if pid not in _homes or not os.path.isdir(_homes[pid]):
+        if pid not in _process_folders or not os.path.isdir(_process_folders[pid]):
             root = os.path.realpath(tempfile.gettempdir())
             sweep(root)
             folder = tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-", dir=root)
@@ -64,12 +64,12 @@ def _home() -> str:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.chmod(folder, 0o711)
             _locks.append(lock)
-            _homes[pid] = folder
-            atexit.register(_leave, pid, folder)
-        return _homes[pid]
+            _process_folders[pid] = folder
+            atexit.register(_remove_at_exit, pid, folder)
+        return _process_folders[pid]
 
 
-def _leave(pid: int, folder: str) -> None:
+def _remove_at_exit(pid: int, folder: str) -> None:
     if os.getpid() == pid:
         tree.remove(folder)
 
@@ -87,7 +87,7 @@ def _remove_unowned(path: Path, age_s: float) -> None:
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        if age_s > YOUNG_S:
+        if age_s > ABANDONED_AFTER_S:
             tree.remove(str(path))
         return
     try:

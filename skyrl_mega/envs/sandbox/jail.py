@@ -28,9 +28,9 @@ from watch import Watch, descendants
 
 NICE = 10
 """Niceness of jailed processes: the trainer, the main user of the machine, comes first."""
-LAST_TO_STAY = "1000"
+OOM_SCORE = "1000"
 """OOM score: when memory runs out, the kernel kills the jailed processes first."""
-TELL_S, MIB = 0.5, 2**20
+REPORT_EVERY_S, MIB = 0.5, 2**20
 """Seconds between reports of memory to the host, and the change in bytes reported at once."""
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     length = struct.unpack("Q", _read(0, 8))[0]
     request = json.loads(_read(0, length))
     with os.fdopen(report, "w") as out:
-        _tell(out, launch(request, out))
+        _write_report(out, launch(request, out))
 
 
 def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _watch(request: dict[str, Any], child: int, status: int, result: dict[str, A
             if (
                 abs(used - noted) >= MIB or time.monotonic() >= next_report
             ):  # also periodically: another command may be growing
-                noted, next_report = used, time.monotonic() + TELL_S
-                _tell(report, {"memory": used})
+                noted, next_report = used, time.monotonic() + REPORT_EVERY_S
+                _write_report(report, {"memory": used})
 
 
 def _watcher(request: dict[str, Any], init: int, counted: bool) -> Watch:
@@ -106,7 +106,7 @@ def _watcher(request: dict[str, Any], init: int, counted: bool) -> Watch:
 def _init(request: dict[str, Any], result: dict[str, Any], namespaces: bool, status: int) -> None:
     """Runs init; never returns. Writes every message to `status`, a line of JSON each."""
     try:
-        _stand_back(request["group"])
+        _yield_to_trainer(request["group"])
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.setsid()
         stdin = os.memfd_create("stdin")
@@ -116,26 +116,26 @@ def _init(request: dict[str, Any], result: dict[str, Any], namespaces: bool, sta
             request["limits"]["processes"] += _threads_of(os.geteuid())  # the kernel counts all threads of the user
         counted = confine.confine(request, result, namespaces)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        _say(status, {"active": result["active"], "absent": result["absent"], "counted": counted})
+        _send_status(status, {"active": result["active"], "absent": result["absent"], "counted": counted})
         missing = [name for name in request["need"] if name not in result["active"]]
         if missing:
-            _say(status, {"missing": missing})
+            _send_status(status, {"missing": missing})
             os._exit(0)
         if request["argv"]:
-            _say(status, _run(request, stdin, status))
+            _send_status(status, _run(request, stdin, status))
     except BaseException as error:
-        _say(status, {"broken": f"{type(error).__name__}: {error}"})
+        _send_status(status, {"broken": f"{type(error).__name__}: {error}"})
     os._exit(0)
 
 
-def _stand_back(group: str | None) -> None:
+def _yield_to_trainer(group: str | None) -> None:
     """Gives the trainer priority in CPU time and memory."""
     if group is not None:
         with open(group, "w") as procs:
             procs.write("0")
     os.nice(NICE)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # a read-only /proc
-        score.write(LAST_TO_STAY)
+        score.write(OOM_SCORE)
 
 
 def _run(request: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _run(request: dict[str, Any], stdin: int, status: int) -> dict[str, Any]:
             os.set_inheritable(status, False)
             os.execve(request["argv"][0], request["argv"], request["env"])
         except BaseException as error:
-            _say(status, {"broken": f"{request['argv'][0]}: {error}"})
+            _send_status(status, {"broken": f"{request['argv'][0]}: {error}"})
         finally:
             os._exit(127)
     while True:
@@ -200,12 +200,12 @@ def _kill_descendants() -> None:
             return
 
 
-def _tell(report: TextIO, line: dict[str, Any]) -> None:
+def _write_report(report: TextIO, line: dict[str, Any]) -> None:
     report.write(json.dumps(line) + "\n")
     report.flush()
 
 
-def _say(status: int, line: dict[str, Any]) -> None:
+def _send_status(status: int, line: dict[str, Any]) -> None:
     os.write(status, json.dumps(line).encode() + b"\n")
 
 

@@ -39,7 +39,7 @@ it.
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
 """Upper bound of every limit: a million seconds, MiB, processes."""
-INTERPRETER = ("bin", "lib", "lib64", "pyvenv.cfg")
+INTERPRETER_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
 KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a command after the kernel killed a process; a shell reports 128 + SIGKILL for a killed child."""
 GRACE_S = 10.0
@@ -145,7 +145,7 @@ class Sandbox:
             name for name in CONFINEMENTS if name not in confinements(self.disabled) and name not in self.without
         ]
         if missing:
-            raise UserError(_lacking(missing, key))
+            raise UserError(_missing_text(missing, key))
         try:
             outcome = self.run(python("-c", "pass"))
         except RuntimeError as error:
@@ -185,8 +185,8 @@ class Sandbox:
         limits = limits or self.limits
         scratch = folders.make()
         try:
-            request = _order(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
-            return _play(request, limits, budget.of(self.name, limits.total_mib))
+            request = _request(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
+            return _execute(request, limits, budget.of(self.name, limits.total_mib))
         finally:
             tree.remove(scratch)
 
@@ -221,7 +221,7 @@ def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
     return {name: list(mechanisms) for name, mechanisms in box.run([]).active.items()}
 
 
-def _order(
+def _request(
     box: Sandbox,
     argv: Sequence[str],
     stdin: str,
@@ -241,8 +241,8 @@ def _order(
         "files": dict(files),
         "folder": workspace.place if workspace is not None else None,
         "namespaces": dict(workspace.namespaces) if workspace is not None else {},
-        "scratch": _made(scratch, "work"),
-        "root": _made(scratch, "root"),
+        "scratch": _make_folder(scratch, "work"),
+        "root": _make_folder(scratch, "root"),
         "read": sorted({*_interpreter(), *box.read}),
         "need": [name for name in CONFINEMENTS if name not in box.without],
         "disabled": list(box.disabled),
@@ -265,7 +265,7 @@ def _interpreter() -> Iterator[str]:
     """
     for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
         for folder in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
-            for part in INTERPRETER:
+            for part in INTERPRETER_PARTS:
                 if os.path.exists(path := os.path.join(folder, part)):
                     yield path
                     yield os.path.realpath(path)
@@ -275,7 +275,7 @@ def _bytes(mib: float) -> int:
     return int(mib * 2**20)
 
 
-def _made(scratch: str, name: str) -> str:
+def _make_folder(scratch: str, name: str) -> str:
     path = os.path.join(scratch, name)
     os.mkdir(path, 0o700)
     return path
@@ -287,7 +287,7 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _play(request: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
+def _execute(request: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
     request["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
@@ -386,7 +386,7 @@ def _outcome(
     seconds: float,
 ) -> Outcome:
     if "missing" in report:
-        raise UserError(_lacking(report["missing"], "sandbox"))
+        raise UserError(_missing_text(report["missing"], "sandbox"))
     if "broken" in report:
         raise InfrastructureFault(f"the sandbox cannot start {request['argv'][:1]}: {report['broken']}")
     code = report.get("exit")
@@ -402,7 +402,7 @@ def _outcome(
     return Outcome(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
 
 
-def _lacking(missing: Iterable[str], key: str) -> str:
+def _missing_text(missing: Iterable[str], key: str) -> str:
     names = list(missing)
     needs = "; or ".join(dict.fromkeys(NEEDS[name] for name in names))
     return (

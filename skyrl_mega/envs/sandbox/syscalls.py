@@ -155,23 +155,25 @@ def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
     ]
     for number in sorted(arch.always | (arch.shared if shared else set()) | (arch.counted if counted else set())):
         code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    code += _when(arch.clone, [(LOAD, 0, 0, _low(0)), (BITS, 0, 1, NAMESPACES), (RETURN, 0, 0, REFUSE)])
+    code += _for_call(arch.clone, [(LOAD, 0, 0, _low_half(0)), (BITS, 0, 1, NAMESPACES), (RETURN, 0, 0, REFUSE)])
     if shared:
         # prlimit only of itself (pid 0); utimensat only of open files (no path); prctl never hides from the watcher.
-        code += _when(arch.prlimit, [(LOAD, 0, 0, _low(0)), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])
-        no_path = [(LOAD, 0, 0, _low(1)), (EQUAL, 0, 2, 0), (LOAD, 0, 0, _low(1) + 4), (EQUAL, 1, 0, 0)]
-        code += _when(arch.utimensat, [*no_path, (RETURN, 0, 0, REFUSE)])
-        code += _when(arch.prctl, [(LOAD, 0, 0, _low(0)), (EQUAL, 0, 1, PR_SET_DUMPABLE), (RETURN, 0, 0, REFUSE)])
+        code += _for_call(arch.prlimit, [(LOAD, 0, 0, _low_half(0)), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])
+        no_path = [(LOAD, 0, 0, _low_half(1)), (EQUAL, 0, 2, 0), (LOAD, 0, 0, _low_half(1) + 4), (EQUAL, 1, 0, 0)]
+        code += _for_call(arch.utimensat, [*no_path, (RETURN, 0, 0, REFUSE)])
+        code += _for_call(
+            arch.prctl, [(LOAD, 0, 0, _low_half(0)), (EQUAL, 0, 1, PR_SET_DUMPABLE), (RETURN, 0, 0, REFUSE)]
+        )
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 
-def _when(number: int, lines: list[Line]) -> list[Line]:
+def _for_call(number: int, lines: list[Line]) -> list[Line]:
     """Returns instructions that apply `lines` to a single call; the call is allowed if execution reaches the end of
     `lines`.
     """
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 
-def _low(argument: int) -> int:
+def _low_half(argument: int) -> int:
     """Returns the offset of the lower half of an argument."""
     return 16 + 8 * argument

@@ -37,8 +37,8 @@ class Workspace:
         self.namespaces: dict[str, int] = {}
         """Kind → descriptor of the namespaces with the file system at `place`; empty for a folder of the host."""
         self._top: int | None = None
-        self._held = folders.make()
-        self.place = os.path.join(self._held, "work")
+        self._own_folder = folders.make()
+        self.place = os.path.join(self._own_folder, "work")
         """Path inside the jail's namespaces."""
         try:
             os.mkdir(self.place, 0o700)
@@ -55,7 +55,7 @@ class Workspace:
         Raises:
             RuntimeError: The workspace is closed.
         """
-        if not self._held:
+        if not self._own_folder:
             raise RuntimeError("the workspace was given back")
         return Path(self.place if self._top is None else f"/proc/{os.getpid()}/fd/{self._top}")
 
@@ -68,7 +68,7 @@ class Workspace:
 
     def close(self) -> None:
         """Removes the folder. Never raises; may be called again."""
-        held, self._held = self._held, ""
+        held, self._own_folder = self._own_folder, ""
         for fd in (*self.namespaces.values(), *([] if self._top is None else [self._top])):
             os.close(fd)
         self.namespaces, self._top = {}, None

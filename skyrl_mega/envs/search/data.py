@@ -188,13 +188,13 @@ def _answers(record: dict[str, Any], where: str) -> list[str]:
 def _titles(record: dict[str, Any], where: str) -> list[str]:
     """Returns the titles of the answering passages, from the formats of HotpotQA, 2Wiki and MuSiQue; [] if unknown."""
     try:
-        return _said_titles(record)
+        return _supporting_titles(record)
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         allowed = "as HotpotQA's, 2Wiki's or MuSiQue's"
         raise UserError(f"{where}, supporting_facts or paragraphs: allowed: {allowed}, or without them") from error
 
 
-def _said_titles(record: dict[str, Any]) -> list[str]:
+def _supporting_titles(record: dict[str, Any]) -> list[str]:
     supporting = record.get("supporting_facts")
     if isinstance(supporting, dict):  # the Hugging Face hub's form
         titles = list(supporting.get("title") or [])

@@ -53,7 +53,7 @@ class SearchEnv(BaseTextEnv):
         super().__init__(options, extras)
         self.score = SCORES[self.options["reward"]]
         self.wrong_answer = float(self.options["wrong_answer"])
-        self.invalid = INVALID if self.options["invalid"] == "explain" else _shown_as("")
+        self.invalid = INVALID if self.options["invalid"] == "explain" else _information("")
         self.targets = targets_of(self.ground_truth)
         self.searches: list[dict[str, Any]] = []
         """Searches so far: query, found ids, seconds, and an error for a failed search."""
@@ -103,7 +103,7 @@ class SearchEnv(BaseTextEnv):
             text = FAILED
         record["seconds"] = round(time.perf_counter() - start, 3)
         self.searches.append(record)
-        return _shown_as(text)
+        return _information(text)
 
     def _output(
         self, observations: list[dict[str, Any]], reward: float, done: bool, judged: dict[str, Any]
@@ -113,7 +113,7 @@ class SearchEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
 
-def _shown_as(text: str) -> str:
+def _information(text: str) -> str:
     return f"\n<information>{text}</information>\n"
 
 

@@ -48,7 +48,7 @@ def targets_of(ground_truth: Any) -> list[str]:
     Args:
         ground_truth: Search-R1's `{"target": [...]}`, a list, or a single text.
     """
-    return [str(target) for target in _given(ground_truth) if not wrong_text(target)]
+    return [str(target) for target in _listed(ground_truth) if not wrong_text(target)]
 
 
 def wrong_targets(ground_truth: Any) -> str | None:
@@ -57,7 +57,7 @@ def wrong_targets(ground_truth: Any) -> str | None:
     Args:
         ground_truth: As for `targets_of`.
     """
-    targets = _given(ground_truth)
+    targets = _listed(ground_truth)
     reasons = [wrong_spelling(target) for target in targets]
     if None in reasons:
         return None
@@ -67,7 +67,7 @@ def wrong_targets(ground_truth: Any) -> str | None:
     return wrong or (None if targets else 'it has no target; allowed is a text, a list of texts, or {"target": a list}')
 
 
-def _given(ground_truth: Any) -> list[Any]:
+def _listed(ground_truth: Any) -> list[Any]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target")
     if ground_truth is None:

@@ -193,7 +193,7 @@ class Source:
             if leaves:
                 leaf = max(leaves, key=self._span)
                 start, end = self._span(leaf)
-                return start, end, partial(_other, leaf.value, self.code[start:end].decode())
+                return start, end, partial(_other_value, leaf.value, self.code[start:end].decode())
         return None
 
     def _in_a_list(self, wanted: ast.expr) -> Edit:
@@ -217,7 +217,7 @@ def wrong(file: File, edit: Edit, random: Random) -> File:
     return replace(file, data=file.data[:start] + draw(random).encode() + file.data[end:])
 
 
-def _other(value: Any, text: str, random: Random) -> str:
+def _other_value(value: Any, text: str, random: Random) -> str:
     """Returns the source of another value of the same type, beyond any tolerance; a text keeps the quotes."""
     if not isinstance(value, str | bytes):
         return repr(2 * value + random.randint(1, 9))
@@ -304,7 +304,9 @@ def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: f
                 stopped += [] if function.early else [function]
             elif f"raised {words}" in seen or not function.early:
                 has_certain = any(a.certain for a in function.assertions)
-                stopped += [function] if has_certain else [test for m, test in tests if m == n or _asks(test, name)]
+                stopped += (
+                    [function] if has_certain else [test for m, test in tests if m == n or _uses_fixture(test, name)]
+                )
     named = [function for function in functions if function.node.name in names]
     tiers = [[(f, a) for f in group for a in f.assertions if a.certain] for group in (stopped, named, ran, loaded)]
     certain = [(f, a) for f, a in broken if a.certain]
@@ -315,6 +317,6 @@ def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: f
     return []
 
 
-def _asks(test: Function, name: str) -> bool:
+def _uses_fixture(test: Function, name: str) -> bool:
     """Returns True if the test uses the fixture of this name."""
     return any(arg.arg == name for arg in test.node.args.args)

@@ -15,7 +15,7 @@ from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.swe.judge import NAMED, inside, named
+from skyrl_mega.envs.swe.judge import TEST_LISTS, inside, named
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
@@ -70,7 +70,7 @@ def _task(file: Path) -> dict[str, Any]:
     for key in ("instruction", "test"):
         if not isinstance(task.get(key), str) or not task[key].strip():
             raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
-    for key in NAMED:
+    for key in TEST_LISTS:
         try:
             task[key] = named({key: task.get(key, [])})
         except UserError as error:
@@ -91,7 +91,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}],
             env_class="swe",
             ground_truth=task["test"],
-            extra_info={"split": task["split"], "task": task["name"], **{key: task[key] for key in NAMED}},
+            extra_info={"split": task["split"], "task": task["name"], **{key: task[key] for key in TEST_LISTS}},
         )
 
 

@@ -29,9 +29,9 @@ from skyrl_mega.envs.sandbox.scoring import scored
 from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, suspects, wrong
 from skyrl_mega.envs.swe.session import File, Files, Ran, Session, UnfitError, entries
 
-NAMED = ("FAIL_TO_PASS", "PASS_TO_PASS")
+TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 """Lists of tests in a row, under SWE-bench's names."""
-STARTS = {
+TOOL_FILES = {
     "g?make": ("Makefile", "GNUmakefile", "*.mk"),
     "nox": ("noxfile.py",),
     "npm|npx|yarn|pnpm|bun": ("package.json",),
@@ -97,7 +97,7 @@ class Judge:
         last, failed_canaries = LATE, 0
         for canary in self._plan(tests, edits):
             try:
-                ran = scored(partial(self._run, work, {**tests, **canary}), self._left(deadline))
+                ran = scored(partial(self._run, work, {**tests, **canary}), self._seconds_left(deadline))
             except UnfitError as error:
                 return Verdict(Ran("failed", None, ""), str(error))
             if canary and ran.status == "ok":
@@ -118,7 +118,7 @@ class Judge:
         canaries: list[Files] = [{path: wrong(tests[path], edit, random)} for path, edit in drawn]
         return random.sample([*canaries, *[{}] * checks], 2 * checks)
 
-    def _left(self, deadline: float) -> float:
+    def _seconds_left(self, deadline: float) -> float:
         return max(0.1, min(float(self.options["test_timeout_s"]), deadline - time.monotonic()))
 
     def _run(self, work: Files, tests: Files, seconds: float) -> Ran:
@@ -161,14 +161,14 @@ class Judge:
             raise TimeoutError
         try:
             if key not in _known:
-                assertions = [] if self.options["proof"] == "exit" else self._look(tests, deadline)
+                assertions = [] if self.options["proof"] == "exit" else self._examine(tests, deadline)
                 _known[key] = [(assertion.path, assertion.edit) for assertion in assertions]
             return _known[key]
         finally:
             lock.release()
 
-    def _look(self, tests: Mapping[str, File], deadline: float) -> list[Assertion]:
-        functions = frozenset(map(_function, self.names)) or _asked(self.test)
+    def _examine(self, tests: Mapping[str, File], deadline: float) -> list[Assertion]:
+        functions = frozenset(map(_function_name, self.names)) or _selected_functions(self.test)
         sources = [*_parsed(tests, functions)] or [*_parsed(tests, ())]
         if not sources:
             return []
@@ -234,23 +234,23 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(path.lower(), pattern.lower()) for pattern in patterns)
 
 
-def _function(name: str) -> str:
+def _function_name(name: str) -> str:
     """Returns the function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b
     (…)`.
     """
     return re.split(r"::|\.", re.split(r"\[| \(", name)[0])[-1]
 
 
-def _asked(test: str) -> frozenset[str]:
+def _selected_functions(test: str) -> frozenset[str]:
     """Returns the functions selected in a test command: `a.py::test_b`, `a.Test.test_b`; empty for all."""
     return frozenset(re.findall(r"(?:::|\.)(test\w*)(?![\w.:/])", test))
 
 
 def started(test: str) -> list[str]:
-    """Returns patterns of the repository files started by a test command: shell scripts, and the files in `STARTS`."""
+    """Returns patterns of the repository files that a test command starts: shell scripts, and files in `TOOL_FILES`."""
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
-    names += [file for tool, files in STARTS.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
+    names += [file for tool, files in TOOL_FILES.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
     plain = {re.sub(r"^(\.{0,2}/)+", "", posixpath.normpath(name)) for name in names} - {"", ".", ".."}
     return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
 
@@ -259,13 +259,13 @@ def named(lists: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tests required to pass by a row.
 
     Args:
-        lists: The lists by the names in `NAMED`; SWE-bench writes each list as JSON text.
+        lists: The lists by the names in `TEST_LISTS`; SWE-bench writes each list as JSON text.
 
     Raises:
         UserError: A value is not a list of names.
     """
     names = []
-    for key in NAMED:
+    for key in TEST_LISTS:
         value = lists.get(key)
         try:
             value = json.loads(value) if isinstance(value, str) else list(value if value is not None else ())

@@ -94,17 +94,17 @@ class LocalSession:
     def run(self, command: str, timeout_s: float) -> Ran:
         """Runs `sh -c command` in the sandbox."""
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
-        outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._opened(), limits=limits)
+        outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)
         return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def changes(self, timeout_s: float) -> Files:
         """Returns the differences between the folder and the repository, without sockets, pipes and empty folders."""
         changed: dict[str, File | None] = {}
-        space_left, originals = self._opened().disk, {name: info for name, _, info in entries(self.repo)}
+        space_left, originals = self._open_workspace().disk, {name: info for name, _, info in entries(self.repo)}
         try:
             for name, path, info in entries(self.folder, tree.folders(str(self.folder))):
                 before = originals.pop(name, None)
-                if before is not None and _looks(before) == _looks(info):
+                if before is not None and _signature(before) == _signature(info):
                     continue
                 space_left -= info.st_size
                 if space_left < 0:
@@ -123,7 +123,7 @@ class LocalSession:
         try:
             for name, file in sorted(files.items(), key=lambda item: item[1] is not None):
                 if file is not None:
-                    _put(file, folder, Path(name), owner)
+                    _write_file(file, folder, Path(name), owner)
                 elif not any((folder / parent).is_symlink() for parent in Path(name).parents[:-1]):
                     tree.remove(str(folder / name))
         except OSError as error:
@@ -142,9 +142,9 @@ class LocalSession:
         Raises:
             RuntimeError: The session is not open.
         """
-        return self._opened().folder
+        return self._open_workspace().folder
 
-    def _opened(self) -> Workspace:
+    def _open_workspace(self) -> Workspace:
         if self.workspace is None:
             raise RuntimeError("the session is not open")
         return self.workspace
@@ -160,7 +160,7 @@ def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[s
                     yield entry.path[len(str(top)) + 1 :], entry.path, info
 
 
-def _looks(info: os.stat_result) -> tuple[int, ...]:
+def _signature(info: os.stat_result) -> tuple[int, ...]:
     """Returns mode, size and time: equal for a file, or a link, copied and then left alone."""
     return info.st_mode, info.st_size, info.st_mtime_ns
 
@@ -176,7 +176,7 @@ def _copy(source: Path, folder: Path) -> None:
         raise UserError(f"{BOX}.disk_mib: {source} does not fit; give more than the repository takes") from error
 
 
-def _put(file: File, folder: Path, relative: Path, owner: int) -> None:
+def _write_file(file: File, folder: Path, relative: Path, owner: int) -> None:
     """Writes a file; a link or a file in the place of a parent folder is removed."""
     parent = folder
     for part in relative.parts[:-1]:

@@ -80,7 +80,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         if "train" in splits:
             splits["train"] = [record for record in splits["train"] if record["db_id"] not in tested]
     if args.longest is not None:
-        splits = {split: _about_small(records, folder, args.longest) for split, records in splits.items()}
+        splits = {split: _with_small_schema(records, folder, args.longest) for split, records in splits.items()}
     rng = np.random.default_rng(args.seed)
     shots = _draw(splits.get("train", []), args.shots, rng)
     if len(shots) < args.shots:
@@ -122,7 +122,7 @@ def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
     return {**values, "evidence": str(fields.get("evidence") or "")}
 
 
-def _about_small(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:
+def _with_small_schema(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:
     """Returns the questions about existing databases with a schema of at most `longest` characters."""
     files = {name: folder / name / f"{name}.sqlite" for name in {record["db_id"] for record in records}}
     small = {name for name, file in files.items() if file.is_file() and len(schema(file, longest + 1)) <= longest}
@@ -134,7 +134,7 @@ def _draw(records: list[dict[str, Any]], limit: int | None, rng: np.random.Gener
     return [records[i] for i in order]
 
 
-def _asked(record: dict[str, Any], text: str, turns: int) -> Message:
+def _question(record: dict[str, Any], text: str, turns: int) -> Message:
     evidence = f"Hint: {record['evidence']}\n" if record.get("evidence") else ""
     content = TASK.format(schema=text, question=record["question"], evidence=evidence, turns=turns)
     return {"role": "user", "content": content}
@@ -148,7 +148,7 @@ def _example(record: dict[str, Any], folder: Path, args: argparse.Namespace) -> 
         raise UserError(f"--shots {args.shots}: {file} does not exist; another --seed draws others")
     table = Database(file, Sandbox(Limits(processes=4)), shown=5).query(query, 30.0)
     return [
-        _asked(record, schema(file, args.schema), args.turns),
+        _question(record, schema(file, args.schema), args.turns),
         {"role": "assistant", "content": f"<think>I try a query.</think>\n<sql>{query}</sql>"},
         {"role": "user", "content": observation(table.text(300), args.turns - 1)},
         {"role": "assistant", "content": f"<think>That answers it.</think>\n<solution>{query}</solution>"},
@@ -169,7 +169,7 @@ def _rows(
             continue  # published data sets often lack their largest databases; such questions are unanswerable
         result = row(
             data_source="text2sql",
-            prompt=[*examples, _asked(record, schema_text, args.turns)],
+            prompt=[*examples, _question(record, schema_text, args.turns)],
             env_class="text2sql",
             ground_truth=record["query"],
             extra_info={"split": split, "index": index, "question": record["question"]},

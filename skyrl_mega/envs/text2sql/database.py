@@ -19,7 +19,7 @@ from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 
 PROGRAM = Path(__file__).with_name("query.py")
-ENDED = {
+ERROR_OF_STATUS = {
     "output": "it returns too much",
     "memory": "it was ended, as all queries at once had too much memory",
 }
@@ -117,7 +117,7 @@ class Database:
         cause = (
             f"timeout: it ran longer than {seconds:g} s" if timed_out else "it needs more memory than a query may have"
         )
-        cause = ENDED.get(outcome.status, cause)
+        cause = ERROR_OF_STATUS.get(outcome.status, cause)
         failures = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
         return [*results, *failures][: len(queries)], reason
 
@@ -154,7 +154,7 @@ def wrong_query(file: Path, sql: str) -> str | None:
     try:
         connection = query.connect(str(file.resolve()), COMPILE_S)
         try:
-            connection.execute(query.EXPLAIN + query.NOTHING.sub("", sql, count=1))
+            connection.execute(query.EXPLAIN + query.EMPTY_STATEMENTS.sub("", sql, count=1))
         finally:
             connection.close()
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:

@@ -40,13 +40,13 @@ TABLES = ("json_each", "json_tree")
 LONGEST_SQL, LARGEST_VALUE = 100_000, 16 * 2**20
 
 EXPLAIN = "EXPLAIN "
-NOTHING = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
+EMPTY_STATEMENTS = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
 """Text allowed before a query, but not between `EXPLAIN` and the query: empty statements, and comments."""
 
 GRACE_S = 0.25
 """Seconds for a query to notice the time limit before the kernel ends the process."""
 
-ORDERS = 1000
+MAX_COLUMN_ORDERS = 1000
 """Maximum number of column orders to try."""
 
 Row = tuple[Any, ...]
@@ -72,7 +72,7 @@ def main() -> None:
         result = run(request, sql)
         signal.setitimer(signal.ITIMER_REAL, 0)
         results.append(result)
-        print(json.dumps(_told(request, result)), flush=True)
+        print(json.dumps(_printable(request, result)), flush=True)
     if len(results) == 2:
         ours, gold = results
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
@@ -117,7 +117,7 @@ def _same_rows(ours: list[Row], gold: list[Row], order: tuple[int, ...], ordered
 
 
 def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]]:
-    """Yields orders of our columns with the same values per column as gold, at most `ORDERS`."""
+    """Yields orders of our columns with the same values per column as gold, at most `MAX_COLUMN_ORDERS`."""
     our_columns = [Counter(column) for column in zip(*ours, strict=True)]
     gold_columns = [Counter(column) for column in zip(*gold, strict=True)]
     candidates = [
@@ -132,7 +132,7 @@ def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]
             if at not in chosen:
                 yield from orders((*chosen, at))
 
-    return itertools.islice(orders(()), ORDERS)
+    return itertools.islice(orders(()), MAX_COLUMN_ORDERS)
 
 
 def run(request: dict[str, Any], sql: str) -> Result | str:
@@ -144,7 +144,7 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
             return "it is no query: it has no columns"
         columns = [column[0] for column in cursor.description]
         rows = cursor.fetchmany(request["rows"] + 1)
-        tables = _opened(connection, sql)
+        tables = _tables_read(connection, sql)
     except sqlite3.OperationalError as error:
         timed_out = str(error) == "interrupted"
         return f"timeout: it ran longer than {request['seconds']:g} s" if timed_out else str(error)
@@ -159,7 +159,7 @@ def run(request: dict[str, Any], sql: str) -> Result | str:
     return Result(columns, rows, tables)
 
 
-def _told(request: dict[str, Any], result: Result | str) -> dict[str, Any]:
+def _printable(request: dict[str, Any], result: Result | str) -> dict[str, Any]:
     """Returns a result in printable form."""
     if isinstance(result, str):
         return {"error": result}
@@ -168,14 +168,14 @@ def _told(request: dict[str, Any], result: Result | str) -> dict[str, Any]:
     return {"columns": [_short(c, width) for c in result.columns], "rows": rows, "count": len(result.rows)}
 
 
-def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
+def _tables_read(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
     """Returns the tables opened by a query's program, identified by the first pages of tables and indices.
 
     The authorizer does not suffice: a table used only by `USING` or `NATURAL` is not reported, and a subquery with a
     table's name is reported as the table.
     """
     pages = dict(connection.execute("SELECT rootpage, tbl_name FROM sqlite_master"))
-    program = connection.execute(EXPLAIN + NOTHING.sub("", sql, count=1))
+    program = connection.execute(EXPLAIN + EMPTY_STATEMENTS.sub("", sql, count=1))
     return frozenset(pages[page] for _, name, _, page, *_ in program if name == "OpenRead" and page in pages)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from skyrl_mega.envs.tags import first
 
-SPOKEN = re.compile(r"\S")
+NON_SPACE = re.compile(r"\S")
 
 
 def solution(turns: Sequence[str]) -> str | None:
@@ -31,7 +31,7 @@ def solution(turns: Sequence[str]) -> str | None:
     if first(text, "think") is None:
         return None
     for mark in re.finditer(r"</observation>", before, re.IGNORECASE):
-        word = SPOKEN.search(before, mark.end())
+        word = NON_SPACE.search(before, mark.end())
         if word is None or before[word.start() : word.start() + len("<think>")].lower() != "<think>":
             return None
     return inner.strip()

@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.answer import extract
-from skyrl_mega.envs.math.check import _pools_here, algebra, same
+from skyrl_mega.envs.math.check import _process_pools, algebra, same
 
 ASKED = [
     # question, gold, answer, whether it is right
@@ -189,7 +189,7 @@ SLOW = functools.reduce(lambda inner, letter: f"{letter}+\\frac{{1}}{{{inner}}}"
 def test_a_slow_answer_holds_up_only_its_like() -> None:
     """What is not done at once goes on elsewhere; workers are interrupted and not killed."""
     assert algebra(r"\sqrt{8}", r"2\sqrt{2}", 30)[0]  # a worker is up
-    quick, _ = _pools_here()
+    quick, _ = _process_pools()
     before = {worker.process.pid for worker in quick.free.queue if worker.process}
     threads = [threading.Thread(target=algebra, args=(SLOW, "1", 2.0)) for _ in range(3)]
     for thread in threads:

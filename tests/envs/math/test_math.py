@@ -22,7 +22,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.answer import extract
-from skyrl_mega.envs.math.check import _pools_here, algebra, same
+from skyrl_mega.envs.math.check import _process_pools, algebra, same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
 from skyrl_mega.rollout.env_pool import Call
@@ -163,7 +163,7 @@ def test_what_is_asked_all_the_same(text: str) -> None:
 
 def test_waiting_for_a_worker_is_no_work() -> None:
     """A call whose turn comes late is not given up for it."""
-    pool, _ = _pools_here()
+    pool, _ = _process_pools()
     taken = [pool.take() for _ in range(pool.free.qsize())]
     call = Call(lambda: same("\\sqrt{8}", "2\\sqrt{2}", 20))
     thread = threading.Thread(target=call.run)

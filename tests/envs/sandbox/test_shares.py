@@ -9,7 +9,7 @@ from skyrl_mega.envs.sandbox import budget
 
 def test_a_budget_is_divided_among_the_processes_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "_budgets", {})
-    monkeypatch.setattr(budget, "_among", 1)
+    monkeypatch.setattr(budget, "_process_count", 1)
     budget.divide(4)
     assert budget.of("shared", 1024).total == 256 * budget.MIB
     assert budget.of("shared", 1024) is budget.of("shared", 1024)
@@ -17,7 +17,7 @@ def test_a_budget_is_divided_among_the_processes_of_a_node(monkeypatch: pytest.M
 
 def test_programs_that_had_to_end_elsewhere_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "_budgets", {})
-    monkeypatch.setattr(budget, "_elsewhere", None)
+    monkeypatch.setattr(budget, "_ended_in_other_processes", None)
     assert budget.ended() is None, "no sandbox anywhere"
     budget.hear(0)
     assert budget.ended() == 0
