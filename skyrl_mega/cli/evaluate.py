@@ -208,7 +208,7 @@ def _sample_missing(
         ):
             sample_missing(source, missing, results, metrics, progress.update, console.say)
     if ended := budget.ended():
-        console.say(f"{budget.told(ended)}; they count as programs that failed")
+        console.say(f"{budget.memory_warning(ended)}; they count as programs that failed")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from skyrl_mega.config.records import bounded_batches
 from skyrl_mega.config.safe_read import Malformed, check_regular
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
-from skyrl_mega.data.truths import Wrong, judged_rows
+from skyrl_mega.data.truths import WrongRows, judged_rows
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
@@ -62,7 +62,7 @@ def load_prompts(
         UserError: A file, column or row is wrong (with the allowed values), or no answer can earn the reward of too
             many rows.
     """
-    prompts, offset, wrong = [], 0, Wrong(key)
+    prompts, offset, wrong = [], 0, WrongRows(key)
     for file in files:
         for batch, first, rows in _checked_batches(file, config, wrong):
             wanted = len(rows) if limit is None else max(0, limit - first)
@@ -90,10 +90,10 @@ def check_files(
     Raises:
         UserError: As for `load_prompts`.
     """
-    wrong = Wrong(key)
+    wrong = WrongRows(key)
     count = sum(len(rows) for file in files for _, _, rows in _checked_batches(file, config, wrong))
     wrong.refuse()
-    if line := wrong.line():
+    if line := wrong.summary():
         say(line)
     return count
 
@@ -151,7 +151,7 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
 
 
 def _checked_batches(
-    file: str | Path, config: EnvironmentConfig, wrong: Wrong
+    file: str | Path, config: EnvironmentConfig, wrong: WrongRows
 ) -> Iterator[tuple[pa.RecordBatch, int, list[dict[str, Any]]]]:
     """Yields batches of a file, the number of each batch's first row, and the rows without prompts."""
     where = f"{wrong.key}: {file}"
@@ -161,7 +161,7 @@ def _checked_batches(
             _check_calls([_messages(prompt) for prompt in batch["prompt"].to_pylist()], first, where, "prompt")
         names = _environments(batch, first, where, config)
         rows = judged_rows(batch, names, first, where, config)
-        wrong.look(rows, names, file, first, config)
+        wrong.check(rows, names, file, first, config)
         yield batch, first, rows
 
 

@@ -21,7 +21,7 @@ ALLOWED_SPEC = "allowed is a struct with ground_truth, or JSON text of one"
 
 
 @dataclass
-class Wrong:
+class WrongRows:
     """Counter of the rows in a setting's files whose reward no answer can earn."""
 
     key: str
@@ -33,7 +33,7 @@ class Wrong:
     first: str = ""
     """File, row, column and reason of the first wrong row."""
 
-    def look(
+    def check(
         self,
         rows: Sequence[dict[str, Any]],
         names: Sequence[str],
@@ -58,7 +58,7 @@ class Wrong:
                 self.count += 1
                 self.first = self.first or f"{file}, row {first + at}, {reason}"
 
-    def line(self) -> str | None:
+    def summary(self) -> str | None:
         """Returns a summary of the wrong rows; None if there are none."""
         if not self.count:
             return None
@@ -68,7 +68,7 @@ class Wrong:
     def refuse(self) -> None:
         """Raises UserError if the share of wrong rows exceeds `MOST_WRONG`."""
         if self.count > MOST_WRONG * self.rows:
-            raise UserError(f"{self.line()}; correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
+            raise UserError(f"{self.summary()}; correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
 
 
 def judged_rows(

@@ -17,7 +17,7 @@ ENVIRONMENTS = Path(__file__).parent
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
-def place(error: BaseException | None, name: str, config: EnvironmentConfig) -> str | None:
+def fault_location(error: BaseException | None, name: str, config: EnvironmentConfig) -> str | None:
     """Returns `my_env.py, line 12, in step: the line's text`, or None if the place is unknown.
 
     The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,

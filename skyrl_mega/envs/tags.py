@@ -19,15 +19,15 @@ class Tag(NamedTuple):
     """Position of the opening tag in the whole text."""
 
 
-def first(text: str, *names: str) -> Tag | None:
+def first_tag(text: str, *names: str) -> Tag | None:
     """Returns the closed pair of tags with the earliest opening tag: `<(a|b)>(.*?)</\\1>`; None if no pair is
     closed.
     """
-    tags = [tag for name in names if (tag := next(every(text, name), None))]
+    tags = [tag for name in names if (tag := next(all_tags(text, name), None))]
     return min(tags, key=lambda tag: tag.start, default=None)
 
 
-def every(text: str, name: str) -> Iterator[Tag]:
+def all_tags(text: str, name: str) -> Iterator[Tag]:
     """Yields the pairs of tags of a name in order; pairs do not nest."""
     opening, closing, at = f"<{name}>", f"</{name}>", 0
     while (start := text.find(opening, at)) >= 0:

@@ -67,7 +67,7 @@ class Tool:
         function = {"name": self.name, "description": described, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
-    def wrong(self, arguments: Mapping[str, Any]) -> str | None:
+    def argument_error(self, arguments: Mapping[str, Any]) -> str | None:
         """Returns the mistake in a call's arguments, or None."""
         schema = {"additionalProperties": False, **self.schema}  # JSON Schema allows more arguments, `call` does not
         error = best_match(Draft202012Validator(schema).iter_errors(dict(arguments)))
@@ -133,7 +133,7 @@ class ToolEnv(BaseTextEnv):
             names = ", ".join(tool.name for tool in self.tools)
             error = f"there is no tool {call.name}; allowed: {names}"
         if error is None and tool is not None:
-            error = tool.wrong(call.arguments)
+            error = tool.argument_error(call.arguments)
         if error is not None or tool is None:
             return _message(call, f"Error: {error}"[:LONGEST_ERROR])
         try:

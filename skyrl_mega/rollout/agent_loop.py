@@ -393,7 +393,7 @@ class Agent:
     def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
         """Returns the fault to store: the text, and the line in the environment's own file."""
         text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
-        at = blame.place(error, t.prompt.env_class, self.environments)
+        at = blame.fault_location(error, t.prompt.env_class, self.environments)
         return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
 
     async def close(self, opened: Opened) -> None:

@@ -404,7 +404,7 @@ class WorkerClient:
                 if syncs == self.syncs:  # else a later sync made the report outdated
                     self.awaiting_sync.add(rank)
             case KilledForMemory(programs):
-                budget.hear(programs)
+                budget.add_ended(programs)
             case TimelineCounts():
                 pass  # `_listen` counted it
 

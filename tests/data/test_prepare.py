@@ -22,7 +22,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.data.write import write_rows
 from skyrl_mega.envs import make
-from skyrl_mega.envs.multiply.schoolbook import worked
+from skyrl_mega.envs.multiply.schoolbook import worked_answer
 from skyrl_mega.envs.pairs import disjoint_pairs
 
 ROOT = Path(__file__).parents[2]
@@ -101,11 +101,11 @@ def test_multiplication_on_paper() -> None:
     """Place i holds what the digits up to it amount to, without those that are already written down."""
     for a, b in [(n, d) for n in (1, 27, 345, 708, 999, 86421) for d in range(1, 10)]:
         places = [a % 10 ** (i + 1) * b // 10**i for i in range(len(str(a)))]
-        assert worked(a, b) == f"{','.join(map(str, places))}\\boxed{{{a * b}}}"
+        assert worked_answer(a, b) == f"{','.join(map(str, places))}\\boxed{{{a * b}}}"
         for slip in range(1, len(str(a))):
-            assert f"{{{a * b}}}" not in worked(a, b, slip)
-    assert worked(345, 7, slip=1) == "35,28,23\\boxed{2385}"  # 3 of 35 is forgotten
-    assert worked(12, 3, slip=1) == "6,4\\boxed{46}"  # nothing is carried, and 1 is added
+            assert f"{{{a * b}}}" not in worked_answer(a, b, slip)
+    assert worked_answer(345, 7, slip=1) == "35,28,23\\boxed{2385}"  # 3 of 35 is forgotten
+    assert worked_answer(12, 3, slip=1) == "6,4\\boxed{46}"  # nothing is carried, and 1 is added
 
 
 def test_demonstrations_of_multiplication(tmp_path: Path) -> None:

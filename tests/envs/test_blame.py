@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry, validate
-from skyrl_mega.envs.blame import place
+from skyrl_mega.envs.blame import fault_location
 
 SOURCE = """import json
 from skyrl_mega.envs import BaseTextEnv
@@ -32,11 +32,11 @@ def test_the_innermost_line_that_is_the_users(tmp_path: Path) -> None:
     env = registry.make("mine", {}, config)
     with pytest.raises(ValueError) as raised:
         validate.step(env, "{")  # json raises, four frames below
-    assert place(raised.value, "mine", config) == f"{file}, line 5, in parse: return json.loads(text)"
+    assert fault_location(raised.value, "mine", config) == f"{file}, line 5, in parse: return json.loads(text)"
     with pytest.raises(validate.BadOutput) as refused:
         validate.init(env, [])
     for error in (refused.value, None):  # what it gave is wrong, or it took too long: no line of it raised
-        assert place(error, "mine", config) == f"{file}, line 11, in step"
+        assert fault_location(error, "mine", config) == f"{file}, line 11, in step"
 
 
 def test_a_built_in_environment_is_its_own_file() -> None:
@@ -45,6 +45,6 @@ def test_a_built_in_environment_is_its_own_file() -> None:
     del env.ground_truth
     with pytest.raises(AttributeError) as raised:
         validate.step(env, "1")
-    at = place(raised.value, "addition", config)
+    at = fault_location(raised.value, "addition", config)
     assert at and "envs/addition/env.py, line " in at
-    assert place(raised.value, "unknown", config) is None
+    assert fault_location(raised.value, "unknown", config) is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.envs import make
 from skyrl_mega.envs.search.env import SearchEnv
-from skyrl_mega.envs.tags import every, first, first_boxed
+from skyrl_mega.envs.tags import all_tags, first_boxed, first_tag
 from skyrl_mega.envs.text2sql.reward import solution
 
 PIECES = ["<a>", "</a>", "<b>", "</b>", "<", ">", "/", "a", "x", "\n", "\\boxed{", "}", "<a", "a>"]
@@ -25,9 +25,9 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 @given(TEXTS)
 def test_as_the_regular_expressions(text: str) -> None:
     match = re.search(r"<(a|b)>(.*?)</\1>", text, re.DOTALL)
-    tag = first(text, "a", "b")
+    tag = first_tag(text, "a", "b")
     assert (tag and (*tag,)) == (match and (match[1], match[2], match.start()))
-    assert [tag.text for tag in every(text, "a")] == re.findall(r"<a>(.*?)</a>", text, re.DOTALL)
+    assert [tag.text for tag in all_tags(text, "a")] == re.findall(r"<a>(.*?)</a>", text, re.DOTALL)
     boxed = re.search(r"\\boxed\{([^}]+)\}", text)
     assert first_boxed(text) == (boxed and boxed[1])
 
@@ -91,5 +91,5 @@ def test_loops_around_a_solution() -> None:
     start = time.process_time()
     assert solution(["<think>" * 50_000 + "<solution>SELECT 1</solution>"]) is None
     assert solution(["<think></think>" + "</observation><think>" * 20_000 + "<solution>SELECT 1</solution>"])
-    assert not list(every("<action>" * 50_000, "action"))
+    assert not list(all_tags("<action>" * 50_000, "action"))
     assert time.process_time() - start < 1

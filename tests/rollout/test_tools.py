@@ -359,10 +359,10 @@ def test_forms() -> None:
 
 def test_an_argument_that_the_schema_does_not_have_is_told_to_the_policy() -> None:
     tool = Tool("double", {"type": "object", "properties": {"x": {"type": "integer"}}}, lambda x: str(2 * x))
-    assert tool.wrong({"x": 1}) is None
-    assert "Additional properties are not allowed" in str(tool.wrong({"x": 1, "unit": "m"}))
+    assert tool.argument_error({"x": 1}) is None
+    assert "Additional properties are not allowed" in str(tool.argument_error({"x": 1, "unit": "m"}))
     more = Tool("any", {"type": "object", "additionalProperties": True}, lambda **_: "")
-    assert more.wrong({"y": 1}) is None
+    assert more.argument_error({"y": 1}) is None
 
 
 def test_what_is_thought_and_not_ended_is_neither_a_call_nor_an_answer() -> None:

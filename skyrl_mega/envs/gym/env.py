@@ -11,7 +11,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, switch, text
-from skyrl_mega.envs.tags import every
+from skyrl_mega.envs.tags import all_tags
 
 
 class GymEnv(BaseTextEnv):
@@ -99,7 +99,7 @@ class GymEnv(BaseTextEnv):
 
         tag, space = self.options["tag"], self.gym.action_space
         if tag:
-            tags = list(every(text, tag))
+            tags = list(all_tags(text, tag))
             if not tags:
                 return None, f"No action was found. Give one inside <{tag}>…</{tag}>."
             text = tags[-1].text.strip()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_mega.envs.lcb.judge import cases, code_of, passed
+from skyrl_mega.envs.lcb.judge import cases, code_of, run_tests
 from skyrl_mega.envs.options import Option, choice, group, number, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
@@ -29,13 +29,13 @@ class LcbEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.box = Sandbox.of(self.options["sandbox"], BOX, LIMITS)
+        self.box = Sandbox.from_options(self.options["sandbox"], BOX, LIMITS)
         self.cases = cases(self.ground_truth)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine without the needed confinement."""
-        Sandbox.of(options["sandbox"], BOX).check(BOX)
+        Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
@@ -58,7 +58,7 @@ class LcbEnv(BaseTextEnv):
         tests = self.cases[: self.options["max_tests"] or None]
         share = self.options["reward"] == "share"
         verdicts = (
-            passed(code, tests, self.box, seconds=float(self.options["timeout_s"]), stop=not share)
+            run_tests(code, tests, self.box, seconds=float(self.options["timeout_s"]), stop=not share)
             if code is not None
             else []
         )

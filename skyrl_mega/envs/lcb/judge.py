@@ -17,7 +17,7 @@ from typing import Any
 
 from skyrl_mega.envs.sandbox import Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python
-from skyrl_mega.envs.sandbox.scoring import TRIES, scored
+from skyrl_mega.envs.sandbox.scoring import TRIES, run_with_retries
 
 CALLER = """import json, os, sys
 out = os.fdopen(os.dup(1), "w")
@@ -80,7 +80,7 @@ def code_of(answer: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, stop: bool) -> list[str]:
+def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, stop: bool) -> list[str]:
     """Runs the tests in order; returns for each test `ok`, `wrong`, or the sandbox's status.
 
     Args:
@@ -107,7 +107,7 @@ def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
         def once(seconds: float) -> Outcome:
             return box.run(python(), stdin=stdin, files=files, limits=replace(box.limits, wall_s=seconds))
 
-        return scored(once, box.limits.wall_s, tries)
+        return run_with_retries(once, box.limits.wall_s, tries)
 
     if test.function is None:
         outcome = run(test.input, {"main.py": code})

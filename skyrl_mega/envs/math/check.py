@@ -65,7 +65,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
 
     def ask(one: str, other: str) -> bool:
         nonlocal spent
-        if seconds is None or spent >= seconds or cost.refused(one) or cost.refused(other):
+        if seconds is None or spent >= seconds or cost.too_expensive(one) or cost.too_expensive(other):
             return False
         result, took = algebra(one, other, seconds - spent)
         spent += took

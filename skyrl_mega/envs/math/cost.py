@@ -54,7 +54,7 @@ class Size:
     """True for a part without letters, roots and functions."""
 
 
-def refused(text: str) -> bool:
+def too_expensive(text: str) -> bool:
     """Returns True if an expression is too expensive for algebra, or unreadable."""
     try:
         reader = _Reader(TOKEN.findall(text))

@@ -74,7 +74,7 @@ Problem = tuple[list[Message], str]
 """Messages asking the problem, and the answer."""
 
 
-def asked(problem: str) -> list[Message]:
+def dapo_prompt(problem: str) -> list[Message]:
     """Returns the messages asking a problem in DAPO's wording."""
     return [{"role": "user", "content": f"{BEFORE}\n\n{problem.strip()}\n\n{AFTER}"}]
 
@@ -107,7 +107,7 @@ def _problem(record: Any, file: Path, index: int) -> Problem:
     problem = fields.get("problem") or fields.get("question")
     if not isinstance(problem, str):
         raise UserError(f"{file}, row {index}: it has no problem; allowed: problem, question or prompt")
-    return asked(problem), str(answer).strip()
+    return dapo_prompt(problem), str(answer).strip()
 
 
 def _messages(prompt: Any, where: str) -> list[Message]:
@@ -174,7 +174,7 @@ def _small(rng: np.random.Generator) -> tuple[list[Problem], list[Problem]]:
         answers.setdefault(problem, answer)
         if len(answers) == 1200:
             break
-    problems = [(asked(problem), answer) for problem, answer in answers.items()]
+    problems = [(dapo_prompt(problem), answer) for problem, answer in answers.items()]
     test_indices = set(rng.permutation(len(problems))[: len(problems) // 6].tolist())
     return (
         [p for i, p in enumerate(problems) if i not in test_indices],

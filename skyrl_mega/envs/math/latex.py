@@ -114,7 +114,7 @@ def _unwrapped(text: str) -> str:
     return re.sub(r"\\text\s*\{([^{}]*)\}", plain, text)
 
 
-def cut(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
+def split_top_level(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
     """Splits a text at separators outside all brackets; returns the pieces and the separators. The longest separator at
     a position wins.
     """

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from skyrl_mega.envs.math.latex import cut, tidy, wrapped
+from skyrl_mega.envs.math.latex import split_top_level, tidy, wrapped
 from skyrl_mega.envs.math.units import MAGNITUDES, unit_of
 
 RELATIONS = {"<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!="}
@@ -72,7 +72,7 @@ def _parse(text: str, depth: int = 0) -> Reading:
         text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     text_list = re.fullmatch(r"\\text\s*\{([^{}]*,[^{}]*)\}", text)
     text = text_list.group(1) if text_list else text
-    pieces, _ = cut(text, [",", ";", " or ", " and "])
+    pieces, _ = split_top_level(text, [",", ";", " or ", " and "])
     if len(pieces) > 1:
         return _list([piece for piece in pieces if piece], text, depth)
     for reader in (_related, _union, _bracketed, _matrix, _ratio, _both_signs):
@@ -98,7 +98,7 @@ def _list(pieces: list[str], text: str, depth: int) -> Reading:
 
 def _related(text: str, depth: int) -> Reading | None:
     """Parses equations, inequalities and `x \\in …`; None for other texts."""
-    sides, signs = cut(text, ["=", "\\in", "\\approx", *RELATIONS])
+    sides, signs = split_top_level(text, ["=", "\\in", "\\approx", *RELATIONS])
     if not signs:
         return None
     if signs == ["\\approx"] and SYMBOL.fullmatch(sides[0]):
@@ -147,7 +147,7 @@ def _equation(text: str, sides: list[str], signs: list[str], depth: int) -> Read
 
 
 def _union(text: str, depth: int) -> Reading | None:
-    pieces, _ = cut(text, ["\\cup"])
+    pieces, _ = split_top_level(text, ["\\cup"])
     if len(pieces) < 2:
         return None
     return Reading("union", _compact(text), parts=tuple(_parse(piece, depth + 1) for piece in pieces))
@@ -159,7 +159,7 @@ def _bracketed(text: str, depth: int) -> Reading | None:
         if not wrapped(text, opening, closing):
             continue
         inner = text[len(opening) : -len(closing)].strip().rstrip("\\").strip()
-        pieces, _ = cut(inner, [",", ";"])
+        pieces, _ = split_top_level(inner, [",", ";"])
         if opening == "(" and closing == ")" and len(pieces) == 1:
             return _parse(inner, depth + 1)
         if len(pieces) == 1 and opening != "\\{":
@@ -181,7 +181,7 @@ def _matrix(text: str, depth: int) -> Reading | None:
 
 
 def _ratio(text: str, depth: int) -> Reading | None:
-    pieces, _ = cut(text, [":"])
+    pieces, _ = split_top_level(text, [":"])
     if len(pieces) < 2 or not all(pieces):
         return None
     return Reading("ratio", _compact(text), parts=tuple(_single(piece) for piece in pieces))

@@ -12,7 +12,7 @@ from skyrl_mega.config.command import ROWS, integer, real
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.multiply.env import MultiplyEnv
-from skyrl_mega.envs.multiply.schoolbook import worked
+from skyrl_mega.envs.multiply.schoolbook import worked_answer
 from skyrl_mega.envs.pairs import disjoint_pairs
 from skyrl_mega.envs.row import row
 
@@ -74,7 +74,7 @@ def _conversation(a: int, b: int, args: argparse.Namespace, rng: np.random.Gener
     done = False
     while not done:
         slip = int(rng.integers(1, args.digits)) if rng.random() < args.wrong else None
-        attempt = worked(a, b, slip)
+        attempt = worked_answer(a, b, slip)
         output = env.step(attempt)
         messages += [{"role": "assistant", "content": attempt}, *output["observations"]]
         done = output["done"]

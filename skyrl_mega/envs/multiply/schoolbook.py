@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def worked(number: int, digit: int, slip: int | None = None) -> str:
+def worked_answer(number: int, digit: int, slip: int | None = None) -> str:
     """Returns the answer with the work shown: `345 * 7` is `35,31,24\\boxed{2415}`.
 
     Each place, units first, shows the product of the digit plus the carry. The last digit of each entry belongs to the

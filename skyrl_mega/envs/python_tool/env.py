@@ -11,7 +11,7 @@ from skyrl_mega.envs.math.check import same
 from skyrl_mega.envs.options import Option, group, whole
 from skyrl_mega.envs.sandbox import Limits, Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python, settings
-from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.truths import wrong_text
 
 BOX = "environment.options.python.sandbox"
@@ -37,12 +37,12 @@ class PythonToolEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.box = Sandbox.of(self.options["sandbox"], BOX, LIMITS)
+        self.box = Sandbox.from_options(self.options["sandbox"], BOX, LIMITS)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine without the needed confinement."""
-        Sandbox.of(options["sandbox"], BOX).check(BOX)
+        Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
@@ -53,7 +53,7 @@ class PythonToolEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a program, or judges the answer; the first of the two tags counts."""
         self.turns += 1
-        tag = first(action, "python", "answer")
+        tag = first_tag(action, "python", "answer")
         if tag and tag.name == "answer":
             answer = tag.text.strip()
             correct = same(str(self.ground_truth), answer, None)

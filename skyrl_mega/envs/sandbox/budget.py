@@ -74,7 +74,7 @@ class Budget:
                 self.group.rmdir()
 
 
-def of(name: str, total_mib: float) -> Budget:
+def shared(name: str, total_mib: float) -> Budget:
     """Returns this process's budget for an environment, shared by all sandboxes of the same name.
 
     `divide` sets the number of processes sharing the environment's total.
@@ -95,7 +95,7 @@ def divide(among: int) -> None:
     _process_count = among
 
 
-def hear(programs: int) -> None:
+def add_ended(programs: int) -> None:
     """Adds commands that another process of the run has ended for exceeding a budget."""
     global _ended_in_other_processes
     with _making:
@@ -104,7 +104,7 @@ def hear(programs: int) -> None:
 
 def ended() -> int | None:
     """Returns the number of commands ended for exceeding a budget, in this process and in the processes reported to
-    `hear`; None if there is no budget.
+    `add_ended`; None if there is no budget.
     """
     with _making:
         counts = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
@@ -113,7 +113,7 @@ def ended() -> int | None:
         )
 
 
-def told(count: float) -> str:
+def memory_warning(count: float) -> str:
     """Returns the warning about commands ended for exceeding a budget."""
     return (
         f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "

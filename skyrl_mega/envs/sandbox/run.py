@@ -119,7 +119,7 @@ class Sandbox:
     name: str = "sandbox"
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
+    def from_options(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
         """Creates a sandbox from settings declared by `settings`.
 
         Args:
@@ -186,7 +186,7 @@ class Sandbox:
         scratch = folders.make()
         try:
             request = _request(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
-            return _execute(request, limits, budget.of(self.name, limits.total_mib))
+            return _execute(request, limits, budget.shared(self.name, limits.total_mib))
         finally:
             tree.remove(scratch)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 
-class Ended(Protocol):
-    """Protocol of a command's result: an `Outcome`, or a session's `Ran`."""
+class EndedCommand(Protocol):
+    """Protocol of a command's result: an `Outcome`, or a session's `CommandResult`."""
 
     @property
     def status(self) -> str:
@@ -20,7 +20,7 @@ class Ended(Protocol):
         """Exit code, −N for signal N."""
 
 
-T = TypeVar("T", bound=Ended)
+T = TypeVar("T", bound=EndedCommand)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a killed process, and of a shell whose child was killed."""
 TRIES = 3
@@ -28,7 +28,7 @@ PAUSE_S = 1.0
 """Seconds before a retry, so that the commands that hold the memory can end."""
 
 
-def scored(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
+def run_with_retries(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
     """Runs a command; retries if the command ended for memory shared with other commands, or by a SIGKILL that no limit
     sent.
 

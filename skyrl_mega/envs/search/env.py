@@ -17,7 +17,7 @@ from skyrl_mega.config.schema import RetrieverConfig
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, number
 from skyrl_mega.envs.search.score import exact_match, f1, targets_of, wrong_targets
-from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.retriever.client import Hit, RetrievalError, shared_client
 
 INVALID = (
@@ -76,7 +76,7 @@ class SearchEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Executes a search, or judges the answer."""
         self.turns += 1
-        tag = first(action, "search", "answer")
+        tag = first_tag(action, "search", "answer")
         kind, text = (tag.name, tag.text.strip()) if tag else (None, "")
         if kind == "answer":
             score = self.score(text, self.targets)

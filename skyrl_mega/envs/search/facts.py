@@ -91,7 +91,7 @@ class Country:
     continent: str
 
     @property
-    def called(self) -> str:
+    def name_in_sentence(self) -> str:
         """Name within a sentence."""
         return f"the {self.name}" if self.name.startswith(("United", "Democratic")) else self.name
 
@@ -99,13 +99,15 @@ class Country:
     def passage(self) -> str:
         """Text of the country's passage, without the name of the capital."""
         language = f" Its official language is {self.language}." if self.language else ""
-        text = f"{self.called} is a country in {self.continent}. Its currency is the {self.currency}.{language}"
+        text = (
+            f"{self.name_in_sentence} is a country in {self.continent}. Its currency is the {self.currency}.{language}"
+        )
         return text[0].upper() + text[1:]
 
     @property
     def capital_passage(self) -> str:
         """Text of the capital's passage, without further facts about the country."""
-        return f"{self.capital} is the capital of {self.called}."
+        return f"{self.capital} is the capital of {self.name_in_sentence}."
 
 
 @dataclass(frozen=True)
@@ -154,5 +156,5 @@ def questions(subjects: Iterable[Country]) -> Iterator[Question]:
         if c.river:
             title = river_title(c.river)
             answers = tuple(dict.fromkeys((c.river, title)))
-            text = f"On which river does the capital of {c.called} lie?"
+            text = f"On which river does the capital of {c.name_in_sentence} lie?"
             yield Question(text, answers, (c.capital, title), c.name)

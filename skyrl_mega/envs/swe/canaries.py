@@ -211,7 +211,7 @@ class Source:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
 
-def wrong(file: File, edit: Edit, random: Random) -> File:
+def with_edit(file: File, edit: Edit, random: Random) -> File:
     """Returns the file with the edit applied."""
     start, end, draw = edit
     return replace(file, data=file.data[:start] + draw(random).encode() + file.data[end:])
@@ -268,7 +268,9 @@ def _mark(what: str) -> ast.stmt:
     return ast.parse(f"_swe_mark({what!r})").body[0]
 
 
-def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: frozenset[str]) -> list[Assertion]:
+def canary_candidates(
+    sources: list[Source], marks: Iterable[str], failed: bool, names: frozenset[str]
+) -> list[Assertion]:
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
     The first choice are assertions that fail there, then assertions of functions that do not end and of files that fail

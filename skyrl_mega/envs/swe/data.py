@@ -15,7 +15,7 @@ from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.swe.judge import TEST_LISTS, inside, named
+from skyrl_mega.envs.swe.judge import TEST_LISTS, refuse_outside_link, required_tests
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
@@ -72,7 +72,7 @@ def _task(file: Path) -> dict[str, Any]:
             raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
     for key in TEST_LISTS:
         try:
-            task[key] = named({key: task.get(key, [])})
+            task[key] = required_tests({key: task.get(key, [])})
         except UserError as error:
             raise UserError(f"{file}, key {error}") from error
     if task["split"] not in ("train", "test"):
@@ -80,7 +80,7 @@ def _task(file: Path) -> dict[str, Any]:
     if not (file.parent / "repo").is_dir():
         raise UserError(f"{file.parent}: it has no repo/")
     for part in ("repo", "hidden"):
-        inside(file.parent / part, file.parent.parent)
+        refuse_outside_link(file.parent / part, file.parent.parent)
     return task
 
 

@@ -16,9 +16,9 @@ from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.judge import Judge, Verdict, inside, named
-from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session, UnfitError
-from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.swe.judge import Judge, Verdict, refuse_outside_link, required_tests
+from skyrl_mega.envs.swe.session import BOX, CommandResult, LocalSession, Session, UnfitError
+from skyrl_mega.envs.tags import first_tag
 
 PROTECTED = [
     "tests/*",
@@ -55,7 +55,7 @@ PROTECTED = [
     "*.dist-info/*",
 ]
 """Files that decide the behaviour of a test command. Files started by the command are protected too
-(`judge.started`).
+(`judge.started_files`).
 """
 NAME = re.compile(r"[\w-][\w.-]*")
 """A task's name: the name of a folder, never a path."""
@@ -94,12 +94,12 @@ class SweEnv(BaseTextEnv):
                 f"environment.options.swe.tasks={self.options['tasks']}, task {name!r}: allowed: a folder, a name"
             )
         try:
-            self.names = named(info)
+            self.names = required_tests(info)
         except UserError as error:
             raise UserError(f"task {name}, extra_info, {error}") from error
         self.task = Path(self.options["tasks"]) / name
         for part in ("repo", "hidden"):
-            inside(self.task / part, self.task.parent)
+            refuse_outside_link(self.task / part, self.task.parent)
         self.session = self._new_session()
 
     def _new_session(self) -> Session:
@@ -109,7 +109,7 @@ class SweEnv(BaseTextEnv):
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Refuses an unknown session class, and limits out of range."""
         if _session(options["session"]) is LocalSession:
-            Sandbox.of(options["session_options"], BOX)
+            Sandbox.from_options(options["session_options"], BOX)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class SweEnv(BaseTextEnv):
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
             raise UserError(f"environment.options.swe.tasks={options['tasks']}: allowed: the folder of the tasks")
         if _session(options["session"]) is LocalSession:
-            Sandbox.of(options["session_options"], BOX).check(BOX)
+            Sandbox.from_options(options["session_options"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
@@ -136,7 +136,7 @@ class SweEnv(BaseTextEnv):
         if local and not Path(folder, name, "repo").is_dir():
             return f"column extra_info.task = {name}: {folder} has no {name}/repo; make it, or leave the row out"
         try:
-            named(info)
+            required_tests(info)
         except UserError as error:
             return f"column extra_info.{error}"
         return super().wrong_row(row, options)
@@ -157,7 +157,7 @@ class SweEnv(BaseTextEnv):
         """Runs a command, or judges the work; the first of the two tags counts."""
         self.turns += 1
         deadline = time.monotonic() + self.longest_step_s(self.options)
-        tag, submit = first(action, "bash"), SUBMIT.search(action)
+        tag, submit = first_tag(action, "bash"), SUBMIT.search(action)
         done = submit is not None and (tag is None or submit.start() < tag.start)
         command = tag.text if tag is not None and not done else None
         metadata: dict[str, Any] = {"command": command}
@@ -181,7 +181,7 @@ class SweEnv(BaseTextEnv):
         try:
             verdict = judge.verdict(self.session.changes(float(self.options["command_timeout_s"])), deadline)
         except UnfitError as error:
-            verdict = Verdict(Ran("failed", None, ""), str(error))
+            verdict = Verdict(CommandResult("failed", None, ""), str(error))
         metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.why, "canaries": verdict.canaries}
         metadata["tests_output"] = verdict.ran.output[-2000:]
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
@@ -191,18 +191,18 @@ class SweEnv(BaseTextEnv):
         self.session.close(float(self.options["command_timeout_s"]))
 
 
-def unfit(command: str) -> Ran | None:
+def unfit(command: str) -> CommandResult | None:
     """Returns the result of a command that no shell accepts: a failure, like any other wrong command. None for a valid
     command.
     """
     if "\0" in command:
-        return Ran("failed", 2, "a command cannot contain NUL")
+        return CommandResult("failed", 2, "a command cannot contain NUL")
     if len(command.encode()) > LONGEST_COMMAND:
-        return Ran("failed", 126, f"a command has {LONGEST_COMMAND} bytes at most")
+        return CommandResult("failed", 126, f"a command has {LONGEST_COMMAND} bytes at most")
     return None
 
 
-def _report(ran: Ran, limit: int) -> str:
+def _report(ran: CommandResult, limit: int) -> str:
     output = ran.output.rstrip("\n")
     if len(output) > limit:
         output = f"{output[: limit // 2]}\n… {len(output) - limit} characters left out …\n{output[-(limit // 2) :]}"

@@ -25,9 +25,9 @@ from random import SystemRandom
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.sandbox.scoring import scored
-from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, suspects, wrong
-from skyrl_mega.envs.swe.session import File, Files, Ran, Session, UnfitError, entries
+from skyrl_mega.envs.sandbox.scoring import run_with_retries
+from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, canary_candidates, with_edit
+from skyrl_mega.envs.swe.session import CommandResult, File, Files, Session, UnfitError, entries
 
 TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 """Lists of tests in a row, under SWE-bench's names."""
@@ -48,7 +48,7 @@ export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYT
 class Verdict:
     """Result of judging the tests."""
 
-    ran: Ran
+    ran: CommandResult
     """The deciding run."""
     why: str | None = None
     """Reason for not trusting an exit code of 0."""
@@ -92,14 +92,14 @@ class Judge:
         except TimeoutError:
             return Verdict(LATE, "the untouched repository's tests took too long: raise test_timeout_s")
         if self.options["proof"] == "canaries" and not edits:
-            return Verdict(Ran("failed", None, ""), "no assertion of the tests can be made wrong")
+            return Verdict(CommandResult("failed", None, ""), "no assertion of the tests can be made wrong")
         work = {path: file for path, file in changes.items() if not self._protects(path)}
         last, failed_canaries = LATE, 0
         for canary in self._plan(tests, edits):
             try:
-                ran = scored(partial(self._run, work, {**tests, **canary}), self._seconds_left(deadline))
+                ran = run_with_retries(partial(self._run, work, {**tests, **canary}), self._seconds_left(deadline))
             except UnfitError as error:
-                return Verdict(Ran("failed", None, ""), str(error))
+                return Verdict(CommandResult("failed", None, ""), str(error))
             if canary and ran.status == "ok":
                 return Verdict(ran, f"the tests pass with a wrong {min(canary)} too", failed_canaries)
             if ran.status not in (("failed", "output") if canary else ("ok",)):
@@ -115,13 +115,13 @@ class Judge:
             return [{}]
         random, checks = SystemRandom(), int(self.options["checks"])
         drawn = itertools.islice(itertools.cycle(random.sample(edits, len(edits))), checks)
-        canaries: list[Files] = [{path: wrong(tests[path], edit, random)} for path, edit in drawn]
+        canaries: list[Files] = [{path: with_edit(tests[path], edit, random)} for path, edit in drawn]
         return random.sample([*canaries, *[{}] * checks], 2 * checks)
 
     def _seconds_left(self, deadline: float) -> float:
         return max(0.1, min(float(self.options["test_timeout_s"]), deadline - time.monotonic()))
 
-    def _run(self, work: Files, tests: Files, seconds: float) -> Ran:
+    def _run(self, work: Files, tests: Files, seconds: float) -> CommandResult:
         """Runs the tests in a fresh session."""
         session = self.session()
         try:
@@ -141,7 +141,7 @@ class Judge:
 
     @property
     def _protected(self) -> list[str]:
-        return [*self.options["protected"], *(started(self.test) if self.options["proof"] != "exit" else ())]
+        return [*self.options["protected"], *(started_files(self.test) if self.options["proof"] != "exit" else ())]
 
     def _tests(self) -> dict[str, File]:
         """Returns the protected files of the task, and the hidden files."""
@@ -184,7 +184,7 @@ class Judge:
             marks = session.run(f"cat {marks_file}", seconds).output.splitlines()
         finally:
             session.close(seconds)
-        assertions = suspects(sources, marks, ran.status != "ok", functions)
+        assertions = canary_candidates(sources, marks, ran.status != "ok", functions)
         if not assertions and ran.status not in ("ok", "failed"):
             raise TimeoutError
         return assertions
@@ -199,12 +199,12 @@ def _read(top: Path, selected: Callable[[str], bool]) -> dict[str, File]:
         if stat.S_ISLNK(info.st_mode) and top.name == "repo":
             files[name] = File(os.fsencode(os.readlink(path)), link=True)
         elif Path(path).is_file():
-            inside(Path(path), top.parent.parent)
+            refuse_outside_link(Path(path), top.parent.parent)
             files[name] = File(Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode))
     return files
 
 
-def inside(path: Path, tasks: Path) -> None:
+def refuse_outside_link(path: Path, tasks: Path) -> None:
     """Refuses a part of a task that is a link to a place outside the folder of tasks.
 
     Raises:
@@ -246,7 +246,7 @@ def _selected_functions(test: str) -> frozenset[str]:
     return frozenset(re.findall(r"(?:::|\.)(test\w*)(?![\w.:/])", test))
 
 
-def started(test: str) -> list[str]:
+def started_files(test: str) -> list[str]:
     """Returns patterns of the repository files that a test command starts: shell scripts, and files in `TOOL_FILES`."""
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
@@ -255,7 +255,7 @@ def started(test: str) -> list[str]:
     return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
 
 
-def named(lists: Mapping[str, Any]) -> list[str]:
+def required_tests(lists: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tests required to pass by a row.
 
     Args:
@@ -277,6 +277,6 @@ def named(lists: Mapping[str, Any]) -> list[str]:
     return names
 
 
-LATE = Ran("timeout", None, "")
+LATE = CommandResult("timeout", None, "")
 _known: dict[tuple[str, ...], list[tuple[str, Edit]]] = {}
 _locks: dict[tuple[str, ...], threading.Lock] = {}

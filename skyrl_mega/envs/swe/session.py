@@ -20,7 +20,7 @@ BOX = "environment.options.swe.session_options"
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """Result of a command."""
 
     status: str
@@ -52,8 +52,8 @@ class Session(Protocol):
     """A machine with a copy of the task's repository, created as `cls(task, options)`; `timeout_s` bounds every call. A
     trajectory works in a session of its own; every run of the tests uses a fresh session.
 
-    A command that exceeds the time limit returns a `Ran` with status `timeout`, and the session continues. Other
-    failures (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
+    A command that exceeds the time limit returns a `CommandResult` with status `timeout`, and the session continues.
+    All other failures (the machine is lost, no machine is free) raise an exception, and end only this trajectory.
 
     Args:
         task: Folder of the task, with `repo/`.
@@ -65,7 +65,7 @@ class Session(Protocol):
     def open(self, timeout_s: float) -> None:
         """Creates the machine, with the repository as the working folder."""
 
-    def run(self, command: str, timeout_s: float) -> Ran:
+    def run(self, command: str, timeout_s: float) -> CommandResult:
         """Runs a shell command; no process started by the command survives."""
 
     def changes(self, timeout_s: float) -> Files:
@@ -84,18 +84,18 @@ class LocalSession:
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None:
         self.repo = task / "repo"
         self.workspace: Workspace | None = None
-        self.box = Sandbox.of(options, BOX)
+        self.box = Sandbox.from_options(options, BOX)
 
     def open(self, timeout_s: float) -> None:
         """Copies the repository."""
         self.workspace = self.box.workspace()
         _copy(self.repo, self.folder)
 
-    def run(self, command: str, timeout_s: float) -> Ran:
+    def run(self, command: str, timeout_s: float) -> CommandResult:
         """Runs `sh -c command` in the sandbox."""
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)
-        return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
+        return CommandResult(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def changes(self, timeout_s: float) -> Files:
         """Returns the differences between the folder and the repository, without sockets, pipes and empty folders."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.sandbox import Outcome, Sandbox
-from skyrl_mega.envs.sandbox.scoring import scored
+from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 
@@ -110,7 +110,7 @@ class Database:
                 limits=replace(limits, wall_s=seconds_left),
             )
 
-        outcome = scored(run, limits.wall_s)
+        outcome = run_with_retries(run, limits.wall_s)
         results = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
         reason = results.pop()["differ"] if results and "differ" in results[-1] else "a query was ended"
         timed_out = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM

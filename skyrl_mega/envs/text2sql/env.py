@@ -13,7 +13,7 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
-from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.text2sql.database import Database, refuse_unmerged, wrong_query
 from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.truths import spec_of
@@ -55,8 +55,8 @@ class Text2SqlEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         options = self.options
-        box = Sandbox.of(options["sandbox"], BOX)
-        file = find(options["db_path"], self.extras.get("db_id"), self.extras.get("data"))
+        box = Sandbox.from_options(options["sandbox"], BOX)
+        file = find_database(options["db_path"], self.extras.get("db_id"), self.extras.get("data"))
         self.database = Database(
             file, box, int(options["max_rows"]), int(options["shown_rows"]), compare=options["compare"]
         )
@@ -70,7 +70,7 @@ class Text2SqlEnv(BaseTextEnv):
             raise UserError(
                 f"environment.options.text2sql.db_path={options['db_path']}: allowed: the folder of the databases"
             )
-        Sandbox.of(options["sandbox"], BOX).check(BOX)
+        Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
@@ -85,7 +85,7 @@ class Text2SqlEnv(BaseTextEnv):
         if reason := super().wrong_row(row, options):
             return reason
         try:
-            file = find(options["db_path"], row.get("db_id"), row.get("data"))
+            file = find_database(options["db_path"], row.get("db_id"), row.get("data"))
         except UserError as error:
             return str(error)
         column, spec = spec_of(row)
@@ -103,7 +103,7 @@ class Text2SqlEnv(BaseTextEnv):
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
             reward, metadata = self._judge()
             return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
-        tag = first(action, "sql")
+        tag = first_tag(action, "sql")
         if tag is None:
             return self._answer(INVALID, {"sql": None})
         table = self.database.query(tag.text, float(self.options["query_timeout_s"]))
@@ -134,7 +134,7 @@ def observation(result: str, turns_left: int) -> str:
     return f"\n\n<observation>{result}\n{reminder}</observation>\n\n"
 
 
-def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
+def find_database(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
     """Returns the SQLite file of a row.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.tags import first_tag
 
 NON_SPACE = re.compile(r"\S")
 
@@ -28,7 +28,7 @@ def solution(turns: Sequence[str]) -> str | None:
         return None
     if re.search(r"</?(think|sql|observation)\b", inner, re.IGNORECASE):
         return None
-    if first(text, "think") is None:
+    if first_tag(text, "think") is None:
         return None
     for mark in re.finditer(r"</observation>", before, re.IGNORECASE):
         word = NON_SPACE.search(before, mark.end())

@@ -6,7 +6,7 @@ from collections import Counter
 from statistics import mean, median
 
 from skyrl_mega.config.derived import compares_samples
-from skyrl_mega.envs.sandbox.budget import told
+from skyrl_mega.envs.sandbox.budget import memory_warning
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trainer.health.step_view import Finding, StepView, escaped, example, metric_of, quoted
@@ -57,7 +57,7 @@ def truth_fails(view: StepView) -> Finding | None:
 def ended_for_memory(view: StepView) -> Finding | None:
     """Reports sandboxed programs killed for memory, perhaps used by other programs: the rewards say little."""
     count = view.metric("environment/ended_for_memory")
-    return Finding("ended_for_memory", told(count)) if count else None
+    return Finding("ended_for_memory", memory_warning(count)) if count else None
 
 
 def everything_cut(view: StepView) -> Finding | None:

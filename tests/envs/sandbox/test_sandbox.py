@@ -287,7 +287,7 @@ def test_it_refuses_where_the_machine_gives_too_little() -> None:
 )
 def test_wrong_settings(options: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Sandbox.of(options, "sandbox")
+        Sandbox.from_options(options, "sandbox")
 
 
 def test_a_command_that_cannot_start_is_said_so() -> None:
@@ -370,7 +370,7 @@ def test_what_the_kernel_ends_in_a_group(
     shared = Budget(10_000, tmp_path, tmp_path / "none")
     kills = iter((4, 4 + rises))
     monkeypatch.setattr(shared, "killed", lambda: next(kills))
-    monkeypatch.setattr(sandbox_budget, "of", lambda *_: shared)
+    monkeypatch.setattr(sandbox_budget, "shared", lambda *_: shared)
     assert play(box, code).status == status
     assert shared.ended == (status == "memory")
 

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_mega.envs.lcb import judge
 from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, scoring
-from skyrl_mega.envs.sandbox.scoring import TRIES, scored
+from skyrl_mega.envs.sandbox.scoring import TRIES, run_with_retries
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def test_what_others_may_have_ended_is_run_again(outcomes: list[Ran], expected: 
         given.append(seconds)
         return next(left)
 
-    assert scored(run, 60.0) == expected and len(given) == runs
+    assert run_with_retries(run, 60.0) == expected and len(given) == runs
     assert given == sorted(given, reverse=True) and given[0] <= 60.0
 
 
@@ -61,7 +61,7 @@ def test_there_is_no_other_try_without_time_for_it() -> None:
         time.sleep(0.06)
         return KILLED
 
-    assert scored(run, 0.1) == KILLED
+    assert run_with_retries(run, 0.1) == KILLED
     assert len(runs) == 1
 
 
@@ -77,6 +77,6 @@ def test_a_right_program_that_is_killed_while_it_is_judged_is_right(monkeypatch:
         return run(self, argv, files=files if len(ran) > 1 else {"main.py": DIES}, **others)
 
     monkeypatch.setattr(Sandbox, "run", killed_at_first)
-    assert judge.passed("print(input())", [judge.Case("3", "3")], box, seconds=20.0, stop=True) == ["ok"]
+    assert judge.run_tests("print(input())", [judge.Case("3", "3")], box, seconds=20.0, stop=True) == ["ok"]
     assert len(ran) == 2
-    assert judge.passed(DIES, [judge.Case("3", "3")], box, seconds=20.0, stop=True) == ["failed"]
+    assert judge.run_tests(DIES, [judge.Case("3", "3")], box, seconds=20.0, stop=True) == ["failed"]

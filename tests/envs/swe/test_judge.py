@@ -12,8 +12,8 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.prepare import prepare
-from skyrl_mega.envs.swe.canaries import Source, suspects, wrong
-from skyrl_mega.envs.swe.judge import named, started
+from skyrl_mega.envs.swe.canaries import Source, canary_candidates, with_edit
+from skyrl_mega.envs.swe.judge import required_tests, started_files
 from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
 from tests.envs.swe.played import PYTEST, UNITTEST, played, written
 
@@ -241,7 +241,7 @@ def test_what_a_canary_changes(statement: str, changed: str | None) -> None:
     source = "# ö\nasync def test():\n    g = 'ü'\n    {}\n"
     file = Source("test_a.py", source.format(statement).encode())
     edits = [assertion.edit for assertion in file.functions[0].assertions]
-    texts = [wrong(File(file.code), edit, Last()).data.decode() for edit in edits]
+    texts = [with_edit(File(file.code), edit, Last()).data.decode() for edit in edits]
     assert texts == ([] if changed is None else [source.format(changed)])
 
 
@@ -303,18 +303,18 @@ def test_a_link_out_of_the_folder_of_tasks_is_refused(tmp_path: Path, part: str)
     ],
 )
 def test_what_a_command_starts_is_protected(command: str, files: set[str]) -> None:
-    assert set(started(command)) == files | {f"*/{file}" for file in files}
+    assert set(started_files(command)) == files | {f"*/{file}" for file in files}
 
 
 @pytest.mark.parametrize("given", [["a"], '["a"]', ("a",)])
 def test_names_as_swe_bench_has_them(given: object) -> None:
-    assert named({"FAIL_TO_PASS": given, "PASS_TO_PASS": None}) == ["a"]
+    assert required_tests({"FAIL_TO_PASS": given, "PASS_TO_PASS": None}) == ["a"]
 
 
 @pytest.mark.parametrize("given", ["a", '{"a": 1}', [1], 7, [""]])
 def test_names_that_are_none(given: object) -> None:
     with pytest.raises(UserError, match=r"FAIL_TO_PASS: .* allowed: a list of the names of tests"):
-        named({"FAIL_TO_PASS": given})
+        required_tests({"FAIL_TO_PASS": given})
 
 
 def test_a_canary_is_where_a_test_failed() -> None:
@@ -330,5 +330,5 @@ def test_a_canary_is_where_a_test_failed() -> None:
         "entered 0 0"
     ]
     for ends in (["entered 1 0", "raised 1 0"], ["entered 2 0", "raised 2 0"]):
-        found = suspects(sources, [*marks, *ends], True, frozenset())
+        found = canary_candidates(sources, [*marks, *ends], True, frozenset())
         assert [assertion.path for assertion in found] == ["test_new.py"]

@@ -16,7 +16,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
 from skyrl_mega.envs.swe.env import PROTECTED
-from skyrl_mega.envs.swe.session import File, Files, LocalSession, Ran
+from skyrl_mega.envs.swe.session import CommandResult, File, Files, LocalSession
 from tests.envs.swe.played import PYTEST
 
 TEST = """
@@ -226,9 +226,9 @@ class Remote:
     def open(self, timeout_s: float) -> None:
         self.log.append("open")
 
-    def run(self, command: str, timeout_s: float) -> Ran:
+    def run(self, command: str, timeout_s: float) -> CommandResult:
         self.log.append(f"{command.splitlines()[-1]} {timeout_s:g}")
-        return Ran("ok", 0, "done")
+        return CommandResult("ok", 0, "done")
 
     def changes(self, timeout_s: float) -> Files:
         return {name: File(b"1") for name in ("a.py", "tests/x.py", "tests", "/etc/x", "b/../../x", ".git/config")}

@@ -20,7 +20,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
 from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.database import schema
-from skyrl_mega.envs.text2sql.env import find
+from skyrl_mega.envs.text2sql.env import find_database
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.text2sql.small import THEMES
@@ -322,16 +322,16 @@ def test_long_results_are_cut(databases: Path) -> None:
 def test_databases_are_named_and_never_pathed(databases: Path) -> None:
     for name in ("../pets", "/etc/passwd", "..", None, "nothing"):
         with pytest.raises(UserError):
-            find(databases, name)
+            find_database(databases, name)
     with pytest.raises(UserError, match="db_path is not set"):
-        find(None, "pets")
+        find_database(None, "pets")
 
 
 def test_the_layout_of_skyrls_users(databases: Path, tmp_path: Path) -> None:
     place = tmp_path / "spider" / "database"
     place.parent.mkdir()
     place.symlink_to(databases)
-    assert find(tmp_path, "pets", "spider") == place / "pets" / "pets.sqlite"
+    assert find_database(tmp_path, "pets", "spider") == place / "pets" / "pets.sqlite"
 
 
 def test_a_file_of_skyrls_schema_loads_unchanged(databases: Path, tmp_path: Path) -> None:
