@@ -32,7 +32,7 @@ def run_with_retries(run: Callable[[float], T], seconds: float, most: int = TRIE
     """Runs a command; retries if the command ended for memory shared with other commands, or by a SIGKILL that no limit
     sent.
 
-    A command that ends so on every try counts as failed: otherwise a policy could have bad answers discarded.
+    A command that ends so on every try is at fault itself: otherwise a policy could have bad answers discarded.
 
     Args:
         run: Runs the command from the start, within the given number of seconds.

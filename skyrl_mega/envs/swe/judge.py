@@ -133,8 +133,8 @@ class Judge:
             session.close(seconds)
 
     def _protects(self, path: str) -> bool:
-        """Returns True for the task's own files, for paths that would replace these folders, and for paths outside the
-        repository or in .git.
+        """Returns True for the task's own files, for a file in the place of a protected folder, and for paths outside
+        the repository or in .git.
         """
         strange = path.startswith("/") or ".." in path.split("/") or path.split("/")[0] == ".git"
         return strange or _matches(path, self._protected) or _matches(f"{path}/x", self._protected)

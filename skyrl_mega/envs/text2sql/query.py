@@ -83,7 +83,7 @@ def differ(ours: Result | str, gold: Result | str, compare: str, ordered: bool) 
     """Returns the reason why a solution's result differs from the gold result; None if equal.
 
     A query that reads no table does not answer a question whose gold query reads a table, whatever the result. If gold
-    returns no rows, equal to the empty result of any query, the tables read must match too.
+    returns no rows, any empty result is equal, so the query must also read all tables that gold reads.
 
     Args:
         ours: Result of the solution; a text after an error.
