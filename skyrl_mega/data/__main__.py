@@ -1,6 +1,4 @@
-"""Command line `python -m skyrl_mega.data addition|gsm8k|multiply …`; exit code 0 on success, 2 for wrong input (one
-line).
-"""
+"""Command line `python -m skyrl_mega.data addition|gsm8k|multiply …`; exit code 0: done, 2: wrong input (one line)."""
 
 import sys
 

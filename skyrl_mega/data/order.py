@@ -15,7 +15,7 @@ class PromptStream:
 
     The stream continues from one epoch to the next, so no row is dropped if the batch size does not divide the data,
     and a step may draw several batches (dynamic sampling). A batch across the end of an epoch may contain a prompt
-    twice:
+    twice, so
     identify groups by their position in the batch, not by `Prompt.uid`.
     """
 

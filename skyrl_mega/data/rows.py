@@ -304,9 +304,7 @@ def _non_empty(values: pa.Array) -> pa.Array:
 
 
 def _non_blank(texts: pa.Array) -> pa.Array:
-    """Returns a mask of the texts with more than spaces; missing texts count as true, since another check refuses
-    them.
-    """
+    """Returns a mask of the texts with more than spaces; missing texts, refused by another check, count as true."""
     return pc.fill_null(pc.greater(pc.binary_length(pc.utf8_trim_whitespace(_plain(texts))), 0), True)
 
 
@@ -344,9 +342,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *allowed: str) -> None:
-    """Refuses tool calls that no chat template can write. With `allowed`, also refuses assistant messages with other
-    keys.
-    """
+    """Refuses tool calls that no chat template can write. With `allowed`, also refuses other keys of the assistant."""
     for row, message in ((row, message) for row, messages in enumerate(conversations, first) for message in messages):
         try:
             calls_of(message)

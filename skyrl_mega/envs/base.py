@@ -34,9 +34,7 @@ class BaseTextEnvStepOutput(TypedDict):
     done: bool
     """True if the trajectory ends here."""
     metadata: dict[str, Any]
-    """Information for people: kept with the trajectory, never seen by the policy. `tool_calls`, a list, names the calls
-    made.
-    """
+    """Information for people: kept with the trajectory, never seen by the policy. `tool_calls` lists the calls."""
     messages: NotRequired[list[Message] | None]
     """Optional. The whole conversation, rewritten; replaces everything the policy saw before, and `observations` is
     then []. Needs `rewrites_history` and `rollout.step_wise`.
@@ -56,9 +54,7 @@ class BaseTextEnv:
     """
 
     rewrites_history: ClassVar[bool] = False
-    """True if `step` may return `messages` that change the earlier conversation instead of only appending to the
-    end.
-    """
+    """True if `step` may return `messages` that change the earlier conversation instead of only adding to the end."""
     OPTIONS: ClassVar[Mapping[str, Option] | None] = None
     """Options of the environment, declared with `skyrl_mega.envs.options`. Undeclared options and invalid values are
     refused before a run starts. None accepts everything.

@@ -44,9 +44,7 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
 
 
 def _is_users(file: Path) -> bool:
-    """Returns True if a file belongs neither to Python, nor to an installed package, nor to this package outside the
-    environments.
-    """
+    """Returns True if a file is not part of Python, an installed package, or this package without its environments."""
     if file.is_relative_to(ENVIRONMENTS):
         return file.parent != ENVIRONMENTS
     return file.is_file() and not any(file.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))

@@ -72,9 +72,7 @@ def _unordered_pairs(digits: int, wanted: int, rng: Generator) -> np.ndarray:
 
 
 def _first_with(unordered: np.ndarray, count: int) -> int:
-    """Returns the number of unordered pairs needed for `count` ordered pairs; a pair of equal numbers has no mirror
-    image.
-    """
+    """Returns the number of unordered pairs needed for `count` ordered pairs; pairs of equal numbers count once."""
     ordered = np.cumsum(np.where(unordered[:, 0] == unordered[:, 1], 1, 2))
     return int(np.searchsorted(ordered, count)) + 1 if count else 0
 

@@ -145,9 +145,7 @@ def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, An
 
 
 def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Returns the options, plus `retriever`, the retrieval service's settings, for an environment that uses the
-    service.
-    """
+    """Returns the options, plus `retriever`, the settings of the retrieval service, for an environment using it."""
     return {**options, "retriever": config.retriever} if getattr(cls, "needs_retriever", False) else options
 
 

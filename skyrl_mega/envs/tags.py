@@ -20,9 +20,7 @@ class Tag(NamedTuple):
 
 
 def first_tag(text: str, *names: str) -> Tag | None:
-    """Returns the closed pair of tags with the earliest opening tag: `<(a|b)>(.*?)</\\1>`; None if no pair is
-    closed.
-    """
+    """Returns the closed pair of tags with the earliest opening tag: `<(a|b)>(.*?)</\\1>`; None if there is none."""
     tags = [tag for name in names if (tag := next(all_tags(text, name), None))]
     return min(tags, key=lambda tag: tag.start, default=None)
 

@@ -108,9 +108,7 @@ class ToolEnv(BaseTextEnv):
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Executes the calls, or judges the answer. The last turn executes no calls, since the policy could not read
-        the results.
-        """
+        """Executes the calls, or judges the answer. The last turn executes no calls: nothing would read them."""
         self.turns += 1
         message = self.parse(action, self.turns)
         calls, metadata = message.tool_calls, {"tool_calls": [_shown(call) for call in message.tool_calls]}

@@ -11,9 +11,7 @@ from skyrl_mega.envs.truths import wrong_spelling
 
 
 def units_first(number: int) -> str:
-    """Returns a number's digits in reverse: 85 becomes "58". Each carry of a sum is then known before the next
-    digit.
-    """
+    """Returns a number's digits in reverse: 85 becomes "58". Each carry of a sum is then known in time."""
     return str(number)[::-1]
 
 

@@ -1,6 +1,4 @@
-"""Rows for the calculator: sums to compute, and conversations that call the calculator or, for a share, guess an
-answer.
-"""
+"""Rows for the calculator: sums to compute, and conversations that call the calculator or (a share) guess."""
 
 from __future__ import annotations
 

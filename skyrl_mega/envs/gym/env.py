@@ -57,9 +57,7 @@ class GymEnv(BaseTextEnv):
         return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Resets the environment; the first observation becomes the last message, or is appended to the last user
-        message.
-        """
+        """Resets the environment; the first observation ends the last user message, or becomes a new message."""
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))
         text = _text(observation)

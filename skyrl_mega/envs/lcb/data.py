@@ -82,9 +82,7 @@ def _read(file: Path) -> list[Task]:
 
 
 def _private(text: str) -> list[dict[str, Any]]:
-    """Parses tests from JSON, or from base64 of zlib of a pickled JSON string. The string is read without
-    unpickling.
-    """
+    """Parses tests from JSON, or from base64 of zlib of a pickled JSON string. Nothing is unpickled."""
     if text.lstrip().startswith("["):
         plain = text
     else:
@@ -97,7 +95,7 @@ def _private(text: str) -> list[dict[str, Any]]:
 
 
 def _unpacked(text: str) -> bytes:
-    """Returns the bytes inside base64 of zlib; raises ValueError above `LARGEST`, since such data may expand a
+    """Returns the bytes inside base64 of zlib; raises ValueError above `LARGEST`, since data may expand a
     thousandfold.
     """
     stream = zlib.decompressobj()

@@ -16,8 +16,8 @@ LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
 
 
 class LcbEnv(BaseTextEnv):
-    """Code generation; a single turn. The last fenced block of the answer is the program; `reward_spec.ground_truth`
-    holds the tests.
+    """Code generation in one turn. The last fenced block of the answer is the program; `reward_spec.ground_truth` holds
+    the tests.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {

@@ -31,7 +31,7 @@ FIRST_TRY_S = 0.5
 comparisons, so slow comparisons delay only each other.
 """
 GRACE_S = 1.0
-"""Seconds past the time limit for a worker to report being late. A silent worker is killed, and starting another takes
+"""Seconds past the time limit for a worker to report being late. A silent worker is killed, and a restart takes
 seconds.
 """
 
@@ -77,9 +77,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-    """Returns True if two expressions are equal, and the seconds taken; a worker that exceeds the time limit is
-    stopped.
-    """
+    """Returns True if two expressions are equal, and the seconds taken; a late worker is stopped."""
     quick, patient = _process_pools()
     result, took = _ask_worker(quick, gold, answer, min(seconds, FIRST_TRY_S))
     if result == "late" and seconds > FIRST_TRY_S:

@@ -233,7 +233,7 @@ class _Reader:
         return size
 
     def argument(self, depth: int) -> Size:
-        """Parses an argument, for example after `^` or `_`: a group, or a single atom. A tower of bare powers is
+        """Parses an argument, for example after `^` or `_`: a group, or a single atom. Bare towers of powers are
         invalid.
         """
         if self.next() == "-":

@@ -120,9 +120,7 @@ def _messages(prompt: Any, where: str) -> list[Message]:
 
 
 def _unique(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
-    """Returns the problems whose text is not in `known` and not longer than `longest`, and adds the texts to
-    `known`.
-    """
+    """Returns the problems with a new text of at most `longest` characters, and adds the texts to `known`."""
     kept = []
     for messages, answer in problems:
         text = messages[-1]["content"]

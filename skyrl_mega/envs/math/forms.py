@@ -96,7 +96,7 @@ def copied(gold: str, answer: str, question: str) -> bool:
 
 
 def unfactored(gold: str, answer: str, question: str) -> bool:
-    """Returns True if a question asks for factors and an answer has a sum outside the factors, or fewer factors than
+    """Returns True if a question asks for factors, and an answer has a sum outside factors, or fewer factors than
     gold.
     """
     if not TO_FACTOR.search(question[-QUESTION:]):

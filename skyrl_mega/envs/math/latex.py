@@ -38,9 +38,7 @@ MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 
 
 def tidy(answer: str) -> str:
-    """Returns the canonical spelling of an answer: one name per command, braces around every argument, no layout
-    marks.
-    """
+    """Returns the canonical spelling of an answer: one name per command, braces around every argument, no layout."""
     text = answer.strip()
     for sign, command in UNICODE.items():
         text = text.replace(sign, command)

@@ -301,9 +301,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """Returns the exact value of a plain number: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`; else
-    None.
-    """
+    """Returns the exact value of a number, or None: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`."""
     text = text.strip()
     sign = -1 if text.startswith("-") else 1
     text = re.sub(r"^[-+]\s*", "", text, count=1)

@@ -53,9 +53,7 @@ CONTRASTS = [
         "florin zloty yen yuan peso rupee franc ruble krona crown shilling pence",
     )
 ]  # fmt: skip
-"""Groups of nouns that exclude each other. Other nouns may count the same things: kids and children, solutions and
-pairs.
-"""
+"""Groups of nouns that exclude each other. Others may count the same: kids and children, solutions and pairs."""
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MEANING_CHANGES = frozenset(

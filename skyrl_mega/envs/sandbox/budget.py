@@ -40,7 +40,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def note(self, command: object, used: int) -> bool:
-        """Records a command's current memory in bytes; returns True if the sum is too large and this command the
+        """Records a command's current memory in bytes; returns True if the sum is too large and this one the
         largest.
         """
         with self._lock:
@@ -88,9 +88,7 @@ def shared(name: str, total_mib: float) -> Budget:
 
 
 def divide(among: int) -> None:
-    """Sets the number of processes on this node that share each environment's limit; call before creating the first
-    sandbox.
-    """
+    """Sets the number of processes on this node that share each environment's limit; call before any sandbox exists."""
     global _process_count
     _process_count = among
 
@@ -152,9 +150,7 @@ def _group(total: int, root: Path, cgroup_file: Path) -> Path | None:
 
 
 def _parents(root: Path, cgroup_file: Path) -> list[Path]:
-    """Returns the groups that delegate memory control to children: this process's group, and the parent of this
-    group.
-    """
+    """Returns the groups that delegate memory control to children: this process's group, and its parent."""
     try:
         lines = cgroup_file.read_text().splitlines()
     except OSError:

@@ -31,9 +31,7 @@ _lock = threading.Lock()
 
 
 def make() -> str:
-    """Creates an empty folder and returns its path; mode 0711 lets other users pass through without listing the
-    folder.
-    """
+    """Creates an empty folder and returns its path; mode 0711 lets other users pass through but not look inside."""
     path = tempfile.mkdtemp(dir=_process_folder())
     os.chmod(path, 0o711)
     return path
@@ -45,9 +43,7 @@ def owner() -> str:
 
 
 def alive(name: str) -> bool:
-    """Returns True if the process in a name `PREFIX<pid>-<start time>…` is alive, as far as visible from this
-    process.
-    """
+    """Returns True if the process in a name `PREFIX<pid>-<start time>…` is alive, as far as visible here."""
     match = re.match(re.escape(PREFIX) + r"(\d+)-(\d+)", name)
     return match is not None and _start_time(int(match[1])) == match[2]
 

@@ -32,9 +32,7 @@ CONFINEMENTS = {
     "with seccomp)",
     "limits": "CPU, memory, processes, file size, open files (setrlimit)",
 }
-"""Confinement → guarantee and possible mechanisms. Untrusted code needs every confinement, unless a setting waives
-it.
-"""
+"""Confinement → guarantee and possible mechanisms. Untrusted code needs all that no setting waives."""
 
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
@@ -86,9 +84,8 @@ class Outcome:
 
     status: str
     """`ok`: exit code 0. `failed`: another exit code, or a signal. `timeout`: too much wall-clock or CPU time.
-    `output`:
-    printed too much. `disk`: wrote too much. `memory`: the largest command when all concurrent commands together used
-    too much.
+    `output`: too much printed. `disk`: too much written. `memory`: the largest command when all concurrent commands
+    together used too much.
     """
     exit: int | None
     """Exit code; −N for signal N; None if the command was ended from outside or killed its own init."""
@@ -260,9 +257,7 @@ def _request(
 
 
 def _interpreter() -> Iterator[str]:
-    """Yields the paths needed by this interpreter, under each of its possible prefixes; other site files are left
-    out.
-    """
+    """Yields the paths needed by this interpreter, under each possible prefix; other site files are left out."""
     for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
         for folder in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
             for part in INTERPRETER_PARTS:

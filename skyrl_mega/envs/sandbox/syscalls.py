@@ -22,9 +22,7 @@ CLONE3 = 435
 NAMESPACES = 0x7E020000
 """All flags of clone that create a namespace, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
 NEWEST = 462
-"""Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without these
-calls.
-"""
+"""Last system call in these tables (Linux 6.10). Later calls are absent inside, and C libraries do without."""
 
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -168,9 +166,7 @@ def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Returns instructions that apply `lines` to a single call; the call is allowed if execution reaches the end of
-    `lines`.
-    """
+    """Returns instructions that apply `lines` to a single call; at the end of `lines`, the call is allowed."""
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 

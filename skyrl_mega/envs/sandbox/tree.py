@@ -29,9 +29,7 @@ class Size(NamedTuple):
 
 
 def measure(folder: str, max_bytes: int, max_entries: int) -> Size:
-    """Counts the content below a folder, while programs change it; stops above `max_bytes` bytes or `max_entries`
-    entries.
-    """
+    """Counts the content below a folder, while programs change it; stops above `max_bytes` or `max_entries`."""
     total = entries = 0
     linked: set[int] = set()
     names: list[str] = []

@@ -125,9 +125,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _ended(task: str) -> bool:
-    """Returns True if a thread is exiting or a zombie: such a thread no longer runs, and the files cannot be
-    inspected.
-    """
+    """Returns True if a thread is exiting or a zombie: such a thread runs no code, and its files are unreadable."""
     with contextlib.suppress(OSError), open(f"{task}/stat") as line:
         state, *fields = line.read().rpartition(")")[2].split()
         return state in "ZX" or bool(int(fields[5]) & EXITING)

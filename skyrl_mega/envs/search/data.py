@@ -1,6 +1,4 @@
-"""Rows for SearchR1 (arXiv:2503.09516): open questions and the passages to search, from files or from built-in
-facts.
-"""
+"""Rows for SearchR1 (arXiv:2503.09516): open questions and the passages to search, from files or built-in facts."""
 
 from __future__ import annotations
 

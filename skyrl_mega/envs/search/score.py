@@ -19,9 +19,7 @@ def normalise(text: str) -> str:
 
 
 def compared(text: str) -> str:
-    """Returns the normalised text, or the stripped lower-case text if normalisation leaves nothing, as for "A" and
-    "!!!".
-    """
+    """Returns the normalised text, or the lower-case text if normalisation leaves nothing ("A", "!!!")."""
     return normalise(text) or text.strip().lower()
 
 

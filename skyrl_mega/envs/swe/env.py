@@ -1,6 +1,4 @@
-"""Long-horizon software tasks: the policy works on a repository through shell commands; the repository's tests give the
-reward.
-"""
+"""Long-horizon software tasks: the policy works on a repository through shell commands; tests give the reward."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns the time limit of the last command plus the tests; tests of the untouched repository use the time
-        left.
-        """
+        """Returns the time limit of the last command plus the tests; runs on the untouched repository use the rest."""
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
@@ -182,7 +178,7 @@ class SweEnv(BaseTextEnv):
             verdict = judge.verdict(self.session.changes(float(self.options["command_timeout_s"])), deadline)
         except UnfitError as error:
             verdict = Verdict(CommandResult("failed", None, ""), str(error))
-        metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.why, "canaries": verdict.canaries}
+        metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.reason, "canaries": verdict.canaries}
         metadata["tests_output"] = verdict.ran.output[-2000:]
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
 
@@ -192,9 +188,7 @@ class SweEnv(BaseTextEnv):
 
 
 def unfit(command: str) -> CommandResult | None:
-    """Returns the result of a command that no shell accepts: a failure, like any other wrong command. None for a valid
-    command.
-    """
+    """Returns the result of a command that no shell accepts: a failure, like any other wrong command. Else None."""
     if "\0" in command:
         return CommandResult("failed", 2, "a command cannot contain NUL")
     if len(command.encode()) > LONGEST_COMMAND:

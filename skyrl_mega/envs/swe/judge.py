@@ -50,7 +50,7 @@ class Verdict:
 
     ran: CommandResult
     """The deciding run."""
-    why: str | None = None
+    reason: str | None = None
     """Reason for not trusting an exit code of 0."""
     canaries: int = 0
     """Number of canary runs with the expected failure."""
@@ -58,7 +58,7 @@ class Verdict:
     @property
     def right(self) -> bool:
         """True if the work earns the reward."""
-        return self.ran.status == "ok" and self.why is None
+        return self.ran.status == "ok" and self.reason is None
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ class Judge:
         return Verdict(last, None, failed_canaries)
 
     def _plan(self, tests: Mapping[str, File], edits: Sequence[tuple[str, Edit]]) -> list[Files]:
-        """Returns the canary of each run, empty for the tests as they are; in random order, so timing reveals
-        nothing.
-        """
+        """Returns the canary of each run, empty for the tests as they are; in random order, so time reveals nothing."""
         if not edits:
             return [{}]
         random, checks = SystemRandom(), int(self.options["checks"])
@@ -217,9 +215,7 @@ def refuse_outside_link(path: Path, tasks: Path) -> None:
 
 
 def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[Source]:
-    """Yields the test files in Python; if functions are given, only files that define at least one of these
-    functions.
-    """
+    """Yields the test files in Python; with `functions`, only files that define at least one."""
     for path, file in sorted(files.items()):
         if path.endswith(".py") and not file.link:
             named = [name for name in functions if re.search(rb"\bdef " + re.escape(name).encode() + rb"\b", file.data)]
@@ -235,7 +231,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _function_name(name: str) -> str:
-    """Returns the function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b
+    """Returns the function of a test, as in `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b
     (…)`.
     """
     return re.split(r"::|\.", re.split(r"\[| \(", name)[0])[-1]

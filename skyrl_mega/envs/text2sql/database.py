@@ -79,9 +79,7 @@ class Database:
         return _table(self._run([sql], seconds)[0][0])
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, Table, Table]:
-        """Returns the reason why a solution's result differs from the gold query's (None if equal), and both
-        results.
-        """
+        """Returns the reason why a solution's result differs from the gold result (None if equal), and both results."""
         (ours, theirs), reason = self._run([sql, gold], seconds)
         return reason, _table(ours), _table(theirs)
 

@@ -79,9 +79,7 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Applies the base class's checks, and refuses a missing database and a query that the database cannot
-        compile.
-        """
+        """Applies the base class's checks, and refuses a missing database and a query that does not compile."""
         if reason := super().wrong_row(row, options):
             return reason
         try:
