@@ -65,9 +65,9 @@ def load_prompts(
     prompts, offset, wrong = [], 0, WrongRows(key)
     for file in files:
         for batch, first, rows in _checked_batches(file, config, wrong):
-            wanted = len(rows) if limit is None else max(0, limit - first)
-            asked = batch["prompt"][:wanted].to_pylist()
-            for index, (prompt, row) in enumerate(zip(asked, rows[:wanted], strict=True), start=first):
+            row_count = len(rows) if limit is None else max(0, limit - first)
+            asked = batch["prompt"][:row_count].to_pylist()
+            for index, (prompt, row) in enumerate(zip(asked, rows[:row_count], strict=True), start=first):
                 name = row.pop("env_class", None) or config.default or ""
                 prompts.append(Prompt(uid=offset + index, messages=_messages(prompt), env_class=name, extras=row))
         offset += pq.read_metadata(file).num_rows

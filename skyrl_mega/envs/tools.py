@@ -73,8 +73,8 @@ class Tool:
         error = best_match(Draft202012Validator(schema).iter_errors(dict(arguments)))
         if error is None:
             return None
-        place = ".".join(map(str, error.absolute_path))
-        return f"arguments{f'.{place}' if place else ''}: {error.message}"
+        path = ".".join(map(str, error.absolute_path))
+        return f"arguments{f'.{path}' if path else ''}: {error.message}"
 
 
 class ToolEnv(BaseTextEnv):

@@ -40,8 +40,8 @@ def wrong_spelling(truth: Any) -> str | None:
     Args:
         truth: `reward_spec.ground_truth` of a row.
     """
-    if why := wrong_text(truth):
-        return why
+    if reason := wrong_text(truth):
+        return reason
     if re.fullmatch(r"-?\d+\.0+", str(truth).strip()) or (isinstance(truth, float) and not _is_plain(truth)):
         return "answers are compared as text, and none is written so; allowed is a whole number without a point: 18"
     return None

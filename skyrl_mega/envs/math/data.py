@@ -54,10 +54,10 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     else:
         files = {"test": args.test_file, "train": args.train_file}
         splits = {split: _problems(file) for split, file in files.items() if file is not None}
-    known: set[str] = set()
+    seen_texts: set[str] = set()
     for split in ("test", "train"):
         if split in splits:
-            splits[split] = _unique(splits[split], known, args.longest if split == "train" else None)
+            splits[split] = _unique(splits[split], seen_texts, args.longest if split == "train" else None)
     shots = sorted(splits.get("train", []), key=lambda p: len(p[0][-1]["content"]))[: args.shots]
     if len(shots) < args.shots:
         raise UserError(
@@ -119,14 +119,14 @@ def _messages(prompt: Any, where: str) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _unique(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:
-    """Returns the problems with a new text of at most `longest` characters, and adds the texts to `known`."""
+def _unique(problems: list[Problem], seen_texts: set[str], longest: int | None) -> list[Problem]:
+    """Returns the problems with a new text of at most `longest` characters, and adds the texts to `seen_texts`."""
     kept = []
     for messages, answer in problems:
         text = messages[-1]["content"]
         key = " ".join(text.removeprefix(BEFORE).removesuffix(AFTER).split())
-        if key not in known and (longest is None or len(key) <= longest):
-            known.add(key)
+        if key not in seen_texts and (longest is None or len(key) <= longest):
+            seen_texts.add(key)
             kept.append((messages, answer))
     return kept
 

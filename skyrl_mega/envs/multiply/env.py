@@ -30,8 +30,8 @@ class MultiplyEnv(BaseTextEnv):
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
         """Refuses a ground truth that cannot be read from a box."""
-        if why := wrong_spelling(truth):
-            return why
+        if reason := wrong_spelling(truth):
+            return reason
         boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()
         return None if boxed else "the box of an answer ends at its first brace; allowed is a number"
 

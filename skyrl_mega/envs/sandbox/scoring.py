@@ -28,7 +28,7 @@ PAUSE_S = 1.0
 """Seconds before a retry, so that the commands that hold the memory can end."""
 
 
-def run_with_retries(run: Callable[[float], T], seconds: float, most: int = TRIES) -> T:
+def run_with_retries(run: Callable[[float], T], seconds: float, max_tries: int = TRIES) -> T:
     """Runs a command; retries if the command ended for memory shared with other commands, or by a SIGKILL that no limit
     sent.
 
@@ -37,14 +37,14 @@ def run_with_retries(run: Callable[[float], T], seconds: float, most: int = TRIE
     Args:
         run: Runs the command from the start, within the given number of seconds.
         seconds: Time limit for all tries together.
-        most: Maximum number of tries.
+        max_tries: Maximum number of tries.
     """
     deadline = time.monotonic() + seconds
-    for tries in range(1, most + 1):
+    for tries in range(1, max_tries + 1):
         start = time.monotonic()
         outcome = run(max(deadline - start, 0.1))
         retry = outcome.status == "memory" or (outcome.status == "failed" and outcome.exit in KILLED)
-        if not retry or tries == most or 2 * time.monotonic() - start + PAUSE_S > deadline:
+        if not retry or tries == max_tries or 2 * time.monotonic() - start + PAUSE_S > deadline:
             break
         time.sleep(PAUSE_S)
     return outcome

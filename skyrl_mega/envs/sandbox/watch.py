@@ -38,8 +38,8 @@ class Watch:
         memory: True to measure memory too, if no cgroup bounds it.
     """
 
-    def __init__(self, folder: str | None, most: int, entries: int, file: int, init: int, memory: bool) -> None:
-        self.folder, self.most, self.entries, self.file, self.memory = folder, most, entries, file, memory
+    def __init__(self, folder: str | None, max_bytes: int, entries: int, file: int, init: int, memory: bool) -> None:
+        self.folder, self.max_bytes, self.entries, self.file, self.memory = folder, max_bytes, entries, file, memory
         self.init = init
         self.device = os.stat(folder).st_dev if folder is not None else None
         self.pause: float | None = LOOK_S if folder is not None or memory else None
@@ -58,8 +58,8 @@ class Watch:
 
     def _too_much(self, tasks: list[tuple[int, str]]) -> bool:
         assert self.folder is not None
-        size = tree.measure(self.folder, self.most, self.entries)
-        if size.deep or size.bytes > self.most or size.entries > self.entries:
+        size = tree.measure(self.folder, self.max_bytes, self.entries)
+        if size.deep or size.bytes > self.max_bytes or size.entries > self.entries:
             return True
         nameless: dict[int, int] = {}
         hidden = False
@@ -75,7 +75,7 @@ class Watch:
                 continue
         since, self._looked = self._looked, time.monotonic()
         self._hidden_s += (self._looked - since) if hidden else 0.0
-        return self._hidden_s > HIDDEN_S or size.bytes + sum(nameless.values()) > self.most
+        return self._hidden_s > HIDDEN_S or size.bytes + sum(nameless.values()) > self.max_bytes
 
     def _open_files(self, task: str, nameless: dict[int, int]) -> None:
         """Adds the unlinked files opened by a thread to `nameless`: inode → bytes."""

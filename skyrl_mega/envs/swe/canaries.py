@@ -264,8 +264,8 @@ def _stands_first(node: ast.stmt) -> bool:
     return future or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
-def _mark(what: str) -> ast.stmt:
-    return ast.parse(f"_swe_mark({what!r})").body[0]
+def _mark(words: str) -> ast.stmt:
+    return ast.parse(f"_swe_mark({words!r})").body[0]
 
 
 def canary_candidates(
