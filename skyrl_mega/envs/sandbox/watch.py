@@ -31,7 +31,7 @@ class Watch:
 
     Args:
         folder: Writable folder that is bounded only by watching, without a separate file system; else None.
-        most: Maximum bytes in the folder.
+        max_bytes: Maximum bytes in the folder.
         entries: Maximum number of files, folders and links in the folder.
         file: Maximum bytes of a single file.
         init: First process inside; trusted, and hidden deliberately.
