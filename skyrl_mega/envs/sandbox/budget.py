@@ -27,7 +27,7 @@ class Budget:
     Args:
         total_mib: Limit in MiB.
         root: Mount point of cgroups.
-        own: File naming this process's cgroup.
+        cgroup_file: File naming this process's cgroup.
     """
 
     def __init__(self, total_mib: float, root: Path = ROOT, cgroup_file: Path = CGROUP_FILE) -> None:
