@@ -128,5 +128,5 @@ def _make(folder: Path, name: str) -> None:
 
 
 def _holds(data: bytes, file: Path) -> bool:
-    """True if the file has exactly these bytes."""
+    """Returns True if the file consists of exactly these bytes."""
     return file.read_bytes() == data
