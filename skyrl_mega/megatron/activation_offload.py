@@ -1,16 +1,16 @@
-"""What layers keep for their backward pass lies in host memory in between (`policy.offload_layers`).
+"""Offloading of saved activations to host memory between forward and backward pass (`policy.offload_layers`).
 
-Such layers lie evenly among the others. What one has saved begins to leave when its forward pass has been issued, on a
-stream of its own, and the device lets go of it at the end of the next such layer; it begins to come back when the
-backward pass of that next one begins. So a copy has the time of all layers between them, and the device has two such
-layers at a time. The host waits for nothing but new pages.
+The offloaded layers are spread evenly over all layers. Copying a layer's saved storages to the host starts once the
+layer's forward pass is issued, on a separate stream. The device memory is freed at the end of the next offloaded layer.
+Copying back starts when the backward pass of that next layer starts. So a copy may take as long as all layers in
+between, and the device holds two offloaded layers at a time. The host waits only for the allocation of new pages.
 
-What moves are storages, each once however many tensors look at it: slices by expert, views of one product. Nothing is
-assumed of the order of passes, as each knows the one before it: pipelines may have several under way, rows may differ
-in length, and a pass may have no backward one.
+Storages are moved, not tensors: each once, no matter how many tensors share the memory (slices by expert, views of one
+product). No order of passes is assumed, because each pass knows the previous one: pipelines may run several passes at
+once, rows may differ in length, and a pass may lack a backward pass.
 
-After Rhu et al. (arXiv:1602.08124). Transformer Engine's own (`cpu_offload`, 2.20) moves tensors one by one, and leaves
-small ones behind: an expert with few tokens then holds the memory of all experts' inputs.
+After Rhu et al. (arXiv:1602.08124). Transformer Engine's own offload (`cpu_offload`, 2.20) moves tensors one by one and
+leaves small tensors behind: an expert with few tokens then keeps the memory of all experts' inputs on the device.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from skyrl_mega.megatron.fp8_parameters import memory
 from skyrl_mega.megatron.host_memory import HostMemory
 
 ALIGNMENT = 512
-"""Bytes: every storage begins at a multiple of it."""
+"""Alignment in bytes of every storage in host memory."""
 PAGE = {"cuda": 32 * 2**20, "cpu": 2**20}
-"""Bytes of host memory that a layer takes at a time: rows differ in length, and a page serves any."""
+"""Page size in bytes, by device type. Layers allocate host memory in pages because rows differ in length."""
 SMALLEST = {"cuda": 2**20, "cpu": 1}
-"""Bytes of a storage that moves. Smaller ones are many, and a hundredth of a layer's."""
+"""Smallest storage in bytes to be moved, by device type. Smaller storages are many, but together 1 % of a layer's
+bytes."""
 
 
 def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: torch.device) -> Pages:
-    """Has layers of a rank keep what they keep in host memory.
+    """Makes `count` layers of a rank keep saved activations in host memory.
 
     Args:
         stages: The layers of each of the rank's model chunks, in order.
-        count: How many, all where there are no more.
-        device: Theirs.
+        count: Number of layers to offload; all if there are fewer.
+        device: The device of the layers.
 
     Returns:
-        The host memory that they share.
+        The host memory shared by the layers.
     """
     pages = Pages(device)
     for chunk, layers in enumerate(stages if count else ()):
@@ -55,30 +56,33 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
 
 
 def spread(layers: int, count: int) -> set[int]:
-    """Which of so many layers move, where `count` do: evenly, with as many after the last as between two."""
+    """Returns the indices of `count` evenly spaced layers. The gap after the last equals the gap between two of
+    them."""
     count = min(count, layers)
     return {i * layers // count for i in range(count)}
 
 
 class Pages:
-    """Host memory in pages, and the stream that copies to and from it. One that is given back serves the next layer:
-    copies are over in the order in which they were issued.
+    """Pages of host memory, with the stream for copies to and from the pages.
+
+    A freed page serves the next layer, because copies end in the order of issue.
 
     Args:
-        device: What is copied to and from.
+        device: The device to copy to and from.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.page = device, PAGE[device.type]
         self.free: list[HostMemory] = []
         self.count = 0
-        """Of all pages."""
+        """Number of pages allocated so far."""
         self.leaving: Pass | None = None
-        """Whose storages the device has still, though they are copied or will be soon."""
+        """The pass with copies to the host under way or complete, but with storages still on the device."""
         self._stream: torch.cuda.Stream | None = None
 
     def take(self, size: int) -> Held:
-        """Memory for so many bytes, until the answer is no more."""
+        """Returns pages for `size` bytes, allocating missing pages. Garbage collection of the result frees the
+        pages."""
         missing = -(-size // self.page) - len(self.free)
         for _ in range(missing):
             self.free.append(HostMemory(self.page, self.device))
@@ -88,7 +92,8 @@ class Pages:
         return held
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Copies inside begin after what has been issued, and nothing that is issued later waits for them."""
+        """Returns a context for copies that wait for all work issued so far, while later work does not wait for
+        them."""
         if self.device.type == "cpu":
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(self.device)
@@ -96,23 +101,23 @@ class Pages:
         return torch.cuda.stream(self._stream)
 
     def copied(self) -> torch.cuda.Event | None:
-        """When the copies so far are over."""
+        """Returns an event for the end of the copies issued so far; None without a stream."""
         return self._stream.record_event() if self._stream is not None else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Has what is issued from now on wait for it."""
+        """Makes all work issued from now on wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class Held:
-    """Some pages, one after another."""
+    """A sequence of pages used as a single range of bytes."""
 
     def __init__(self, pages: list[HostMemory], page: int) -> None:
         self.pages, self.page = pages, page
 
     def pieces(self, at: int, size: int) -> Iterator[tuple[Tensor, int]]:
-        """Bytes `at … at + size - 1`: for each page the part of it, uint8, and how many bytes come before."""
+        """Yields the bytes `at … at + size - 1` page by page: a uint8 view, and the number of bytes before the view."""
         done = 0
         while done < size:
             index, start = divmod(at + done, self.page)
@@ -121,33 +126,33 @@ class Held:
             done += length
 
     def rest(self) -> None:
-        """Nobody reads or writes them for a while."""
+        """Marks the pages as unused for now; see `HostMemory.rest`."""
         for page in self.pages:
             page.rest()
 
 
 @dataclass(eq=False)
 class Saved:
-    """A storage that a layer's backward pass needs."""
+    """A storage needed by a layer's backward pass."""
 
     storage: torch.UntypedStorage | None
-    """None while only the host has it."""
+    """The storage on the device; None while only the host holds the bytes."""
     size: int
     of: Pass
     at: int = 0
-    """Where it begins in `held`."""
+    """Offset in `held`, in bytes."""
     held: Held | None = None
-    """None where it stays on the device."""
+    """The pages with the bytes; None for a storage never moved off the device."""
 
     def bytes(self) -> Tensor:
-        """uint8 [size], on the device."""
+        """Returns the storage as a uint8 tensor [size] on the device."""
         assert self.storage is not None
         return torch.empty(0, dtype=torch.uint8, device=self.of.pages.device).set_(self.storage)
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A tensor of it."""
+    """A saved tensor, as a view of a saved storage."""
 
     saved: Saved
     dtype: torch.dtype
@@ -156,7 +161,8 @@ class View:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """As it was."""
+        """Waits until the storage is back on the device, and returns the tensor with dtype, shape and strides as
+        saved."""
         self.saved.of.be_back()
         empty = torch.empty(0, dtype=self.dtype, device=self.saved.of.pages.device)
         assert self.saved.storage is not None
@@ -164,43 +170,48 @@ class View:
 
 
 class Pass:
-    """One layer in one forward pass, and in its backward pass.
+    """The forward pass and the backward pass of one layer for one micro-batch.
 
     Args:
-        pages: Where its storages go.
-        before: The layer before it that moves, in this forward pass.
+        pages: Host memory for the saved storages.
+        before: The previous offloaded layer of this forward pass.
     """
 
     def __init__(self, pages: Pages, before: Pass | None) -> None:
         self.pages, self.before = pages, before
         self._saved: dict[int, Saved] = {}
-        """By the storage's number in torch, until the layer has ended."""
+        """Saved storages by torch's storage number, until the layer's forward pass ends."""
         self._moved: list[weakref.ref[Saved]] = []
-        """Those that move. Whoever needs one holds it."""
+        """The storages to move, as weak references: autograd keeps the needed ones alive."""
         self._leaving: list[Saved] = []
-        """Those of them that the device holds still."""
+        """The moved storages still held by the device."""
         self._done: torch.cuda.Event | None = None
-        """When the copies of the last move are over."""
+        """Event for the end of the latest copies."""
         self._away = False
 
     def save(self, tensor: Tensor) -> Tensor | View:
-        """What autograd keeps of a tensor: itself where it is a parameter, more than strided memory, or the host's."""
+        """Returns the object for autograd to save: a `View`, or the tensor itself.
+
+        The tensor itself is returned for parameters and other subclasses, for layouts other than strided, for lazily
+        conjugated or negated tensors, and for tensors in host memory.
+        """
         elsewhere = self.pages.device.type == "cuda" and not tensor.is_cuda
         if type(tensor) is not Tensor or tensor.layout != torch.strided or elsewhere:
             return tensor
-        if tensor.is_conj() or tensor.is_neg():  # numbers that are not what lies in memory
+        if tensor.is_conj() or tensor.is_neg():  # the memory does not hold the tensor's values
             return tensor
         storage = tensor.untyped_storage()
         saved = self._saved.setdefault(storage._cdata, Saved(storage, 0, self))
         return View(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def leave(self, staying: set[int]) -> None:
-        """Begins to copy what was saved to the host; storages at the addresses `staying` are not the layer's."""
+        """Starts copying the saved storages to the host, except storages at the addresses `staying`, not owned by the
+        layer."""
         smallest, size = SMALLEST[self.pages.device.type], 0
         for saved in self._saved.values():
             storage = saved.storage
             assert storage is not None
-            saved.size = storage.nbytes()  # one that is computed once more is empty now
+            saved.size = storage.nbytes()  # a storage to be recomputed is empty by now
             if saved.size >= smallest and storage.data_ptr() not in staying:
                 saved.at, size = size, size + -(-saved.size // ALIGNMENT) * ALIGNMENT
                 self._leaving.append(saved)
@@ -218,7 +229,7 @@ class Pass:
         self._moved = [weakref.ref(saved) for saved in self._leaving]
 
     def be_gone(self) -> None:
-        """The device lets go of what has left."""
+        """Frees the device memory of the storages copied to the host."""
         if self._leaving:
             self.pages.wait(self._done)
             for saved in self._leaving:
@@ -226,8 +237,8 @@ class Pass:
             self._leaving, self._done, self._away = [], None, True
 
     def come(self) -> None:
-        """Begins to bring it back."""
-        self._leaving = []  # what is still here stays
+        """Starts copying the storages back to the device."""
+        self._leaving = []  # storages still on the device stay there
         if not self._away:
             return
         self._away = False
@@ -245,25 +256,26 @@ class Pass:
         self._done = self.pages.copied()
 
     def be_back(self) -> None:
-        """It is there for what is issued from now on."""
+        """Makes all work issued from now on wait until the storages are back on the device."""
         self.come()
         self.pages.wait(self._done)
         self._done = None
 
     def come_soon(self, *_: Any) -> None:
-        """The backward pass of a layer after it begins."""
+        """Hook for the start of the backward pass of a later layer: starts copying this layer's storages back."""
         self._newest_gone()
         self.come()
 
     def begin_backward(self, *_: Any) -> None:
-        """Its own begins: the next one to need something is the one before it."""
+        """Hook for the start of this layer's backward pass: starts copying back the storages of this layer and of the
+        previous offloaded layer, which is needed next."""
         self._newest_gone()
         self.come()
         if self.before is not None:
             self.before.come()
 
     def _newest_gone(self) -> None:
-        """In a pipeline the newest forward pass is another's."""
+        """Frees the device memory of the newest forward pass, if different from this pass, as in a pipeline."""
         newest = self.pages.leaving
         if newest is not None and newest is not self:
             newest.be_gone()
@@ -271,18 +283,18 @@ class Pass:
 
 
 class Chunk:
-    """The layers of one model chunk, each of which is told where its forward pass begins and ends.
+    """The layers of a model chunk, with wrapped forward passes that track start and end.
 
     Args:
-        layers: In order.
-        moving: Those whose storages move.
-        pages: Where they go.
+        layers: All layers of the chunk, in order.
+        moving: Indices of the layers to offload.
+        pages: Host memory for the saved storages.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], moving: set[int], pages: Pages) -> None:
         self.pages = pages
         self.last: Pass | None = None
-        """The last one that moves, of the forward pass under way."""
+        """The latest offloaded layer of the forward pass under way."""
         for i, layer in enumerate(layers):
             module: Any = layer
             module.forward = self._forward(layer, module.forward, moves=i in moving, ends=i == len(layers) - 1)
@@ -318,7 +330,7 @@ def _restored(kept: Tensor | View) -> Tensor:
 
 
 def _weights(layer: torch.nn.Module) -> Iterator[Any]:
-    """A layer's own memory: parameters, and what Transformer Engine keeps of them in FP8 from one pass to the next."""
+    """Yields a layer's own memory: parameters, and the FP8 copies kept by Transformer Engine between passes."""
     yield from memory(layer.parameters())
     for module in layer.modules():
         for copy in getattr(module, "_fp8_workspaces", {}).values():
@@ -326,5 +338,5 @@ def _weights(layer: torch.nn.Module) -> Iterator[Any]:
 
 
 def _addresses(values: Iterable[Any]) -> set[int]:
-    """Where tensors among them begin to lie."""
+    """Returns the storage addresses of the tensors among `values`."""
     return {t.untyped_storage().data_ptr() for t in values if isinstance(t, Tensor)}

@@ -1,4 +1,4 @@
-"""The Ray actor around one rank of a Megatron model, and what it does for weight sync."""
+"""The Ray actor around one rank of a Megatron model, with the rank's part of a weight sync."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class MegatronActor:
-    """One rank in a process of its own. Ray runs its methods one at a time, in one thread."""
+    """One rank of a Megatron model in a process of its own. Ray runs the methods one at a time, in one thread."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class MegatronActor:
                 cpu.stand_in()
             self.device = torch.device("cpu")
         else:
-            # Here, as a node may have settings of its own, which variables given by `spawn` would override. torch reads
-            # them when it first asks for memory.
+            # Set here, not by `spawn`, so that settings of the node survive. torch reads the variables at the first
+            # allocation.
             os.environ.update(allocator.variables(os.environ))
             if layer_spec(policy.spec, device) == "te":
                 require_transformer_engine()
@@ -77,14 +77,14 @@ class MegatronActor:
             torch.cuda.set_device(self.device)
 
     def open_store(self, host: str, timeout_s: float) -> int:
-        """Rank 0 opens the group's meeting point on a port that the system picks; returns the port."""
+        """Opens the rendezvous store of the group on rank 0, on a port picked by the system, and returns the port."""
         self.store = dist.TCPStore(
             host, 0, self.parallel.ranks, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         return self.store.port
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
-        """Joins the policy's process group and builds the model."""
+        """Joins the model's process group and builds the model."""
         with without_wandb():
             from skyrl_mega.megatron import model
             from skyrl_mega.megatron.worker import ModelWorker
@@ -109,30 +109,30 @@ class MegatronActor:
         self.rank.load(Path(path))
 
     def keep_reference(self, path: str) -> None:
-        """Keeps the reference's weights beside the policy's."""
+        """Keeps the reference weights of a Hugging Face directory in host memory, next to the policy's weights."""
         self.rank.keep_reference(Path(path))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Starts the optimizer afresh, perhaps with other settings (after the supervised warm-up)."""
+        """Replaces the optimizer by a new optimizer, possibly with other settings (after the supervised warm-up)."""
         self.rank.reset_optimizer(optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Losses look at these settings from now on."""
+        """Sets the settings that later calls pass to the loss."""
         self.algorithm = algorithm
 
     @record_function("hold")
     def hold(self, minis: list[list[Sequences]]) -> None:
-        """Keeps this rank's micro-batches of each mini-batch of an RL step."""
+        """Stores this rank's micro-batches of each mini-batch of an RL step."""
         self.minis = minis
 
     @record_function("hold_parts")
     def hold_parts(self, minis: list[list[tuple[list[Part], dict[str, Tensor]]]], drawn: bool) -> None:
-        """The same of samples that are read where they are stored."""
+        """Stores this rank's micro-batches of each mini-batch, after reading the samples from Ray's object store."""
         stored = fetched(part for parts, _ in chain(*minis) for part in parts)
         self.minis = [[read(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
 
     def add(self, minis: list[list[np.ndarray]], name: str) -> None:
-        """Adds a column to them: [T] for each micro-batch."""
+        """Adds a column to the stored micro-batches: `minis` holds one array [T] per micro-batch."""
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
             micro[name] = torch.tensor(values)
 
@@ -140,7 +140,10 @@ class MegatronActor:
     def keep_logprobs(
         self, name: str, temperature: float, reference: bool, entropy: str | None = None, squares: str | None = None
     ) -> None:
-        """Adds columns of what is found for their tokens, where this rank has any; see `ModelWorker.logprobs`."""
+        """Adds log-probs of the stored micro-batches as columns, on ranks of the last pipeline stage.
+
+        See `ModelWorker.logprobs`.
+        """
         held = list(chain(*self.minis))
         asked = squares is not None
         found = self.rank.logprobs(held, temperature=temperature, reference=reference, squares=asked)
@@ -151,18 +154,21 @@ class MegatronActor:
                     micro[column] = of_column
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
-        """Their log-probs, [T] for each micro-batch; see `ModelWorker.logprobs`."""
+        """Returns log-probs of the stored micro-batches, [T] each; see `ModelWorker.logprobs`."""
         found = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
         return None if found is None else [values.numpy() for values, *_ in found]
 
     def column(self, name: str) -> list[np.ndarray] | None:
-        """A column of them, [T] for each micro-batch; None where this rank has not computed it."""
+        """Returns a column of the stored micro-batches, [T] each; None if this rank did not compute the column."""
         held = list(chain(*self.minis))
         return [micro[name].numpy() for micro in held] if all(name in micro for micro in held) else None
 
     @record_function("keep_values")
     def keep_values(self, name: str) -> None:
-        """Adds a critic's values as a column, where this rank has any; see `ModelWorker.values`."""
+        """Adds a critic's values of the stored micro-batches as a column, on ranks of the last pipeline stage.
+
+        See `ModelWorker.values`.
+        """
         held = list(chain(*self.minis))
         found = self.rank.values(held)
         for micro, values in zip(held, found or (), strict=found is not None):
@@ -170,30 +176,30 @@ class MegatronActor:
 
     @record_function("train")
     def train(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """One optimizer step on a mini-batch that is held; see `ModelWorker.train`."""
+        """Takes one optimizer step on a stored mini-batch; see `ModelWorker.train`."""
         return self.rank.train(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """What `train` measures, without an optimizer step; see `ModelWorker.measure`."""
+        """Returns the metrics of `train` without an optimizer step; see `ModelWorker.measure`."""
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     def _objective(self, loss: str, figures: Figures | None) -> Any:
-        """An `Objective`, or a critic's `ValueObjective`."""
+        """Returns an `Objective`, or a `ValueObjective` for a critic."""
         if loss == objectives.VALUE:
             return objectives.value_objective(self.value_clip)
         return objectives.objective(loss, self.algorithm, figures)
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Takes parts off the device; see `ModelWorker.offload`."""
+        """Moves parts of the rank's state off the device; see `ModelWorker.offload`."""
         return self.rank.offload(parts)
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Brings parts back; see `ModelWorker.onload`."""
+        """Moves parts of the rank's state back to the device; see `ModelWorker.onload`."""
         return self.rank.onload(parts)
 
     def empty_cache(self) -> None:
-        """Gives memory of its GPU back that torch keeps for later."""
+        """Returns unused GPU memory cached by torch to the device."""
         torch.cuda.empty_cache()
 
     def save(self, folder: str) -> None:
@@ -211,17 +217,17 @@ class MegatronActor:
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measured(self) -> Reading:
-        """Memory since the last time."""
+        """Returns memory figures since the previous call."""
         return self.memory.read()
 
     def start_profile(self) -> None:
-        """Records what is computed from here on."""
+        """Starts recording a profile of this rank."""
         from skyrl_mega.megatron.profile import RankProfiler
 
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")
 
     def stop_profile(self, file: str, step: Span) -> dict[str, float]:
-        """Writes it; see `RankProfiler.stop`."""
+        """Writes the recorded profile; see `RankProfiler.stop`."""
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
         return profiler.stop(Path(file), step)
@@ -229,7 +235,10 @@ class MegatronActor:
     # ---- weight sync -----------------------------------------------------------------------------------------------
 
     def connect_weights(self, info: dict[str, Any]) -> None:
-        """Joins policy ranks and engine workers; `info` has the fields of `weights.connection.Connection`."""
+        """Joins the weight-sync group of policy ranks and engine workers.
+
+        `info` holds the fields of `weights.connection.Connection`.
+        """
         from skyrl_mega.weights.connection import Connection
 
         assert self.role.synced, f"no engine has the weights of a {self.role.name}"
@@ -237,7 +246,7 @@ class MegatronActor:
         self.exchange = Connection(**info).join(self.device, source=self.index)
 
     def disconnect_weights(self) -> None:
-        """Leaves them, if there are any."""
+        """Leaves the weight-sync group, if joined."""
         if self.exchange is not None:
             self.exchange.close()
         self.exchange = None

@@ -1,6 +1,6 @@
-"""The names and types that `policy.options` and its siblings may have: fields of megatron-core's configurations.
+"""Names and types allowed in `policy.options` and related settings: the fields of megatron-core's configurations.
 
-They are read from its source, as the import would take seconds and want torch's CUDA.
+The fields are read from megatron-core's source, because an import would take seconds and require torch with CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "policy.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
     "critic.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Setting → files below megatron/core and the class in each; the first one is the class, the others are its bases."""
+"""Setting → (file below megatron/core, class) pairs: first the class itself, then the base classes."""
 _PLAIN: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "float": (int, float),
@@ -48,12 +48,12 @@ _WORDS = {
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Refuses options that the megatron-core installed here does not have, or not with such a value.
+    """Refuses options unknown to the installed megatron-core, or with a value of another type.
 
-    Where megatron-core is not installed (a dry run elsewhere) nothing is known of them, and they pass.
+    Options are not checked if megatron-core is not installed, as in a dry run on another machine.
 
     Raises:
-        UserError: The field, and the nearest that there is; or its value, and what is allowed.
+        UserError: Names the field and the closest known names, or the value and the allowed type.
     """
     for key, options in megatron_options.options(policy, critic):
         known = fields(key) if options else {}
@@ -76,7 +76,7 @@ def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
 
 @cache
 def fields(key: str) -> dict[str, ast.expr]:
-    """Fields of a setting's class and their annotations; none where megatron-core is not installed."""
+    """Returns field name → annotation of a setting's class; empty if megatron-core is not installed."""
     found = importlib.util.find_spec("megatron")
     for folder in (found.submodule_search_locations or ()) if found else ():
         core = Path(folder) / "core"
@@ -101,7 +101,7 @@ def _fields(file: Path, of: str) -> dict[str, ast.expr]:
 
 
 def _choices(annotation: ast.expr) -> list[ast.expr]:
-    """`Optional[X]`, `Union[X, Y]` and `X | Y` as their parts; anything else as itself."""
+    """Returns the members of `Optional[X]`, `Union[X, Y]` or `X | Y`; any other annotation as the only member."""
     match annotation:
         case ast.Constant(value=str(text)):
             return _choices(ast.parse(text, mode="eval").body)

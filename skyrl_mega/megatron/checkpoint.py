@@ -1,9 +1,11 @@
-"""Checkpoints: each rank writes the boxes that it owns, and reads the boxes that it needs, whatever layout wrote them.
+"""Checkpoints of a Megatron model, readable in any layout: each rank writes the boxes that the rank owns, and reads the
+boxes that the rank needs.
 
-Of every parameter the distributed optimizer trains a run of elements on this rank: master weight (of a float32 model
-the weight itself) and Adam's two moments. Runs are boxes of Hugging Face tensors (`parallel.flat`), so files are a
-layout like any other (`hf_checkpoint.box_files`) and nothing is gathered. The model's weights are the masters in the
-model's type; they are not stored, and after loading come to the other ranks as they do after an optimizer step.
+For each parameter, the distributed optimizer trains a run of elements on this rank: master weight (in a float32 model
+the weight itself) and Adam's two moments. Runs are boxes of Hugging Face tensors (`parallel.flat`), so the files of a
+checkpoint are a layout like any other (`hf_checkpoint.box_files`) and nothing is gathered. The model's weights are the
+masters rounded to the model's dtype. Checkpoints do not store these weights; after loading, the other ranks receive the
+weights as after an optimizer step.
 """
 
 from __future__ import annotations
@@ -47,31 +49,31 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank's checkpoint is of."""
+    """The state of one rank to save or restore."""
 
     decoder: Decoder
     parallel: ParallelDims
     rank: int
     shard: Shard
-    """The rank's, with the names of `params`."""
+    """The rank's shard, with the same local names as `params`."""
     params: Mapping[str, Tensor]
-    """This rank's parameters."""
+    """This rank's parameters by local name."""
     chunks: Sequence[Any]
-    """Megatron's data-parallel model chunks, which the parameters are of."""
+    """Megatron's data-parallel model chunks with these parameters."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     held: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Where a tensor's values lie, for reading: on the device, or in host memory (`megatron.residency`)."""
+    """Returns a tensor with the same values to read from: on the device, or in host memory (`megatron.residency`)."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """The model's dtype."""
         return next(iter(self.params.values())).dtype
 
 
 @dataclass(frozen=True)
 class _Owned:
-    """A run of a parameter that this rank's optimizer trains; the tensors are [stop - start]."""
+    """A run of a parameter trained by this rank's optimizer; the tensors are [stop - start]."""
 
     run: Run
     state: dict[str, Tensor]
@@ -79,10 +81,10 @@ class _Owned:
 
 
 def save(folder: Path, trained: Trained) -> None:
-    """Writes this rank's part into `folder`, which must exist and be empty. A collective, of a few bytes a rank.
+    """Writes this rank's part into `folder`, which must be an empty directory. A collective of a few bytes per rank.
 
     Raises:
-        RuntimeError: A rank could not write; says which, and why.
+        RuntimeError: A rank could not write; names the rank and the reason.
     """
     owned, frozen = _owned(trained), _frozen(trained)
     runs = {param: part.run for param, part in owned.items()}
@@ -103,16 +105,16 @@ def save(folder: Path, trained: Trained) -> None:
 def load(folder: Path, trained: Trained) -> None:
     """Reads this rank's part of `folder` into model, optimizer and schedule. A collective.
 
-    All that is read is compared with its check sums. Where ranks read entries in part, as in another layout, all of the
-    checkpoint is read once more for that, an equal share by each rank.
+    All bytes read are verified with checksums. If ranks read entries only in part, as in another layout, the whole
+    checkpoint is read a second time for verification, an equal share by each rank.
 
     Raises:
-        UserError: the checkpoint is of another model; the first rank's that finds it, on every rank.
-        Damaged: It is not whole, or not as it was saved; the same.
-        RuntimeError: a rank could not read; says which, and why.
+        UserError: The checkpoint belongs to another model; raised on every rank.
+        Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
+        RuntimeError: A rank could not read; names the rank and the reason.
     """
     for chunk in trained.chunks:
-        if chunk.ddp_config.overlap_param_gather:  # what an optimizer step has begun ends before we write there
+        if chunk.ddp_config.overlap_param_gather:  # finish the gather of the last step before writing
             chunk.start_param_sync(force_sync=True)
     owned, frozen = _owned(trained), _frozen(trained)
     answers = _everywhere(lambda: _read(folder, trained, owned, frozen))
@@ -122,7 +124,7 @@ def load(folder: Path, trained: Trained) -> None:
     for part in parts(trained.optimizer):
         part._copy_main_params_to_model_params()
     gather(trained.chunks)
-    trained.schedule.num_steps = 0  # it counts on from where it stands
+    trained.schedule.num_steps = 0  # load_state_dict adds to the present count
     trained.schedule.load_state_dict(schedule)
     set_step(trained.optimizer, step)
 
@@ -131,9 +133,9 @@ def load(folder: Path, trained: Trained) -> None:
 def _read(
     folder: Path, trained: Trained, owned: Mapping[str, _Owned], frozen: Mapping[str, Run]
 ) -> tuple[int, dict[str, Any], bool]:
-    """Fills this rank's part.
+    """Fills this rank's tensors from the checkpoint.
 
-    Returns the steps taken, the schedule's state, and whether all that was read is compared with its check sums.
+    Returns the number of steps taken, the schedule's state, and True if all bytes read were verified with checksums.
     """
     header = read_header(folder)
     _check_model(folder, header, huggingface.tensors(trained.decoder))
@@ -142,9 +144,9 @@ def _read(
     entries = read_entries(folder, header, {piece.tensor for piece in pieces})
     for part in owned.values():
         for values in part.state.values():
-            values.zero_()  # padding of the vocabulary is in no checkpoint
+            values.zero_()  # checkpoints hold no vocabulary padding
     wanted = _parts(trained, pieces, owned)
-    # What was trained then may be frozen now.
+    # A parameter trained in the saved run may be frozen now.
     trained_then = {entry.tensor for entry in entries if entry.kind == MASTER}
     wanted = [
         Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in wanted
@@ -154,7 +156,7 @@ def _read(
 
 
 def _share(folder: Path) -> list[Entry]:
-    """Returns the entries that this rank compares where ranks have read some in part."""
+    """Returns the entries for this rank to verify after ranks read some entries only in part."""
     header = read_header(folder)
     return read_entries(folder, header, header.tensors)[dist.get_rank() :: dist.get_world_size()]
 
@@ -170,7 +172,7 @@ def _check_model(folder: Path, header: Header, tensors: Mapping[str, tuple[int, 
 
 
 def _owned(trained: Trained) -> dict[str, _Owned]:
-    """What the optimizer trains on this rank, by parameter."""
+    """Returns the runs trained by this rank's optimizer, by parameter."""
     allocate_moments(trained.optimizer)
     names = {id(p): name for name, p in trained.params.items()}
     found = {}
@@ -184,12 +186,12 @@ def _owned(trained: Trained) -> dict[str, _Owned]:
 
 
 def _frozen(trained: Trained) -> dict[str, Run]:
-    """Parameters that nobody trains: all of each."""
+    """Returns the run of each untrained parameter: all elements."""
     return {name: (0, p.numel()) for name, p in trained.params.items() if not p.requires_grad}
 
 
 def _parts(trained: Trained, pieces: Sequence[FlatPiece], owned: Mapping[str, _Owned]) -> list[Part]:
-    """The pieces' values in this rank's memory."""
+    """Returns each piece as a view of this rank's memory."""
     found = []
     for piece in pieces:
         if held := owned.get(piece.param):
@@ -204,11 +206,11 @@ def _parts(trained: Trained, pieces: Sequence[FlatPiece], owned: Mapping[str, _O
 
 
 def _everywhere(do: Callable[[], Answer]) -> list[Answer]:
-    """What `do` answers on every rank. A collective: it fails on all of them or on none.
+    """Calls `do` on every rank and returns all results. A collective: fails on all ranks or on none.
 
     Raises:
-        UserError: a rank's, on every rank, as it is.
-        RuntimeError: a rank had an OSError; says which, and why.
+        UserError: Raised by a rank; re-raised unchanged on every rank.
+        RuntimeError: An OSError occurred on a rank; names the rank and the reason.
     """
     answer: Answer | None = None
     fault: str | None = None

@@ -1,8 +1,8 @@
-"""The CPU stand-in for CUDA: what megatron-core 0.16 takes for granted, when there is no CUDA device.
+"""The CPU stand-in for CUDA: the names of `torch.cuda` required by megatron-core 0.16, on machines without CUDA.
 
-megatron-core asks `torch.cuda` for devices, streams and random state, and names the device "cuda" outright.
-`stand_in` replaces those names for the process, and maps that device wherever a tensor is made. Nothing else in the
-project knows that it runs on a CPU; on a machine with CUDA this module is never entered.
+megatron-core asks `torch.cuda` for devices, streams and random state, and names the device "cuda" outright. `stand_in`
+replaces those names for the process and maps that device in every tensor factory. No other part of the project depends
+on running on a CPU, and this module is never used on a machine with CUDA.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TYPE_NAMES = {
 }
 
 _CUDA_ONLY = ("transformer_engine", "apex", "flashinfer")
-"""megatron-core takes them wherever they can be imported: their Adam for torch's, and so on. None computes on a CPU."""
+"""Packages that megatron-core uses whenever importable (for example for Adam), but that cannot compute on a CPU."""
 
 
 class _Stream:
-    """A stream or an event on a device that has one queue: all waits are over at once."""
+    """A stream or an event on a device with a single queue, so every wait is over at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -51,12 +51,12 @@ _FACTORIES = (
     "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros",
     "zeros_like",
 )  # fmt: skip
-"""What makes a tensor on a device that is named. A mode (`torch.overrides`) would map the device in every call, at a
-quarter of a small model's time."""
+"""Tensor factories with a device argument. A mode (`torch.overrides`) would map the device in every call instead, at 25
+% of a small model's time."""
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make` with CUDA's device mapped to the CPU, where there is no pinned memory either."""
+    """Returns `make` with CUDA devices mapped to the CPU, and without pinned memory."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.type`, which answers with CUDA's name of it: megatron-core compares with that."""
+    """Replaces `Tensor.type` and returns CUDA's type names, which megatron-core expects."""
     if args or kwargs:
         return _own_type(tensor, *args, **kwargs)
     return _TYPE_NAMES.get(tensor.dtype) or _own_type(tensor)
@@ -80,23 +80,26 @@ _own_type = torch.Tensor.type
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:
-    """In place of `torch.compile`: what megatron-core decorates with it at its import. The compiler takes half of that
-    import's time; what layers of `policy.spec: local` call of it computes the same as it is written."""
+    """Replaces `torch.compile` during megatron-core's import and returns the function uncompiled.
+
+    The compiler takes half of the import's time. The decorated functions called by layers of `policy.spec: local`
+    compute the same uncompiled.
+    """
     return function if function is not None else _as_written
 
 
 def stand_in() -> None:
-    """Replaces for this process what megatron-core expects of CUDA, before its first import. Idempotent."""
+    """Replaces the CUDA names used by megatron-core, for this process. Call before the first import; idempotent."""
     tensor: Any = torch.Tensor
     if tensor.type is _type:
         return
     tensor.type = _type
-    _device_constructors()  # torch remembers its own from now on: `with torch.device(…)` goes by them
+    _device_constructors()  # fills torch's cache with the original factories, for `with torch.device(…)`
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     modules: dict[str, Any] = sys.modules
     for name in _CUDA_ONLY:
-        modules.setdefault(name, None)  # nobody of this process can import it from now on
+        modules.setdefault(name, None)  # makes every later import fail
     stream = _Stream()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -128,11 +131,11 @@ def stand_in() -> None:
     patch._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     patch = moe_utils
     if not hasattr(moe_utils, "te_general_gemm"):
-        patch.te_general_gemm = None  # named without a guard where Transformer Engine is absent
+        patch.te_general_gemm = None  # used without a guard if Transformer Engine is absent
     patch = token_dispatcher
     patch.maybe_move_tensor_to_cpu = _to_host
 
 
 def _to_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's own leaves a CPU tensor as it is, where its caller wants numpy."""
+    """Replaces megatron-core's function, which leaves a CPU tensor unchanged even if asked for a numpy array."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,12 +1,14 @@
-"""`policy.precision` without FP8 products: linear layers round as Transformer Engine's and multiply in `model.dtype`.
+"""Emulation of `policy.precision` without FP8 products: linear layers round as Transformer Engine does and multiply in
+`model.dtype`.
 
-Forward, activations and weights are rounded; backward, the gradient of the output, of which then come those of input
-and weight. The weight's gradient is made of the same rounded activations and gradients as the other two products, where
-Transformer Engine rounds both again along the tokens: a block of tokens would depend on how the batch is cut.
+The forward pass rounds activations and weights. The backward pass rounds the output's gradient, used for both the
+input's and the weight's gradient. The weight's gradient uses the same rounded activations and gradients as the other
+two products. Transformer Engine instead rounds both again along the tokens; such blocks of tokens would depend on the
+cut of the batch.
 
-Weights are rounded once a pass, before its first micro-batch. Blocks of 128 × 128 are those of the Hugging Face
-tensors, and their scales come from the code that gives the wire its scales (`weights.fp8`): what engines receive with
-`weights.wire: fp8` are the numbers that the policy has computed with. The layers are those whose weights travel so.
+Weights are rounded once per pass, before the first micro-batch. The 128 × 128 blocks follow the Hugging Face tensors,
+and the scales come from the same code as for the wire (`weights.fp8`). So engines with `weights.wire: fp8` receive
+exactly the numbers used by the policy. Exactly the layers with weights sent in FP8 are rounded.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from skyrl_mega.weights.fp8.scales import Scales
 
 
 class EmulatedFp8:
-    """The linear layers of a rank that compute in an FP8 recipe.
+    """The linear layers of a rank computed in an FP8 recipe.
 
     Args:
         chunks: The rank's model chunks, not wrapped.
-        precision: `policy.precision`; its recipe is not `model`.
+        precision: `policy.precision`, with a recipe other than `model`.
         params: The rank's parameters by local name.
-        layout: What all ranks of the model hold.
-        rank: This one.
+        layout: The shards of all ranks of the model.
+        rank: This rank.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class EmulatedFp8:
     ) -> None:
         names = quantised(layout.tensors)
         number = {name: i for i, name in enumerate(sorted(names))}
-        # A layer is known by the first of the tensors in its weight, on whichever rank.
+        # A layer is numbered by the first tensor in its weight, the same on every rank.
         pieces = [piece for piece in layout.shards[rank].pieces if piece.tensor in names]
         layers = {piece.param: number[piece.tensor] for piece in reversed(pieces)}
         device = next(iter(params.values())).device
@@ -59,7 +61,7 @@ class EmulatedFp8:
         self._magnitudes = Magnitudes(len(names), precision.history, device)
         self._delayed = precision.recipe == "fp8_delayed"
         self.linears: dict[str, Linear] = {}
-        """By the local name of their weight."""
+        """Layers by the local name of their weight."""
         for param, module in _modules(chunks, precision):
             if param in layers:
                 self.linears[param] = Linear(precision.recipe, layers[param], self._magnitudes)
@@ -70,7 +72,7 @@ class EmulatedFp8:
             self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _agree, device)
 
     def begin(self) -> None:
-        """Rounds the weights for the pass that follows. A collective of all ranks."""
+        """Rounds the weights for the next pass. A collective of all ranks."""
         with torch.no_grad():
             if self._scales is not None:
                 self._scales.compute(self._params)
@@ -88,7 +90,7 @@ class EmulatedFp8:
                 linear.round_weight(self._params[param].detach())
 
     def end(self, trained: bool) -> None:
-        """Ends a pass: rounded weights are let go. A collective of all ranks where it trained."""
+        """Ends a pass and frees the rounded weights. A collective of all ranks if the pass trained."""
         for linear in self.linears.values():
             del linear.weight, linear.transposed
         if self._delayed and trained:
@@ -98,18 +100,18 @@ class EmulatedFp8:
 
 
 class Linear:
-    """One linear layer's products, in the place of megatron-core's (`_forward_impl`).
+    """The products of a linear layer, replacing megatron-core's `_forward_impl`.
 
     Args:
-        recipe: `policy.precision.recipe`, not `model`.
-        number: Of the layer, in `magnitudes`.
-        magnitudes: Of all layers.
+        recipe: `policy.precision.recipe`, other than `model`.
+        number: Index of the layer in `magnitudes`.
+        magnitudes: Magnitudes of all layers.
     """
 
     weight: Tensor
-    """[out, in], rounded, as it meets activations."""
+    """[out, in], rounded for the product with activations."""
     transposed: Tensor
-    """[out, in], rounded, as it meets gradients."""
+    """[out, in], rounded for the product with gradients."""
 
     def __init__(self, recipe: str, number: int, magnitudes: Magnitudes) -> None:
         self.recipe, self.number, self.magnitudes = recipe, number, magnitudes
@@ -125,7 +127,7 @@ class Linear:
         tp_group: Any,
         **_: Any,
     ) -> Tensor:
-        """input [..., in] → [..., out], with megatron-core's communication."""
+        """Returns the product [..., out] of `input` [..., in], with megatron-core's communication."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
@@ -134,7 +136,7 @@ class Linear:
         return out if bias is None else out + bias
 
     def round_weight(self, weight: Tensor) -> None:
-        """`weight` and `transposed` of a recipe whose scales lie within a rank's weight."""
+        """Sets `weight` and `transposed`, for recipes with scales local to a rank's weight."""
         if self.recipe == "mxfp8":
             self.weight = fp8_rounding.microscaled(weight)
             self.transposed = fp8_rounding.microscaled(weight.t()).t()
@@ -142,7 +144,7 @@ class Linear:
             self.weight = self.transposed = self._scaled(weight, WEIGHT)
 
     def round(self, x: Tensor, what: int) -> Tensor:
-        """Activations (INPUT) or gradients (GRADIENT)."""
+        """Rounds activations (`what` = INPUT) or gradients (GRADIENT)."""
         match self.recipe:
             case "fp8_blockwise":
                 return fp8_rounding.blocks(x)
@@ -159,7 +161,7 @@ class Linear:
 
 
 class _Product(torch.autograd.Function):
-    """x [..., in], weight [out, in] → [..., out]."""
+    """The product of x [..., in] and weight [out, in]: [..., out]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
@@ -178,7 +180,7 @@ class _Product(torch.autograd.Function):
 
 
 def _modules(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[tuple[str, Any]]:
-    """Linear layers of the decoder layers that compute in FP8: local name of the weight, module."""
+    """Yields the linear layers of the decoder layers computed in FP8: local name of the weight, module."""
     for i, chunk in enumerate(chunks):
         fp8 = range(precision.first_layers, chunk.config.num_layers - precision.last_layers)
         for local, layer in enumerate(chunk.decoder.layers):

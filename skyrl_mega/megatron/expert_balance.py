@@ -2,12 +2,12 @@
 
     loss = coefficient · Σ over layers of  E · Σ_i f_i P_i
 
-f_i is expert i's share of the mini-batch's choices, P_i the mean of its router probability over the mini-batch's
-tokens: E · Σ f_i P_i is 1 where all experts are chosen alike.
+f_i is expert i's share of the mini-batch's choices, P_i the mean of the expert's router probability over the
+mini-batch's tokens. E · Σ f_i P_i is 1 if all experts are chosen equally often.
 
-megatron-core takes both from each micro-batch, so that its loss depends on how the mini-batch is cut. Over all of it
-(arXiv:2501.11873) the loss is a plain sum over tokens once f is known: f has no gradient, and a forward pass without
-one counts it before the mini-batch is trained on.
+megatron-core computes both per micro-batch, so the loss depends on the cut of the mini-batch. Over the whole mini-batch
+(arXiv:2501.11873) the loss is a plain sum over tokens once f is known. f carries no gradient and is counted by a
+forward pass without gradients, before training on the mini-batch.
 
 Legend: E experts, K choices of a token, M MoE layers of this rank, L local tokens.
 """
@@ -26,11 +26,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
-"""(logits [L, 1, E], padding [L, 1]) → probabilities of the chosen experts, and which are chosen: [L, E] each."""
+"""A routing function: (logits [L, 1, E], padding [L, 1]) → probabilities and mask of chosen experts, [L, E] each."""
 
 
 class ExpertBalance:
-    """Counts the choices of a rank's routers, and adds the loss's gradient where they compute.
+    """Counts the choices of a rank's routers and adds the loss's gradient to the router probabilities.
 
     Args:
         chunks: The rank's model chunks.
@@ -46,11 +46,11 @@ class ExpertBalance:
 
     @contextmanager
     def counted(self, experts: int, device: torch.device) -> Iterator[None]:
-        """Counts the choices of the forward passes inside. A collective of the ranks with the same layers.
+        """Counts the choices of the forward passes inside the context. A collective of the ranks with the same layers.
 
         Args:
             experts: E.
-            device: Where counts are kept.
+            device: Device of the counters.
         """
         self.chosen, self.scores = torch.zeros(2, len(self.routers), experts, device=device)
         self.counting = True
@@ -61,12 +61,13 @@ class ExpertBalance:
         dist.all_reduce(self.chosen, group=_ranks_with_these_layers())
         choices_M = self.chosen.sum(1, keepdim=True).clamp(min=1)
         self.share = experts * self.chosen / choices_M
-        """[M, E]: E f_i, 1 where all experts are chosen alike."""
+        """[M, E]: E f_i; 1 if all experts are chosen equally often."""
         self.tokens = choices_M / max((router.topk for router in self.routers), default=1)
         """[M, 1]: tokens of the mini-batch."""
 
     def value(self) -> float:
-        """The mean of the layers' E · Σ f_i P_i, once the mini-batch has been trained on. A collective of all ranks."""
+        """Returns the mean of E · Σ f_i P_i over all layers, after training on the mini-batch. A collective of all
+        ranks."""
         dist.all_reduce(self.scores, group=_ranks_with_these_layers())
         sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
         dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
@@ -76,7 +77,7 @@ class ExpertBalance:
         probs, chosen = routing(logits, padding_mask=padding_mask)
         if self.counting:
             self.chosen[layer] += (chosen & ~padding_mask.reshape(-1, 1)).sum(0)
-        elif torch.is_grad_enabled():  # else log-probs are asked for, or a layer runs that will be recomputed
+        elif torch.is_grad_enabled():  # skips log-prob passes, and the first run of a layer to be recomputed
             router = self.routers[layer]
             _, scores = compute_routing_scores_for_aux_loss(
                 logits.view(-1, logits.shape[-1]),

@@ -1,7 +1,7 @@
-"""The largest magnitudes of past passes, from which `fp8_delayed` has its scales (arXiv:2209.05433, section 3.3).
+"""The largest magnitudes of past passes, the source of the scales of `fp8_delayed` (arXiv:2209.05433, section 3.3).
 
-They are those of the whole pass over all ranks, so that a tensor is scaled the same however the pass is cut. One that
-has none yet takes its own. Checkpoints do not hold them.
+Magnitudes cover the whole pass over all ranks, so a tensor's scale does not depend on the cut of the pass. A tensor
+without a past magnitude uses the present one. Checkpoints do not hold magnitudes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""What of a linear layer has a magnitude."""
+"""Indices of the three tensors of a linear layer with a magnitude."""
 
 
 class Magnitudes:
-    """Of all linear layers of a model, on each of its ranks.
+    """Magnitudes of all linear layers of a model, kept on each rank.
 
     Args:
-        layers: How many there are.
-        history: Passes that are kept.
-        device: Where they lie.
+        layers: Number of layers.
+        history: Number of passes to keep.
+        device: Device of the magnitudes.
     """
 
     def __init__(self, layers: int, history: int, device: torch.device) -> None:
@@ -30,16 +30,19 @@ class Magnitudes:
         self._present = torch.zeros(layers, 3, device=device)
 
     def before(self, layer: int, what: int, amax: Tensor) -> Tensor:
-        """The magnitude that scales a tensor; its own, `amax` (float32 []), is kept for the passes to come."""
+        """Returns the magnitude for scaling a tensor, from past passes if any, else `amax` (float32 []).
+
+        Records `amax` for later passes.
+        """
         torch.maximum(self._present[layer, what], amax, out=self._present[layer, what])
         known = self._largest[layer, what]
         return torch.where(known > 0, known, amax)
 
     def end(self, agree: Callable[[Tensor], None]) -> None:
-        """Ends a pass that trained: its magnitudes are the newest, and the oldest are forgotten.
+        """Ends a training pass: the recorded magnitudes join the history, and the oldest are dropped.
 
         Args:
-            agree: Replaces a tensor by its maximum over all ranks, in place.
+            agree: Replaces a tensor in place by the maximum over all ranks.
         """
         agree(self._present)
         self._past = torch.cat([self._present[None], self._past[:-1]])
@@ -47,5 +50,5 @@ class Magnitudes:
         self.forget()
 
     def forget(self) -> None:
-        """Ends a pass that did not train: nothing of it is kept."""
+        """Ends a pass without training and discards the recorded magnitudes."""
         self._present = torch.zeros_like(self._present)

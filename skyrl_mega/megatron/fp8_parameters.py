@@ -1,10 +1,10 @@
-"""Parameters that are kept in FP8 (`policy.precision.parameters`): Transformer Engine's tensors in 128 × 128 blocks.
+"""Parameters kept in FP8 (`policy.precision.parameters`): Transformer Engine tensors with scales for 128 × 128 blocks.
 
-Such a parameter says that it is in `model.dtype`; its memory is a byte for each number as layers go forward, one more
-as they go backward (the same, transposed), and float32 scales of both. An optimizer step rounds the master weights
-straight into the first, and that is what data parallelism gathers. What is not a layer's own business goes by these
-tensors: the device's memory, the weight sync, which sends numbers and scales as they are, and loading, which fills the
-master weights, so that nothing of a file is lost to the rounding.
+Such a parameter reports `model.dtype`. Memory per number is 1 byte for the forward pass and 1 byte for the transposed
+copy of the backward pass, plus float32 scales of both. An optimizer step rounds the master weights directly into the
+forward bytes, which data parallelism gathers. This module covers the work outside of layers: device memory, the weight
+sync (numbers and scales sent unchanged), and loading, which fills the master weights so that no precision of a file is
+lost.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from skyrl_mega.weights.fp8.format import FP8, SUFFIX
 Name = TypeVar("Name")
 
 PIECE = 1 << 27
-"""Numbers that are read from files, or rounded, at once: 256 MiB in bfloat16, which both go by."""
+"""Numbers read from files, or rounded, at a time: 256 MiB in bfloat16, the dtype used for both."""
 FORWARD = ("_rowwise_data", "_rowwise_scale_inv")
-"""What a forward pass reads."""
+"""Attributes with the tensors read by a forward pass."""
 ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
 
 
 def memory(params: Iterable[Tensor], of: tuple[str, ...] = ALL) -> Iterator[Tensor]:
-    """The tensors that parameters lie in: a parameter that is not in FP8 is its own."""
+    """Yields the tensors with the parameters' bytes; a parameter not in FP8 is yielded itself."""
     for p in params:
         if is_float8tensor(p):
             yield from (t for name in of if (t := getattr(p, name)) is not None)
@@ -46,15 +46,15 @@ def memory(params: Iterable[Tensor], of: tuple[str, ...] = ALL) -> Iterator[Tens
 
 
 def together(params: Iterable[Tensor]) -> None:
-    """Lays the backward pass's numbers, and both kinds of scales, into one piece of memory each.
+    """Moves the backward pass's numbers, and the scales of both passes, into one contiguous tensor each.
 
-    The forward pass's numbers are data parallelism's buffers already. A thousand experts are then four copies to host
-    memory, not four thousand.
+    The forward pass's numbers already lie in data parallelism's buffers. So a thousand experts are four copies to host
+    memory instead of four thousand.
     """
     fp8: list[Any] = [p for p in params if is_float8tensor(p)]
     for p in fp8:
-        # megatron-core asks for the first master weights here. What Transformer Engine has for it serves one optimizer
-        # alone, and without it every master weight would be a view of the whole parameter in float32.
+        # megatron-core reads the initial master weights here. Transformer Engine's own value serves only one optimizer,
+        # and without any value every master weight would be a view of the whole parameter in float32.
         vars(p).pop("_high_precision_init_val", None)
         p.get_high_precision_init_val = partial(dequantised, p)
         p.clear_high_precision_init_val = _nothing
@@ -68,8 +68,11 @@ def together(params: Iterable[Tensor]) -> None:
 
 
 def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the sync takes, by local name: a parameter in FP8 as numbers, E4M3 [N, K], and scales, float32 [⌈N/128⌉,
-    ⌈K/128⌉], and any other as it is. Nothing is copied."""
+    """Returns the tensors for the weight sync by local name, without copying.
+
+    A parameter in FP8 becomes E4M3 numbers [N, K] and float32 scales [⌈N/128⌉, ⌈K/128⌉]; other parameters stay
+    unchanged.
+    """
     found: dict[str, Tensor] = {}
     for name, p in params.items():
         if not is_float8tensor(p):
@@ -78,28 +81,28 @@ def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         blocks: Any = p
         rows, columns = (-(-n // BLOCK) for n in p.shape)
         found[name] = blocks._rowwise_data.view(FP8)
-        found[name + SUFFIX] = blocks._rowwise_scale_inv[:rows, :columns]  # theirs are a multiple of 4 long
+        found[name + SUFFIX] = blocks._rowwise_scale_inv[:rows, :columns]  # without TE's padding to 4
     return found
 
 
 def plain(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their values in their own type: of those in FP8 copies, on the host."""
+    """Returns the parameters' values in the dtype of the model; parameters in FP8 are copied to the host."""
     return {name: dequantised(p).cpu() if is_float8tensor(p) else p.data for name, p in params.items()}
 
 
 @torch.no_grad()
 def dequantised(p: Any) -> Tensor:
-    """The values of a parameter in FP8, in its own type."""
+    """Returns the values of an FP8 parameter in the dtype of the model."""
     values: Tensor = p.dequantize()
     return values
 
 
 def _nothing() -> None:
-    """Nothing is kept that could be cleared."""
+    """Does nothing: no high-precision copy is kept."""
 
 
 def round_into(p: Any, values: Tensor) -> None:
-    """Rounds values into what a forward pass reads of a parameter."""
+    """Rounds values into the tensors of a parameter read by the forward pass."""
     rounded = p._quantizer(values)
     for name in FORWARD:
         getattr(p, name).copy_(getattr(rounded, name))
@@ -116,19 +119,20 @@ def load(
 ) -> None:
     """Fills a rank's parameters, and an optimizer's master weights, from a Hugging Face directory.
 
-    What is in FP8 is read in its own type, at most `PIECE` numbers at once, and rounded: from master weights, as after
-    an optimizer step (a collective then), or where there are none into what a forward pass reads.
+    FP8 parameters are read in the model's dtype, at most `PIECE` numbers at a time. With an optimizer the values go
+    into the master weights and are rounded as after an optimizer step (a collective). Without an optimizer the values
+    are rounded directly into the parameters.
 
     Args:
         path: The directory.
-        shard: What this rank holds.
-        params: Its parameters.
+        shard: This rank's shard.
+        params: The rank's parameters.
         optional: See `hf_checkpoint.load`.
-        optimizer: Of these parameters.
-        chunks: The data-parallel model chunks that gather them.
+        optimizer: The optimizer of these parameters.
+        chunks: The data-parallel model chunks, for gathering the parameters.
 
     Raises:
-        UserError: one line for a missing or misshapen tensor and for a file that is cut off.
+        UserError: A tensor is missing or misshapen, or a file is truncated; a message of a single line.
     """
     files.load(path, _part(shard, [n for n, p in params.items() if not is_float8tensor(p)]), params, optional)
     if optimizer is not None:
@@ -148,7 +152,7 @@ def load(
 
 
 def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
-    """Their names in order, as many as have at most `PIECE` numbers together, or one."""
+    """Yields the parameters' names in order, in groups of at most `PIECE` numbers or of one larger parameter."""
     group: list[Name] = []
     size = 0
     for name, p in params.items():
@@ -162,27 +166,27 @@ def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
 
 
 def _part(shard: Shard, names: Iterable[str]) -> Shard:
-    """Some of a shard's local tensors."""
+    """Returns the shard restricted to some local tensors."""
     mine = {name: shard.params[name] for name in names}
     return replace(shard, params=mine, pieces=tuple(piece for piece in shard.pieces if piece.param in mine))
 
 
 def round_in_pieces(optimizer: MegatronOptimizer) -> None:
-    """Has master weights rounded `PIECE` numbers at a time, after a step too.
+    """Makes the optimizer round master weights `PIECE` numbers at a time, also after a step.
 
-    Transformer Engine makes bfloat16 copies of all master weights that it is given before it rounds the first, and
-    megatron-core gives it all of a rank's: 2 bytes for each, at a peak that nobody plans. Every data-parallel rank has
-    the same parameters in the same order, and so the same pieces.
+    Transformer Engine copies all given master weights to bfloat16 before rounding the first, and megatron-core passes
+    all masters of a rank at once: an unplanned peak of 2 bytes per weight. Data-parallel ranks hold the same parameters
+    in the same order, hence the same pieces.
     """
     for part in parts(optimizer):
         given, others = part._get_fp8_params_and_shard_fp32_from_fp8, part._copy_main_params_to_model_params
         if given()[0]:
-            part._get_fp8_params_and_shard_fp32_from_fp8 = lambda: ([], [], [])  # what `others` would round
+            part._get_fp8_params_and_shard_fp32_from_fp8 = lambda: ([], [], [])  # leaves nothing for `others` to round
             part._copy_main_params_to_model_params = partial(_round, part, given, others)
 
 
 def _round(part: Any, given: Callable[[], Sequence[Any]], others: Callable[[], None]) -> None:
-    """In the place of a distributed optimizer's `_copy_main_params_to_model_params`."""
+    """Replaces `_copy_main_params_to_model_params` of a distributed optimizer."""
     every = dict(enumerate(zip(*given(), strict=True)))
     for group in groups({number: p for number, (p, _, _) in every.items()}):
         params, shards, starts = zip(*(every[number] for number in group), strict=True)
@@ -191,7 +195,7 @@ def _round(part: Any, given: Callable[[], Sequence[Any]], others: Callable[[], N
 
 
 class Masters:
-    """The float32 weights that an optimizer has of parameters in FP8, by local name: this rank's run of each."""
+    """The optimizer's float32 master weights of FP8 parameters, by local name: this rank's run of each."""
 
     def __init__(
         self,
@@ -199,7 +203,8 @@ class Masters:
         params: Mapping[str, Tensor],
         held: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """`held`: where a tensor's values lie, for reading (`megatron.residency`)."""
+        """Maps names to master weights. `held` returns the present location of a tensor's values
+        (`megatron.residency`)."""
         names = {id(p): name for name, p in params.items() if is_float8tensor(p)}
         self._optimizer, self._held = optimizer, held
         self._of = {
@@ -210,22 +215,22 @@ class Masters:
         }
 
     def write(self, name: str, values: Tensor) -> None:
-        """Takes this rank's run of a whole parameter's values."""
+        """Copies this rank's run of a whole parameter's values into the master weight."""
         if name in self._of:
             run, master = self._of[name]
             master.data.copy_(values.view(-1)[run.start : run.end])
 
     def copies(self) -> dict[str, Tensor]:
-        """All of them, in host memory."""
+        """Returns copies of all master weights in host memory."""
         return {name: self._held(master.detach()).to("cpu", copy=True) for name, (_, master) in self._of.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
-        """Takes what `copies` gave, where it did."""
+        """Copies the result of `copies` back into the master weights of the same names."""
         for name, values in copies.items():
             self._of[name][1].data.copy_(values)
 
     def round(self, chunks: Iterable[Any]) -> None:
-        """Rounds them into the parameters, and gathers those: as after an optimizer step. A collective."""
+        """Rounds the masters into the parameters and gathers the result, as after an optimizer step. A collective."""
         for part in parts(self._optimizer):
             part._copy_main_params_to_model_params()
         gather(chunks)

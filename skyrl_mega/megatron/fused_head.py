@@ -1,7 +1,8 @@
 """The output head without logits in memory (`kernels/linear_logprobs.py`) under vocabulary parallelism.
 
-Each tensor rank sums up its own columns. Two all-reduces make one distribution of them: of a token's largest logit, and
-of the three sums, or four, that follow from it. The host waits for neither. Backward needs no messages of its own.
+Each tensor rank sums over its own columns. Two all-reduces combine the ranks' sums into one distribution: of the
+largest logit per token, then of the remaining three sums, or four. The host waits for neither. The backward pass needs
+no communication.
 
 Legend: as in `vocab_parallel`.
 """
@@ -27,7 +28,7 @@ def fused_logprobs(
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """As `vocab_parallel.vocab_parallel_logprobs`, whose arguments these are."""
+    """Returns the same as `vocab_parallel.vocab_parallel_logprobs`, for the same arguments."""
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)

@@ -1,4 +1,4 @@
-"""A Megatron model as the driver sees it: batches in, log-probs or values and metrics out, however many ranks."""
+"""The driver's view of a Megatron model: batches in, log-probs or values and metrics out, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from skyrl_mega.parallel.balance import balance_together
 from skyrl_mega.parallel.dims import ParallelDims
 
 Rows = list[list[Tensor]]
-"""For each data-parallel rank the sequences of each of its micro-batches."""
+"""For each data-parallel rank, the indices of the sequences in each micro-batch."""
 
 
 class TrainGroup:
-    """All ranks of a policy, of a critic, or of a reference in a layout of its own.
+    """All ranks of a policy, of a critic, or of a reference with a separate layout.
 
-    The mini-batches of an RL step are dealt once, by `hold`; the ranks keep their micro-batches, and what is computed
-    for them, until the next `hold`. Ranks may work in another folder than the driver, so paths travel whole.
+    `hold` splits the mini-batches of an RL step once. The ranks keep the micro-batches, with all computed columns,
+    until the next `hold`. Paths are sent as absolute paths, because ranks may run in another working directory.
     """
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
@@ -40,38 +40,39 @@ class TrainGroup:
         self._call("load", str(path.absolute()))
 
     def keep_reference(self, path: Path) -> None:
-        """Keeps a frozen copy of these weights beside the policy's."""
+        """Keeps a frozen copy of the weights in `path` next to the policy's weights."""
         self._call("keep_reference", str(path.absolute()))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Starts the optimizer and its schedule afresh."""
+        """Replaces the optimizer and schedule by new ones."""
         self._call("reset_optimizer", optimizer)
 
     def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Gives losses other settings, for what trains several times with the same actors."""
+        """Sets the loss settings of all ranks, for callers that train several times with the same actors."""
         self._call("set_algorithm", algorithm)
 
     def hold(self, minis: Sequence[Sequences]) -> None:
-        """Deals mini-batches into micro-batches, which the ranks keep in the place of those that they held."""
+        """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones."""
         self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
     def hold_parts(self, minis: Sequence[Referred], *, drawn: bool) -> None:
-        """As `hold`, of samples that the ranks read where they are stored.
+        """Does the same as `hold` for samples in Ray's object store, read there by the ranks.
 
         Args:
             minis: The mini-batches.
-            drawn: As `parts.read`.
+            drawn: See `parts.read`.
         """
         self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
         self._send("hold_parts", lambda mini, rows: minis[mini].take(rows), drawn)
 
     def forget(self) -> None:
-        """Lets go of what `hold_parts` was given: the ranks have read it, and it is kept in memory for as long."""
+        """Drops the references given to `hold_parts`, so that Ray can free the samples: the ranks hold copies by
+        now."""
         self._minis, self._rows = (), []
 
     def add(self, name: str, values: Sequence[Tensor]) -> None:
-        """Gives the ranks a further column of what they hold: [T] for each mini-batch."""
+        """Adds a column, [T] for each mini-batch, to the micro-batches on the ranks."""
         self._send("add", lambda mini, rows: values[mini][tokens_of(self._minis[mini]).index(rows)].numpy(), name)
 
     def keep_logprobs(
@@ -83,42 +84,42 @@ class TrainGroup:
         entropy: str | None = None,
         squares: str | None = None,
     ) -> None:
-        """Has the ranks compute the log-probs of what they hold and keep them as a column, [T] float32.
+        """Makes the ranks compute log-probs of the stored mini-batches and add a column with the result, [T] float32.
 
         Args:
-            name: The column's.
+            name: Name of the column.
             temperature: Divides the logits.
-            reference: With the weights of `keep_reference`.
-            entropy: A further column, for the entropy of each token's distribution in nats.
-            squares: Another, for the sum of its squared probabilities.
+            reference: Uses the weights of `keep_reference`.
+            entropy: Name of a further column for the entropy of each token's distribution, in nats.
+            squares: Name of a further column for the sum of the squared probabilities of each token's distribution.
         """
         self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
     def logprobs(self, *, temperature: float) -> list[Tensor]:
-        """Log-prob of every token that is held, given those before it: float32 [T] for each mini-batch.
+        """Returns the log-prob of every stored token given the previous tokens: float32 [T] for each mini-batch.
 
-        0 for tokens that do not count (`ModelWorker.logprobs`).
+        Uncounted tokens get 0 (`ModelWorker.logprobs`).
         """
         return self._collected(self._call("logprobs", temperature))
 
     def values(self, name: str) -> list[Tensor]:
-        """A critic's value of the state before every token that is held, which the ranks keep as a column, too.
+        """Returns a critic's value of the state before every stored token; the ranks also add the values as a column.
 
         Args:
-            name: The column's.
+            name: Name of the column.
 
         Returns:
-            Float32 [T] for each mini-batch; 0 for tokens that do not count.
+            Float32 [T] for each mini-batch; 0 for uncounted tokens.
         """
         self._call("keep_values", name)
         return self.column(name)
 
     def column(self, name: str) -> list[Tensor]:
-        """A column of what is held that the ranks have computed (`keep_logprobs`): [T] for each mini-batch."""
+        """Returns a column computed by the ranks (`keep_logprobs`): [T] for each mini-batch."""
         return self._collected(self._call("column", name))
 
     def _collected(self, answers: list[Any]) -> list[Tensor]:
-        """[T] for each mini-batch, from each rank's values of its micro-batches; None from ranks without."""
+        """Joins the ranks' values of micro-batches to [T] for each mini-batch; ranks without values answer None."""
         if not self._minis:
             raise ValueError("the driver knows of nothing that the ranks hold")
         minis = [tokens_of(mini) for mini in self._minis]
@@ -138,37 +139,39 @@ class TrainGroup:
     def train(
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
-        """One optimizer step on a whole mini-batch that is held; its columns must have final token weights.
+        """Takes one optimizer step on a whole stored mini-batch, with final token weights in the columns, and returns
+        metrics.
 
         Args:
-            mini: Which.
-            temperature: Divides the logits; a critic has none.
-            loss: `algorithm.loss`, or supervised; a critic's is `objectives.VALUE`.
-            figures: What the loss is told of the run.
+            mini: Index of the mini-batch.
+            temperature: Divides the logits; unused by a critic.
+            loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
+            figures: Figures of the run for the loss.
         """
         answers = self._call("train", mini, temperature, loss, figures)
-        return max(answers, key=len)  # only the last pipeline stage has the loss's metrics
+        return max(answers, key=len)  # only the last pipeline stage returns the loss's metrics
 
     def measure(
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
-        """The metrics of `train` that need no optimizer step, on a mini-batch that teaches nothing."""
+        """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
+        signal."""
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
     def offload(self, parts: Sequence[str]) -> list[Call]:
-        """Begins to take parts of `config.residency` off all ranks' devices; each answers with the bytes copied."""
+        """Starts moving parts of `config.residency` off all ranks' devices; each call returns the bytes copied."""
         return self.group.submit_all("offload", list(parts))
 
     def onload(self, parts: Sequence[str]) -> list[Call]:
-        """Begins to bring them back, likewise."""
+        """Starts moving parts back to all ranks' devices; each call returns the bytes copied."""
         return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint into an empty folder, each rank its own part."""
+        """Writes a checkpoint into an empty directory; each rank writes one part."""
         self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
-        """Reads a checkpoint, saved in any layout, each rank its own part."""
+        """Reads a checkpoint, saved in any layout; each rank reads one part."""
         self._call("restore", str(folder.absolute()))
 
     def export(self, path: Path, source: Path) -> None:
@@ -179,9 +182,9 @@ class TrainGroup:
         return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)
 
     def _send(self, method: str, cut: Callable[[int, Tensor], Any], *args: Any) -> None:
-        """Calls all ranks with `cut(mini-batch, its rows)` for each of their micro-batches, and `args`.
+        """Calls `method` on all ranks with `cut(mini-batch, rows)` for each of the rank's micro-batches, then `args`.
 
-        Ranks with the same tokens get the same object, which lies in a node's memory once.
+        Ranks with the same tokens share one object, stored once per node.
         """
         stored = [
             ray.put([[cut(mini, micro) for micro in rows[data]] for mini, rows in enumerate(self._rows)])
@@ -191,18 +194,19 @@ class TrainGroup:
         self._call(method, per_rank=[(held, *args) for held in mine])
 
     def _deal(self, batch: Sequences | Referred) -> Rows:
-        """The rows of each data-parallel rank's micro-batches."""
+        """Returns the rows of each data-parallel rank's micro-batches."""
         return dealt(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
 
 
 def dealt(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> Rows:
-    """Deals a mini-batch to the data-parallel ranks, with all samples of a trajectory in one micro-batch where
-    `algorithm.sequence_unit` is trajectory.
+    """Splits a mini-batch into micro-batches of the data-parallel ranks.
+
+    With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
 
     Args:
         batch: The mini-batch.
         parallel: The layout.
-        tokens: Tokens of one micro-batch at most, over all context ranks; a trajectory may exceed them.
+        tokens: Token budget of one micro-batch, over all context ranks; a single trajectory may exceed the budget.
     """
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
     rows = balance_together(batch.lengths.tolist(), _together(batch), parallel.data, tokens, multiple)
@@ -210,7 +214,7 @@ def dealt(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> R
 
 
 def _together(batch: Sequences | Referred) -> list[int]:
-    """Returns a number for each sequence: those that have the same share a micro-batch."""
+    """Returns a number for each sequence; sequences with equal numbers share a micro-batch."""
     if TRAJECTORY not in batch.columns:
         return list(range(len(batch.lengths)))
     if isinstance(batch, Referred):
@@ -219,6 +223,6 @@ def _together(batch: Sequences | Referred) -> list[int]:
 
 
 def tokens_of(mini: Sequences | Referred) -> Sequences:
-    """A mini-batch whose columns the driver has."""
+    """Returns a mini-batch with columns on the driver; fails for a mini-batch held by reference."""
     assert isinstance(mini, Sequences), "the driver has no column of what is held by reference"
     return mini

@@ -1,6 +1,6 @@
-"""From a micro-batch's last hidden states to what is read from them: log-probs of its tokens, or values.
+"""Log-probs of tokens, or values of states, from the last hidden states of a micro-batch.
 
-Both work only on the tokens that count: prompts and observations are most of an agent's tokens, and the output
+Both are computed only for tokens with a weight: prompts and observations are most of an agent's tokens, and the output
 projection is most of a small model's work.
 
 Legend: L tokens of the micro-batch on this context rank, H width, V vocabulary.
@@ -29,16 +29,16 @@ def logprobs_of(
     chunk: int | None,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropy, float32 [L] each, and Σ_v p(v)² where it is asked for; 0 for tokens that nobody asks for.
+    """Returns log-probs and entropy, float32 [L] each, and with `squares` also Σ_v p(v)²; 0 for uncounted tokens.
 
     Args:
         model: The last chunk.
         hidden: [L/tp, 1, H].
-        micro: Its columns `mask` and `weights`, where there are any, say which tokens count.
+        micro: The micro-batch; optional columns `mask` and `weights` select the counted tokens.
         vocab: Tokens without padding.
         temperature: Divides the logits.
-        chunk: Tokens whose logits exist at once; None: the fused head.
-        squares: Asks for them.
+        chunk: Number of tokens with logits in memory at a time; None: the fused head.
+        squares: True to compute Σ_v p(v)².
     """
     weight = head_weight(model)
     hidden, at = _whole(hidden, same_gradient=False), counted(micro)
@@ -56,15 +56,16 @@ def logprobs_of(
 
 
 def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
-    """The value of the state before each target, that is V(s_t) where token t is drawn in s_t: float32 [L].
+    """Returns the value of the state before each target, V(s_t) with token t sampled in s_t: float32 [L]; 0 if
+    uncounted.
 
-    Every tensor rank computes all of them from the same hidden states, so each has the head's whole gradient and its
-    own part of the hidden states'. 0 for tokens that nobody asks for.
+    Every tensor rank computes all values from the same hidden states. So each rank holds the head's whole gradient, and
+    its own part of the hidden states' gradient.
 
     Args:
         model: The last chunk of a critic.
         hidden: [L/tp, 1, H].
-        micro: As in `logprobs_of`.
+        micro: See `logprobs_of`.
     """
     weight = head_weight(model)
     hidden, at = _whole(hidden, same_gradient=True), counted(micro)
@@ -73,7 +74,7 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def counted(micro: MicroBatch) -> Tensor:
-    """int64: the places whose target counts: it is predicted, and neither masked out nor of weight 0."""
+    """Returns the positions of counted targets, int64: predicted, not masked out, and not of weight 0."""
     wanted = micro.source >= 0
     for name in ("mask", "weights"):
         if name in micro.columns:
@@ -82,10 +83,11 @@ def counted(micro: MicroBatch) -> Tensor:
 
 
 def _whole(hidden: Tensor, *, same_gradient: bool) -> Tensor:
-    """[L, 1, H] from the tensor ranks' parts along the sequence.
+    """Gathers the tensor ranks' parts along the sequence to [L, 1, H].
 
     Args:
-        same_gradient: Every rank goes on alike, so that each one's gradient is the whole; else they are summed.
+        same_gradient: True if every rank computes the same from here on, so each rank's gradient is already the whole;
+            False to sum the ranks' gradients.
     """
     if mpu.get_tensor_model_parallel_world_size() == 1:
         return hidden

@@ -1,4 +1,4 @@
-"""Host memory for what leaves a device for a while, and memory given back to whoever else is on the device."""
+"""Host memory for state moved off a device, and the return of freed memory to other users of the device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3
 MAPPED = 2**20
-"""On a CPU, blocks of so many bytes are mapped one by one from the first time on that memory is given back: the C
-library raises its own threshold to the largest block that was freed, and keeps what is below it."""
+"""Size in bytes from which blocks on a CPU are mapped one by one, after the first call of `give_back`. By default, the
+C library raises this threshold to the largest block freed so far and keeps smaller blocks."""
 
 
 class HostMemory:
-    """Bytes in host memory beside a device, as one tensor.
+    """A block of host memory next to a device, as a single tensor.
 
-    For a GPU they are locked (cudaHostRegister), as it reads pageable memory at a tenth of the link's rate; torch's own
-    pinned memory is rounded up to a power of two, which is up to twice of what a large model needs. Where the device is
-    the CPU, they lie in a file without a name: its pages count as the process's memory only from when they are touched
-    until `rest`, so that what leaves the "device" really leaves the process.
+    For a GPU the memory is page-locked (cudaHostRegister), because a GPU reads pageable memory at a tenth of the link's
+    rate. torch's own pinned memory rounds sizes up to a power of two, up to twice the need of a large model. For a CPU
+    device the memory is an unnamed file, with pages that count as process memory only between the first access and
+    `rest`. So state moved off the "device" really leaves the process.
 
     Args:
         size: Bytes.
-        device: What copies to and from it.
+        device: The device to copy to and from.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -42,22 +42,22 @@ class HostMemory:
         self.flat: Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         """uint8 [size]."""
         if not self._cpu:
-            # Called without its errors being raised: a code, 0 for none.
+            # cudaHostRegister returns an error code instead of raising.
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)))
 
     def rest(self) -> None:
-        """Nobody reads or writes it for a while. It keeps what it holds."""
+        """Marks the memory as unused for now; the contents are kept."""
         if self._cpu:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unlocks the memory; it is freed with the last tensor that looks at it."""
+        """Unlocks the memory. The memory is freed with the last tensor that uses it."""
         if not self._cpu:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())))
 
 
 def give_back(device: torch.device) -> None:
-    """Freed memory that torch, or on a CPU the C library, keeps for later goes back to the device, for others."""
+    """Returns memory cached by torch, or by the C library on a CPU, to the device."""
     if device.type == "cpu":
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, MAPPED)

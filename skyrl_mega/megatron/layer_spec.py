@@ -1,8 +1,8 @@
-"""The modules of a decoder layer, as `policy.spec` asks: Transformer Engine's, or megatron-core's local ones with two
-of ours.
+"""The modules of a decoder layer for `policy.spec`: Transformer Engine's, or megatron-core's local modules with two
+replacements.
 
-megatron-core's local spec has no packed (THD) or context-parallel attention and no norm for sequence parallelism;
-`PackedAttention` and `RMSNorm` fill those two places, on any device.
+megatron-core's local spec lacks packed (THD) and context-parallel attention, and a norm for sequence parallelism.
+`PackedAttention` and `RMSNorm` fill those gaps on any device.
 
 Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
 heads, D head width.
@@ -36,7 +36,7 @@ else:
 
 
 def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage (and virtual stage)."""
+    """Returns the layers of this rank's pipeline stage (and virtual stage)."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -53,7 +53,8 @@ def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) ->
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467) whose weight megatron-core sums over the tensor group under sequence parallelism."""
+    """RMSNorm (arXiv:1910.07467). Under sequence parallelism megatron-core sums the weight's gradient over the tensor
+    group."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -68,8 +69,8 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a packed row, with keys and values gathered over the context group.
 
-    On CUDA in half precision torch's variable-length kernel takes the row as it is. Elsewhere sequences are laid out as
-    rows of a padded [N, S] grid so that one fused call serves all of them.
+    On CUDA in half precision, torch's variable-length kernel takes the row unchanged. Otherwise the sequences become
+    the rows of a padded [N, S] grid, for one fused call.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, pg_collection: Any = None, **__: Any):
@@ -87,7 +88,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> Tensor:
-        """query [L, H, D], key and value [L, G, D] → [L, H·D]."""
+        """Returns [L, H·D] for query [L, H, D], key and value [L, G, D]."""
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
@@ -112,7 +113,7 @@ class PackedAttention(MegatronModule):
         sequence, position = _places(lengths, len(key))
         k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
 
-        # A sequence's local tokens, in order, are its first and its last chunk; `nth` counts them.
+        # A sequence's local tokens, in order, are its first and its last zigzag chunk; `nth` counts them.
         local = longest // size
         first = torch.cumsum(lengths // size, 0) - lengths // size
         nth = torch.arange(len(query), device=query.device) - first[row.sequence_L]
@@ -124,12 +125,12 @@ class PackedAttention(MegatronModule):
         return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """The same by torch's kernel. query [L, H, D], key and value of the whole row [T, G, D] → [L, H·D]."""
+        """Computes `forward` with torch's kernel: query [L, H, D], key and value of the row [T, G, D] → [L, H·D]."""
         cu_q = cu_k = row.cu_seqlens_q
         longest_q = longest_k = row.max_seqlen_q
         if row.global_L is not None:
-            # A context rank has two chunks of every sequence, and each reads the sequence from its start to the chunk's
-            # end: twice as many sequences, whose last keys are their queries.
+            # A context rank holds two chunks of every sequence. Each attends from the start of the sequence to the
+            # chunk's end, so the kernel sees twice as many sequences, with the queries at the last keys.
             size, rank = self.context.size(), self.context.rank()
             starts = cu_k[:-1].long()
             width = (cu_k[1:].long() - starts) // (2 * size)
@@ -147,14 +148,14 @@ class PackedAttention(MegatronModule):
 
 
 def _takes_varlen(query: Tensor) -> bool:
-    """Whether torch has a variable-length kernel for it."""
+    """Returns True if torch can run its variable-length kernel on `query`."""
     return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _causal(kernel: Any) -> dict[str, Any]:
-    """Keyword arguments of torch's variable-length kernel, which have other names in torch 2.10 than after it.
+    """Returns the keyword arguments of torch's variable-length kernel for a causal mask; torch 2.10 uses other names.
 
-    Its scale is 1 / sqrt(D), as ours is, and its causal mask is aligned with the last key.
+    The kernel's scale is 1 / sqrt(D), the same as ours, and the causal mask is aligned with the last key.
     """
     known = inspect.signature(kernel).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
@@ -165,9 +166,10 @@ _VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {
 
 
 def _places(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Runs of these lengths [n] (int64), end to end: the run of every place and its place in it, [total] each.
+    """Returns for runs of `lengths` [n] (int64), laid end to end, each position's run and offset in the run: [total]
+    each.
 
-    `total` is their sum, which the device would have to be asked for.
+    `total` is the sum of the lengths; reading the sum from the device would make the host wait.
     """
     run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=total)
     first = torch.cumsum(lengths, 0) - lengths
@@ -175,11 +177,11 @@ def _places(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
-    """[tokens, H, D] → [rows, H, width, D], zeros where there is no token."""
+    """Copies [tokens, H, D] into a grid [rows, H, width, D], with zeros in slots without a token."""
     grid = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x)
     return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
 def _ungrid(x: Tensor, slot: Tensor) -> Tensor:
-    """[rows, H, width, D] → [tokens, H·D]."""
+    """Copies a grid [rows, H, width, D] back to [tokens, H·D]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3])[slot]

@@ -1,4 +1,4 @@
-"""From a configuration to Megatron's model chunks on this rank."""
+"""Construction of Megatron's model chunks on this rank, from a configuration."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ T = TypeVar("T")
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel whose last stage returns hidden states: `megatron.heads` applies the head."""
+    """A GPTModel with hidden states as output of the last stage; `megatron.heads` applies the head."""
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
     def head(self) -> Tensor:
-        """This rank's rows of the output projection [V/tp, H] (last stage only)."""
+        """Returns this rank's rows of the output projection, [V/tp, H] (last stage only)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 class ValueGPT(HiddenGPT):
-    """A HiddenGPT with a value head in the place of the output projection, whose memory it does not take."""
+    """A HiddenGPT with a value head instead of the output projection; the projection's memory is freed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,14 +55,16 @@ class ValueGPT(HiddenGPT):
             self.value_head = ValueHead(self.config.hidden_size)
 
     def head(self) -> Tensor:
-        """[1, H], float32 (last stage only)."""
+        """Returns the value head's weight, float32 [1, H] (last stage only)."""
         return self.value_head.weight
 
 
 class ValueHead(torch.nn.Module):
-    """A value of 0 for every state until it is trained or loaded. All tensor ranks have it, and give it one gradient.
+    """A linear head with value 0 for every state until trained or loaded. All tensor ranks hold a copy, with equal
+    gradients.
 
-    It stays in float32 in a model of another type: a value is a sum over the hidden states, not a choice among tokens.
+    The weight stays in float32 in models of another dtype, because a value is a sum over hidden states, not a choice
+    among tokens.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -70,16 +72,13 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ValueHead:
-        """As a module does it (`to`, `bfloat16`), but for the type."""
+        """Applies `fn` like any module (`to`, `bfloat16`), but keeps float32."""
         return super()._apply(lambda t: fn(t).float(), recurse)
 
 
 def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Joins the policy's process group over `store` and makes Megatron's groups.
-
-    Every collective ends within `timeout_s`.
-    """
-    # Megatron orders its send and receive on one connection per pair.
+    """Joins the model's process group over `store` and creates Megatron's groups, with `timeout_s` for collectives."""
+    # Megatron relies on one connection per pair to order sends and receives.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -93,7 +92,7 @@ def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.dev
 
 
 def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
-    """Makes Megatron's groups within the policy's process group."""
+    """Creates Megatron's groups within the model's process group."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -109,7 +108,7 @@ def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
 def transformer_config(
     hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture in this layout."""
+    """Returns Megatron's configuration of the architecture in this layout."""
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
@@ -142,16 +141,16 @@ def transformer_config(
         # Weights are loaded, but megatron-core marks tensor-parallel parameters only where it initialises them, and
         # without the mark the gradient norm counts one rank's shard alone.
         perform_initialization=True,
-        # Packed micro-batches differ in length, so stages tell each other the shape.
+        # Packed micro-batches differ in length, so stages send each other the shape.
         variable_seq_lengths=True,
         # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an
         # error: both neighbours are the same peer. Overlapped, unbatched messages are exact.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         batch_p2p_comm=parallel.virtual_pipeline == 1,
-        # The loss comes with every token's final weight, so neither schedule nor DDP may rescale it.
+        # The loss already contains every token's final weight, so neither schedule nor DDP may rescale it.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
-        # megatron-core's own output layer takes apex for it, and refuses to be built without.
+        # megatron-core's own output layer needs apex for this fusion and cannot be built without.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         **moe,
@@ -162,10 +161,10 @@ def transformer_config(
 
 
 def with_options(of: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
-    """A configuration of megatron-core with the user's options over ours.
+    """Builds a configuration of megatron-core, with the user's options over ours.
 
     Raises:
-        UserError: megatron-core refuses the options that `key` holds, for the reason that it gives.
+        UserError: megatron-core refuses the options under `key`; the message includes the reason.
     """
     try:
         return of(**(ours | options))
@@ -179,7 +178,7 @@ def with_options(of: Callable[..., T], ours: dict[str, Any], options: dict[str, 
 
 
 def _finalize(model: Any, num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sums gradients over the ranks; the division by tokens is already in the loss's weights."""
+    """Sums gradients over the ranks without dividing: the loss's weights already include the division by tokens."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -192,10 +191,10 @@ def build_model(
     *,
     head: HeadKind = "vocab",
 ) -> list[HiddenGPT]:
-    """This rank's model chunks (one, or one per virtual stage), not yet loaded.
+    """Returns this rank's model chunks (one, or one per virtual stage), before loading.
 
     Raises:
-        UserError: the layers are Transformer Engine's, or the dispatcher is deep_ep's, and it cannot be imported.
+        UserError: Transformer Engine or deep_ep is required by the settings but cannot be imported.
     """
     arch = architecture(hf, head)
     spec = layer_spec(policy.spec, device.type)
@@ -229,13 +228,13 @@ MODELS: dict[HeadKind, type[HiddenGPT]] = {"vocab": HiddenGPT, "value": ValueGPT
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
-    """Marks every expert weight as one that no other rank of the tensor group holds, for the gradient norm.
+    """Marks every expert weight as held by no other rank of the tensor group, for the gradient norm.
 
-    megatron-core 0.16 counts the gradient of a parameter without this mark on the first rank of the *dense* tensor
-    group alone, and Transformer Engine's grouped linear layer sets none where the expert's communication is
-    megatron-core's: with tensor parallelism most experts would be left out of the norm, and it would clip too late
-    (Megatron-LM #5916). No two ranks of an expert (tensor) group hold the same part of an expert, and those that do,
-    in the expert data-parallel group, share its gradients out among them in the distributed optimizer.
+    megatron-core 0.16 counts the gradient of an unmarked parameter only on the first rank of the *dense* tensor group.
+    Transformer Engine's grouped linear layer sets no mark if megatron-core does the expert communication. So with
+    tensor parallelism the norm would leave out most experts, and clipping would start too late (Megatron-LM #5916). No
+    two ranks of an expert (tensor) group hold the same part of an expert; replicas in the expert data-parallel group
+    split the gradient in the distributed optimizer.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
@@ -245,12 +244,12 @@ def mark_experts(chunk: torch.nn.Module) -> None:
 def wrap_ddp(
     chunks: list[HiddenGPT], overlap: bool, options: dict[str, Any] | None = None
 ) -> list[DistributedDataParallel]:
-    """Data parallelism with the distributed optimizer's buffers; gradients accumulate in float32.
+    """Wraps chunks for data parallelism with the distributed optimizer's buffers; gradients accumulate in float32.
 
     Args:
-        overlap: Gradients are reduced, bucket by bucket, while the last micro-batch's backward pass goes on, and the
-            parameters of an optimizer step are gathered while the next forward pass does. Whoever reads parameters
-            outside of a module's forward pass calls `gathered` first.
+        overlap: Reduces gradients, bucket by bucket, during the last micro-batch's backward pass, and gathers the
+            parameters of an optimizer step during the next forward pass. Code that reads parameters outside of a
+            module's forward pass must call `gathered` first.
         options: `policy.ddp_options`.
     """
     config = chunks[0].config
@@ -265,17 +264,17 @@ def wrap_ddp(
     modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
     wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
     if overlap:
-        # Without it every micro-batch would reduce. Stages are not aligned with one another (`grad_sync_func`,
-        # `param_sync_func`): each sends as soon as it has something.
+        # Without no_sync every micro-batch would reduce. Stages are not aligned with each other (`grad_sync_func`,
+        # `param_sync_func`): each sends as soon as its data is ready.
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]
     return wrapped
 
 
 def gathered(chunks: list[Any]) -> None:
-    """Ends the gathering of parameters that an overlapping optimizer step leaves to the next forward pass.
+    """Waits for the gather of parameters left to the next forward pass by an overlapping optimizer step.
 
-    A collective of the data-parallel ranks if anything is left to gather, nothing otherwise.
+    A collective of the data-parallel ranks if a gather is pending, otherwise a no-op.
     """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -284,10 +283,10 @@ def gathered(chunks: list[Any]) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Gathers the parameters from the ranks that train them, at once. A collective; nothing may be under way.
+    """Gathers the parameters from the ranks that train them, at once. A collective; no other gather may be under way.
 
-    What a backward pass reads of parameters in FP8 is made of them then. Where gathering overlaps, megatron-core makes
-    it only in the wait for a gather that was begun without force.
+    Also creates the backward pass's copies of FP8 parameters. With overlapping gathers, megatron-core creates the
+    copies only while waiting for a gather that was started without force.
     """
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
@@ -296,9 +295,9 @@ def gather(chunks: Iterable[Any]) -> None:
 
 
 def head_weight(chunk: Any) -> Tensor:
-    """The head's rows on this rank, [V/tp, H] or a value head's [1, H] (last stage only), gathered.
+    """Returns the head's rows on this rank, [V/tp, H] or [1, H] for a value head (last stage only), gathered.
 
-    The head is applied after the model's forward pass, where no hook of DDP's waits for its parameters.
+    The explicit wait is needed because the head runs after the model's forward pass, outside of DDP's hooks.
     """
     weight = bare(chunk).head()
     if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -307,7 +306,7 @@ def head_weight(chunk: Any) -> Tensor:
 
 
 def bare(module: Any) -> HiddenGPT:
-    """The GPT model inside DDP and Float16Module."""
+    """Returns the GPT model inside DDP and Float16Module."""
     while not isinstance(module, HiddenGPT):
         module = module.module
     return module

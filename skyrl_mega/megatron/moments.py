@@ -1,4 +1,4 @@
-"""Master weights, Adam's moments and its count of steps, in the distributed optimizer of megatron-core."""
+"""Master weights, Adam's moments and Adam's step count in megatron-core's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam calls them in its state."""
+"""Keys of the moments in Adam's state."""
 
 
 def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers that do the work: dense and expert parameters have one each. One without parameters is left out.
+    """Returns the inner optimizers with parameters: one for dense and one for expert parameters.
 
-    A chain may hold one for a pipeline stage that trains nothing of its kind.
+    Chained optimizers without parameters are left out: a pipeline stage may train no parameter of a kind.
     """
     every = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in every if not part.is_stub_optimizer]
 
 
 def masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of the model's parameters that this rank trains some of, with the float32 [n] weights that Adam has of it.
+    """Yields (model parameter, float32 [n] master weight of this rank's run) for each parameter trained on this rank.
 
-    megatron-core's own map from one to the other (`model_param_group_index_map`) counts parameters in the order of
-    their buffers, while Adam's groups begin with those of type float32; so it is wrong where a group has both types,
-    as that of a bfloat16 critic with its float32 value head.
+    megatron-core's own map (`model_param_group_index_map`) counts parameters in buffer order, but Adam's groups start
+    with float32 parameters. So the map is wrong for a group with both dtypes, such as a bfloat16 critic with a float32
+    value head.
     """
     for groups, shards in (
         (part.model_fp32_groups, part.shard_fp32_groups),
@@ -39,20 +39,20 @@ def masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Gives every parameter its two moments, zeros, which Adam itself would allocate in its first step.
+    """Allocates zero moments for every parameter, instead of leaving the allocation to Adam's first step.
 
-    Moments that are there keep what they hold. The optimizer's next step is what it would have been.
+    Existing moments stay unchanged. The optimizer's next step is unchanged, too.
     """
     for part in parts(optimizer):
         allocate(part.optimizer, [weights for _, weights in masters(part)])
 
 
 def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
-    """The same of some weights of an Adam."""
+    """Allocates zero moments for `weights` in one Adam; see `allocate_moments`."""
     for w in weights:
         if inner.state[w]:
             continue
-        if hasattr(inner, "initialize_state"):  # Transformer Engine's: in its own type, with what it keeps beside
+        if hasattr(inner, "initialize_state"):  # Transformer Engine's Adam: own dtype and extra state
             inner.initialize_state(w, False)
         else:
             inner.state[w] = {kind: torch.zeros_like(w) for kind in MOMENTS}
@@ -61,7 +61,7 @@ def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Says how many steps the moments have taken. torch's Adam counts per parameter, Transformer Engine's per group."""
+    """Sets the number of steps taken. torch's Adam counts per parameter, Transformer Engine's per group."""
     for part in parts(optimizer):
         inner = part.optimizer
         per_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
@@ -74,23 +74,23 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 class SmallMoments(torch.optim.AdamW):
-    """torch's AdamW with moments in bfloat16, as Transformer Engine's Adam has them: a step computes in float32, and
-    what it keeps of the moments is rounded to the nearest (common/multi_tensor/adam.cu)."""
+    """torch's AdamW with bfloat16 moments, like Transformer Engine's Adam (common/multi_tensor/adam.cu): a step
+    computes in float32 and rounds the stored moments to the nearest value."""
 
     @classmethod
     def instead_of(cls, inner: torch.optim.Optimizer) -> SmallMoments:
-        """An Adam that has not stepped, with smaller moments; its weights may be views, which a new one refuses."""
+        """Replaces an Adam before its first step. The weights may be views, which Adam's constructor would refuse."""
         made = cls([torch.zeros(())])
         made.param_groups = inner.param_groups
         return made
 
     def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:
-        """Zeros in the place of the moments; called as Transformer Engine's is."""
+        """Sets zero moments; called with the same arguments as Transformer Engine's method."""
         self.state[weights] = {kind: torch.zeros_like(weights, dtype=torch.bfloat16) for kind in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of all weights that have a gradient."""
+        """Takes one step of all weights with a gradient."""
         kept = [
             (state, kind, state[kind])
             for group in self.param_groups

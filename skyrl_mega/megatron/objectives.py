@@ -1,4 +1,4 @@
-"""What an optimizer step minimises: a loss, and what it is given of the tokens of a micro-batch."""
+"""Objectives of an optimizer step: a loss, with inputs built from a micro-batch's tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from skyrl_mega.algorithms.mismatch import mismatch_sums
 from skyrl_mega.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
-    from skyrl_mega.megatron.packing import MicroBatch  # it imports megatron-core, and the driver imports this file
+    from skyrl_mega.megatron.packing import MicroBatch  # imports megatron-core; the driver imports this file
 
 Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
-"""A loss with its settings."""
+"""A loss with bound settings."""
 ValueObjective = Callable[[ValueInputs], tuple[Tensor, Metrics]]
-"""A critic's loss with its settings."""
+"""A critic's loss with bound settings."""
 VALUE = "value"
-"""A critic's loss, which no policy is trained with."""
+"""Name of the critic's loss, not available for a policy."""
 
 
 def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = None) -> Objective:
-    """The loss of this name with these settings. Its metrics include the engine's mismatch, where its log-probs are.
+    """Returns the loss `loss` with bound settings. Metrics include the mismatch to the engine if engine log-probs are
+    present.
 
-    With `algorithm.old_logprobs=engine` the loss has the engine's as the old ones; the mismatch is still the policy's.
+    With `algorithm.old_logprobs=engine` the loss uses the engine's log-probs as old log-probs; the mismatch still
+    compares with the policy's.
     """
     compute = find(loss)
 
@@ -45,7 +47,7 @@ def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = N
 
 
 def value_objective(clip: float | None) -> ValueObjective:
-    """A critic's loss with this clip."""
+    """Returns a critic's loss with the clip `clip`."""
     return partial(value, clip=clip)
 
 
@@ -56,22 +58,22 @@ supervised = objective("supervised", AlgorithmConfig())
 def inputs_of(
     logprobs: Tensor, entropy: Tensor, micro: MicroBatch, group: dist.ProcessGroup | None = None
 ) -> LossInputs:
-    """A micro-batch's tokens as a loss sees them.
+    """Returns a micro-batch's tokens as inputs of a loss.
 
     Args:
         logprobs: [L], with a gradient.
         entropy: [L], with a gradient.
-        micro: Columns: weights; advantages but in a supervised step; where there are such, old_logprobs,
-            rollout_logprobs, drawn, reference_logprobs, values, high_covariance, high_entropy and kl_weights. Without
-            old_logprobs these are the weights at the start of the RL step, and the log-probs are their own old ones.
-        group: Context ranks that share the sequences; None where a rank has all of each.
+        micro: Columns: weights; advantages except in a supervised step; if present, old_logprobs, rollout_logprobs,
+            drawn, reference_logprobs, values, high_covariance, high_entropy and kl_weights. Without old_logprobs the
+            weights are those at the start of the RL step, and the log-probs themselves serve as old ones.
+        group: Context ranks sharing the sequences; None if a rank holds whole sequences.
     """
     columns = micro.columns
-    absent = torch.full_like(logprobs, torch.nan, requires_grad=False)  # a loss that reads it fails
+    absent = torch.full_like(logprobs, torch.nan, requires_grad=False)  # NaN: makes a loss fail that reads it
     old = columns.get("old_logprobs", logprobs.detach())
     rollout, drawn = columns.get("rollout_logprobs"), columns.get("drawn")
     if rollout is not None and drawn is not None:
-        rollout = torch.where(drawn, rollout, old)  # nothing is to be corrected where no engine drew
+        rollout = torch.where(drawn, rollout, old)  # no correction for tokens not sampled by an engine
     inputs = LossInputs(
         logprobs_L=logprobs,
         weights_L=columns["weights"],
@@ -91,7 +93,7 @@ def inputs_of(
 
 
 def value_inputs(values: Tensor, micro: MicroBatch) -> ValueInputs:
-    """A micro-batch's tokens as a critic's loss sees them.
+    """Returns a micro-batch's tokens as inputs of a critic's loss.
 
     Args:
         values: [L], with a gradient.
@@ -104,7 +106,7 @@ def value_inputs(values: Tensor, micro: MicroBatch) -> ValueInputs:
 
 
 def sum_over(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
-    """The sum over a group's ranks, which all of them get. Its gradient is the sum of theirs."""
+    """Returns the sum over a group's ranks, on every rank. The gradient is the sum of the ranks' gradients."""
     total: Tensor = _SumOver.apply(partial_sums, group)
     return total
 

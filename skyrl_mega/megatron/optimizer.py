@@ -1,4 +1,4 @@
-"""The distributed optimizer and its learning-rate schedule, from `policy.optimizer`."""
+"""The distributed optimizer and the learning-rate schedule, from `policy.optimizer`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from skyrl_mega.megatron.moments import SmallMoments, allocate_moments, parts
 
 
 class NotFinite(ArithmeticError):
-    """The norm of a gradient is NaN or infinite."""
+    """Error for a gradient norm of NaN or infinity."""
 
 
 class NoGradient(ArithmeticError):
-    """The norm of a gradient is 0."""
+    """Error for a gradient norm of 0."""
 
 
-_NEVER = 2**40  # a decay that a constant schedule does not reach
+_NEVER = 2**40  # decay steps never reached by a constant schedule
 
 
 def build_optimizer(
     config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype, key: str = "policy.optimizer"
 ) -> MegatronOptimizer:
-    """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
+    """Returns AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
 
-    Its moments are there: a layout that does not fit fails now, and they do not lie between a first step's activations.
-    Only those of a streamed optimizer are left to `StreamedOptimizer`, which never has all of them on the device.
+    Moments are allocated here, so that a layout too large for memory fails now, and the moments do not fragment a first
+    step's activations. Only a streamed optimizer leaves the allocation to `StreamedOptimizer`, which never holds all
+    moments on the device.
 
     Args:
-        config: Its settings.
+        config: The settings.
         chunks: Data-parallel model chunks.
-        dtype: Of the model.
-        key: Where the settings are, for errors.
+        dtype: The model's dtype.
+        key: The setting's name, for errors.
     """
     ours = dict(
         optimizer="adam",
@@ -58,9 +59,9 @@ def build_optimizer(
     small = config.moments == "bfloat16"
     if small and not USING_PYTORCH_OPTIMIZER:
         ours |= dict(use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
-    gc.collect()  # one before this is held by what was put into it, and there is no room for two
+    gc.collect()  # frees the previous optimizer, kept alive by reference cycles: two do not fit
     settings = with_options(MegatronOptimizerConfig, ours, config.options, f"{key}.options")
-    # Moments alone are small: masters stay megatron-core's, and gradients where they are, as beside FP8 weights.
+    # Only the moments are bfloat16: master weights and gradients stay megatron-core's, as with FP8 weights.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks)
     if small and USING_PYTORCH_OPTIMIZER:
@@ -74,9 +75,12 @@ def build_optimizer(
 
 
 def _look_at_the_norm(optimizer: MegatronOptimizer) -> None:
-    """Ends a step whose gradient is not finite, or 0, with `NotFinite` or `NoGradient` while the weights are as they
-    were: megatron-core asks for the norm before it clips and updates. It would write NaN into every weight, and Adam's
-    moments and weight decay would move them without a gradient."""
+    """Makes a step raise `NotFinite` or `NoGradient` before changing any weight, if the gradient norm is not finite or
+    0.
+
+    megatron-core asks for the norm before clipping and updating. Otherwise NaN would reach every weight, and with a
+    zero gradient Adam's moments and weight decay would still move the weights.
+    """
     norm_of = optimizer.get_grad_norm
 
     def norm() -> float:
@@ -91,9 +95,9 @@ def _look_at_the_norm(optimizer: MegatronOptimizer) -> None:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine.
+    """Returns the schedule: linear warm-up, then constant, linear or cosine.
 
-    Stepped before the optimizer, the first step has lr / warmup_steps; after it (`warmup_from_zero`), 0.
+    Stepped before the optimizer, the first step uses lr / warmup_steps; stepped after (`warmup_from_zero`), 0.
     """
     return OptimizerParamScheduler(
         optimizer,

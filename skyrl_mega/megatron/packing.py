@@ -1,10 +1,9 @@
-"""Packing: sequences of one micro-batch end to end in one row, as Megatron's THD format and context parallelism want
-them.
+"""Packing: sequences of one micro-batch end to end in one row, as required by Megatron's THD format and context
+parallelism.
 
-Context parallelism cuts every sequence into 2·cp chunks and gives rank r the chunks r and 2·cp-1-r ("zigzag"), so
-that the work under a causal mask is even. Hence every sequence is padded to a multiple of 2·cp, and a last sequence
-of padding makes the row divisible for sequence parallelism. Padding has weight 0 everywhere; nothing that counts
-depends on it.
+Context parallelism cuts every sequence into 2·cp chunks and gives rank r the chunks r and 2·cp-1-r ("zigzag"), so that
+the work under a causal mask is even. Hence every sequence is padded to a multiple of 2·cp, and a last sequence of
+padding makes the row divisible for sequence parallelism. Padding always gets weight 0 and never influences a result.
 
 Legend: N sequences, T tokens in the packed row, L = T / cp tokens on this context rank.
 """
@@ -24,48 +23,48 @@ from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences, ragged_arange
 
 @dataclass
 class RowRoutes:
-    """What the routers of this rank are to choose for the tokens that they see of a row (`router_replay`).
+    """Expert choices for the tokens of a row seen by this rank's routers (`router_replay`).
 
     Legend: L these tokens, M MoE layers, K experts of a token.
     """
 
     routes: Tensor
-    """[L, M, K], as in `models.routes`: what is replayed."""
+    """[L, M, K], as in `models.routes`: the choices to replay."""
     expected: Tensor
-    """The same, found in another way: what must come of it."""
+    """[L, M, K]: the same choices derived in a second way, to check the result."""
     read: Tensor
     """int64 [L]: index of the token in the flat `Sequences`, or -1 for padding."""
     position: Tensor
-    """int64 [L]: its position in its sequence."""
+    """int64 [L]: position of the token within the sequence."""
     recorded: Tensor | None = None
-    """[L, M, K]: where the routers' own choices are recorded."""
+    """[L, M, K]: buffer for the routers' own choices when recording."""
 
     def to(self, device: torch.device) -> RowRoutes:
-        """The same on a device."""
+        """Returns a copy on a device."""
         return replace(self, **_moved(self, device))
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron-core's description of a packed row, and where each of this rank's tokens lies in its sequence."""
+    """megatron-core's description of a packed row, plus the position of each of this rank's tokens."""
 
     sequence_L: Tensor | None = None
-    """int64 [L]: the sequence that a local token belongs to."""
+    """int64 [L]: index of each local token's sequence."""
     position_L: Tensor | None = None
-    """int64 [L]: its position in that sequence."""
+    """int64 [L]: position of each local token within the sequence."""
     global_L: Tensor | None = None
-    """int64 [T]: for each token of the whole row, its place after the context ranks' parts are concatenated."""
+    """int64 [T]: for each token of the whole row, the index in the concatenation of the context ranks' parts."""
     sequences: int = 0
     routes: RowRoutes | None = None
-    """Of a row whose routers replay or record."""
+    """Routes of a row to replay or record; otherwise None."""
 
 
 @dataclass
 class MicroBatch:
     """One micro-batch on one context rank.
 
-    Entry i of `targets` and of a column that is aligned to the target belongs to the token that input i predicts; of
-    one that is aligned to the input, to input i itself.
+    Entry i of `targets`, and of a column aligned to the target, belongs to the token predicted by input i. Entry i of a
+    column aligned to the input belongs to input i itself.
     """
 
     tokens: Tensor
@@ -75,24 +74,23 @@ class MicroBatch:
     targets: Tensor
     """int64 [L]: next tokens."""
     columns: dict[str, Tensor]
-    """[L, …] each, in the dtype that they came in; 0 where no token stands behind an entry."""
+    """[L, …] each, with the original dtype; 0 for entries without a token."""
     row: PackedRow
     answer: Tensor
-    """int64 [L]: which of the micro-batch's answers a token that counts belongs to (`Sequences.answers`); 0 for the
-    others."""
+    """int64 [L]: index of the answer of each counted token (`Sequences.answers`); 0 for other tokens."""
     answers: int
     source: Tensor
-    """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 where nothing is predicted."""
+    """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 without a prediction."""
     read: Tensor
-    """int64 [L]: index of the token that is read in the flat `Sequences`, or -1 for padding."""
+    """int64 [L]: index of the input token in the flat `Sequences`, or -1 for padding."""
 
     @property
     def padding(self) -> Tensor:
-        """bool [1, L]: whether no token is read there."""
+        """bool [1, L]: True for padding."""
         return (self.read < 0)[None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
+        """Returns a copy on a device."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
         routes = self.row.routes.to(device) if self.row.routes else None
         row = replace(self.row, routes=routes, **_moved(self.row, device))
@@ -109,7 +107,7 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
     padded = padded_lengths(batch.lengths, context, tensor, rows)
     starts, total = padded.cumsum(0) - padded, int(padded.sum())
     read, predicted = torch.full((2, total), -1)
-    """For each place of the whole row, the token that is read there and the one that is predicted there; -1: none."""
+    """For each position of the whole row, the index of the input token and of the predicted token; -1 for none."""
     places = ragged_arange(starts[: len(batch)], batch.lengths)
     read[places] = torch.arange(len(batch.tokens))
     predicts = torch.ones(len(batch.tokens), dtype=torch.bool)
@@ -144,16 +142,22 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
 
 
 def _moved(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
-    """Its fields that are tensors, on a device. One that several fields have stays one: where a row's padded bounds are
-    its bounds, Transformer Engine knows that nothing lies between its sequences."""
+    """Returns the tensor fields of a record on a device.
+
+    A tensor shared by several fields stays shared: if padded bounds and bounds are one tensor, Transformer Engine knows
+    that no padding lies between the sequences.
+    """
     tensors = {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
     there = {key: value.to(device) for key, value in {id(value): value for value in tensors.values()}.items()}
     return {name: there[id(value)] for name, value in tensors.items()}
 
 
 def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) -> Tensor:
-    """int64 [N] or [N + 1]: every sequence padded to what the zigzag divides, and a last one of padding alone where the
-    row is not divided by what sequence parallelism and the zigzag need, and multiples of `rows` on a rank."""
+    """Returns the padded lengths, int64 [N] or [N + 1].
+
+    Every sequence is padded to a multiple of the zigzag's chunks. A last sequence of padding makes the row divisible by
+    the needs of sequence parallelism and zigzag, and each rank's part by `rows`.
+    """
     chunks = 2 * context if context > 1 else 1
     padded = -(-lengths // chunks) * chunks
     width, total = math.lcm(chunks * tensor, context * tensor * rows), int(padded.sum())
@@ -162,7 +166,7 @@ def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) ->
 
 
 def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> PackedRow:
-    """The description of the whole row, and of this rank's places `local` in it."""
+    """Returns the description of the whole row and of this rank's positions `local`."""
     bounds = torch.cat([starts, padded.sum()[None]]).int()
     longest = int(padded.max())
     sequence = torch.arange(len(padded)).repeat_interleave(padded)
@@ -185,7 +189,7 @@ def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> 
 
 
 def _zigzag(starts: Tensor, padded: Tensor, context: int, rank: int) -> Tensor:
-    """Places in the row that context rank `rank` holds, sequence after sequence."""
+    """Returns the positions in the row held by context rank `rank`, sequence by sequence."""
     if context == 1:
         return torch.arange(int(padded.sum()))
     width = padded // (2 * context)

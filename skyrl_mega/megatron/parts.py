@@ -1,9 +1,9 @@
-"""Samples whose tokens lie in Ray's object store: the driver names them, ranks read them.
+"""Samples with tokens in Ray's object store: the driver sends references, and the ranks read the tokens.
 
-A trajectory is stored once, where it was made, as a `Sequences` of its own with the columns `mask` and
-`rollout_logprobs`. A rank gets references and what every token of a sample has in common, a few numbers each.
+A trajectory is stored once, on the node of the rollout, as a `Sequences` with the columns `mask` and
+`rollout_logprobs`. A rank receives references, plus a few numbers per sample shared by all of the sample's tokens.
 
-Legend: S samples, T tokens of all of them.
+Legend: S samples, T tokens of all samples.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from torch import Tensor
 from skyrl_mega.megatron.sequences import Column, Sequences, ragged_arange
 
 OF_THE_DRIVER = frozenset({"mask", "token_rewards"})
-"""Columns of a trajectory that weights and advantages are made from, and ranks do not have."""
+"""Columns of a trajectory used by the driver for weights and advantages, and not sent to ranks."""
 WEIGHTS = frozenset({"weights", "kl_weights"})
-"""Columns that are 0 wherever the policy did not write."""
+"""Columns with 0 for every token not written by the policy."""
 
 
 class Part(NamedTuple):
-    """One sample: tokens `start … end - 1` of a stored trajectory."""
+    """A sample: tokens `start … end - 1` of a stored trajectory."""
 
     ref: Any
     """Ray's reference to a `Stored`."""
     start: int
     own: int
-    """Tokens from here on have weights: another sample trains on those before."""
+    """Index of the first token with a weight; another sample trains on earlier tokens."""
     end: int
 
 
 class Stored(NamedTuple):
-    """What is stored of a trajectory. Processes of one node share its memory."""
+    """A stored trajectory, in memory shared by all processes of a node."""
 
     tokens: Sequences
-    """One sequence, with `mask` int8 and `rollout_logprobs` float32, and the trajectory's further columns."""
+    """A single sequence, with `mask` int8, `rollout_logprobs` float32, and the trajectory's further columns."""
     messages: bytes
-    """JSON: the conversation, for people."""
+    """The conversation as JSON, for human readers."""
 
 
 @dataclass
 class Referred:
-    """S samples, those of a trajectory one after another."""
+    """References to S samples; samples of the same trajectory are adjacent."""
 
     parts: list[Part]
     counts: Tensor
-    """int64 [S]: tokens that count in the loss."""
+    """int64 [S]: number of tokens counted in the loss."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """[S] each, float32 but for `sequences.TRAJECTORY`: what every token of a sample has; of `WEIGHTS`, every one that
-    the policy wrote."""
+    """[S] each, float32 except `sequences.TRAJECTORY`: a value for every token of a sample, or in `WEIGHTS` for every
+    token written by the policy."""
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [S]."""
+        """int64 [S]: tokens of each sample."""
         return torch.tensor([part.end - part.start for part in self.parts], dtype=torch.int64)
 
     def take(self, rows: Tensor) -> tuple[list[Part], dict[str, Tensor]]:
-        """Some samples, as `read` takes them."""
+        """Returns some samples as arguments of `read`."""
         return [self.parts[row] for row in rows.tolist()], {k: v[rows] for k, v in self.columns.items()}
 
 
 def fetched(parts: Iterable[Part]) -> dict[Any, Stored]:
-    """What the references lead to. Arrays stay in the object store, which the processes of a node share."""
+    """Returns the stored trajectories by reference. Arrays stay in the object store shared by a node's processes."""
     import ray
 
     refs = list(dict.fromkeys(part.ref for part in parts))
@@ -75,16 +75,13 @@ def fetched(parts: Iterable[Part]) -> dict[Any, Stored]:
 def read(
     parts: Sequence[Part], columns: Mapping[str, Tensor], stored: Mapping[Any, Stored], *, drawn: bool = False
 ) -> Sequences:
-    """The samples as they are trained on.
+    """Returns the samples as sequences for training, with `rollout_logprobs`, the trajectories' columns, and `columns`.
 
     Args:
         parts: The samples.
-        columns: As `Referred.columns`.
-        stored: What their references lead to.
-        drawn: Adds the column `drawn`, bool: all but the end tokens that no engine drew, whose log-prob is NaN.
-
-    Returns:
-        With `rollout_logprobs`, the trajectories' columns, and these.
+        columns: See `Referred.columns`.
+        stored: The stored trajectories by reference.
+        drawn: Adds the column `drawn`, bool: False for end tokens not sampled by an engine, with log-prob NaN.
     """
     cut = [stored[part.ref].tokens for part in parts]
     at = [slice(part.start, part.end) for part in parts]
@@ -106,7 +103,7 @@ def read(
 
 
 def _column(name: str, cut: Sequence[Sequences], at: Sequence[slice]) -> Column:
-    """A column of several trajectories, 0 for those without it: a failed one may have none."""
+    """Joins a column of several trajectories, with 0 for trajectories without the column (failed ones, for example)."""
     like = next(s.columns[name] for s in cut if name in s)
     absent = like.values.new_zeros(1, *like.values.shape[1:])
     values = [

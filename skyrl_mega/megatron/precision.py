@@ -1,4 +1,4 @@
-"""`policy.precision` in megatron-core's words, for Transformer Engine's layers."""
+"""Translation of `policy.precision` to megatron-core's settings, for Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RECIPES = MappingProxyType(
         "mxfp8": ("e4m3", "mxfp8"),
     }
 )
-"""Recipe → `fp8` and `fp8_recipe` of TransformerConfig; hybrid has gradients in E5M2."""
+"""Recipe → `fp8` and `fp8_recipe` of TransformerConfig; "hybrid" keeps gradients in E5M2."""
 
 
 def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig. Router, head, embedding and norms are no layers that it has in FP8.
+    """Returns fields of TransformerConfig. Router, head, embedding and norms never compute in FP8.
 
-    Tokens of an expert are padded by megatron-core inside of its grouped linear layers, where padding meets a
-    probability of 0: `moe_router_padding_for_quantization` would route them, and counts of tokens would change.
+    megatron-core pads an expert's tokens inside of the grouped linear layers, with probability 0.
+    `moe_router_padding_for_quantization` would instead route the padding and change the token counts.
     """
     if precision.recipe == "model":
         return {}
@@ -41,8 +41,11 @@ def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def forget_copies(chunks: Sequence[Any]) -> None:
-    """Lets go of the FP8 copies of weights, which Transformer Engine keeps for a pass's further micro-batches and makes
-    again in the first of the next one: up to 2 bytes a weight that are no parameter's, and would outlive the pass."""
+    """Frees the FP8 copies of weights kept by Transformer Engine for a pass's later micro-batches.
+
+    The first micro-batch of the next pass creates new copies. Without this call up to 2 bytes per weight would outlive
+    the pass.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)

@@ -1,4 +1,4 @@
-"""torch.profiler on one policy rank, for one RL step, and its events as `telemetry.trace` wants them."""
+"""torch.profiler on one policy rank for one RL step, with events in the format of `telemetry.trace`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, named, write_part
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-"""How calls of CUDA begin that start kernels; a graph counts once."""
+"""Name prefixes of CUDA calls that start kernels; a graph counts once."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
-"""Calls of CUDA that wait for the GPU, as `.item()` and `.tolist()` do."""
+"""CUDA calls that wait for the GPU, as `.item()` and `.tolist()` do."""
 END = "the profiler stops"
-"""The span in which the profiler's own waits begin, which are none of the step."""
+"""Name of the span around the profiler's own waits, which do not belong to the step."""
 
 
 class RankProfiler:
-    """Records what a rank computes from here on, until `stop`: operators, and kernels where it has a GPU.
+    """A recording of a rank's operators, and of kernels on a GPU, from construction until `stop`.
 
     Args:
         rank: The rank.
-        cuda: Whether it has a GPU.
+        cuda: True if the rank uses a GPU.
     """
 
     def __init__(self, rank: int, cuda: bool) -> None:
@@ -40,18 +40,19 @@ class RankProfiler:
         self._start = time.time()
 
     def stop(self, file: Path, step: Span) -> dict[str, float]:
-        """Writes the events.
+        """Writes the recorded events.
 
         Args:
             file: A part of a trace (`trace.write_part`).
-            step: The step, at whose beginning the trace begins.
+            step: The step; the trace starts with the step.
 
         Returns:
-            On a GPU `launches` and `host_syncs`: calls of CUDA that started kernels, or waited for the GPU.
+            On a GPU `launches` and `host_syncs`: the numbers of CUDA calls that started kernels and that waited for the
+            GPU.
         """
         if self.cuda:
             with record_function(END):
-                torch.cuda.synchronize()  # kernels under way belong to the step
+                torch.cuda.synchronize()  # running kernels belong to the step
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "trace.json"
@@ -68,13 +69,13 @@ class RankProfiler:
 
 
 class Tracks:
-    """A rank's events, with their process ids and times changed to the trace's.
+    """A rank's events, with process ids and times converted to the trace's.
 
     Args:
         rank: The rank.
-        pid: Its process, as torch's file calls it.
+        pid: The rank's process id in torch's file.
         text: The file.
-        zero: When the trace begins, in seconds of the day's clock.
+        zero: Start of the trace, in seconds since the epoch.
     """
 
     def __init__(self, rank: int, pid: int, text: TextIO, zero: float) -> None:
@@ -92,7 +93,7 @@ class Tracks:
         for event in events:
             pid = event.get("pid")
             if not isinstance(pid, int) or event["name"] in ("process_name", "process_labels", "process_sort_index"):
-                continue  # of the profiler itself, or said by `named`
+                continue  # events of the profiler, or names already set by `named`
             if pid not in self.numbers:
                 self.numbers[pid] = RANKS + self.rank * PER_RANK + len(self.numbers)
                 yield from named(self.numbers[pid], f"policy-{self.rank} GPU {pid}")
@@ -103,14 +104,14 @@ class Tracks:
             changed = {**event, "pid": self.numbers[pid]}
             if "ts" in event:
                 changed["ts"] = round(event["ts"] + offset, 3)
-            if "id" in event:  # arrows from calls to kernels: another rank has the same numbers
+            if "id" in event:  # arrows from calls to kernels; ranks reuse the same ids
                 changed["id"] = event["id"] + ((self.rank + 1) << 32)
             yield changed
 
     @property
     def calls(self) -> dict[str, float]:
-        """`launches` and `host_syncs` before the profiler stopped, once all events have been seen: they are in no
-        order."""
+        """`launches` and `host_syncs` before the profiler stopped. Valid only after iterating over all events,
+        unordered."""
         return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
 
     def _call(self, name: str, at: float) -> None:
@@ -121,12 +122,13 @@ class Tracks:
 
 
 def read(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
-    """The time that a file of torch's profiler counts from, in nanoseconds of the day's clock, and its events.
+    """Returns the time origin of a torch.profiler file, in nanoseconds since the epoch, and an iterator over the
+    events.
 
-    The file may be larger than memory: torch puts each event's braces in lines of their own, two spaces in.
+    The file may be larger than memory: torch writes each event's braces on separate lines, indented by two spaces.
 
     Raises:
-        ValueError: It does not begin as torch 2.13 writes it.
+        ValueError: The file does not start in torch 2.13's format.
     """
     base = None
     for line in text:

@@ -1,7 +1,7 @@
-"""Other weights for the same model: they change places with the policy's own, and are never beside them on the device.
+"""Reference weights for the policy's model: swapped with the policy's weights, so that the device holds only one set.
 
-The parameters' memory stays where it is, so that whoever knows an address (data parallelism's buffers, the weight sync)
-still knows it. Host memory holds one set of weights, whichever the model does not compute with.
+The parameters stay in place, so addresses known to data parallelism's buffers and the weight sync stay valid. Host
+memory holds the set of weights not in use by the model.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 PIECE = 64 * 2**20
-"""Bytes that change places at once, through a buffer of this size on the device. Large enough for the link's full rate;
-a power of two, to which torch rounds every block of pinned memory up."""
+"""Bytes swapped at a time, through a buffer of this size on the device. Large enough for the link's full rate, and a
+power of two, because torch rounds pinned blocks up to a power of two."""
 
 
 class Reference:
-    """Weights in host memory that a model can compute with for a while. They are zeros until something is loaded.
+    """Weights in host memory to be used by a model for a while; zeros until loaded.
 
-    All of it lies on the current stream, so nothing waits for a copy but what computes with it.
+    All copies run on the current stream, so only computations with the weights wait.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -29,7 +29,7 @@ class Reference:
         ]
         self._buffer: Tensor | None = None
         self._done = 0
-        """Copies that have been made, of the 6 for each piece that lead to the reference and back again."""
+        """Number of copies done, out of 6 per piece: 3 to swap the reference in and 3 to swap it out."""
 
     @property
     def host_size(self) -> int:
@@ -38,7 +38,7 @@ class Reference:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The parameters hold the reference inside, and the policy's own weights after it, bit by bit."""
+        """Puts the reference into the parameters inside the context, then restores the policy's weights bit by bit."""
         self.put_back()
         try:
             self._go(3 * len(self._pieces))
@@ -47,23 +47,23 @@ class Reference:
             self.put_back()
 
     def put_back(self) -> None:
-        """The parameters hold the policy's own weights again, however far an exchange came that something broke off.
+        """Restores the policy's weights, no matter at which copy a swap was interrupted.
 
-        Where this itself is broken off, another call goes on with it.
+        If `put_back` itself is interrupted, another call continues.
         """
         there, all_ = 3 * len(self._pieces), 6 * len(self._pieces)
         if 0 < self._done < there:
-            self._go(-(-self._done // 3) * 3)  # a piece under way can only be finished
+            self._go(-(-self._done // 3) * 3)  # a half-swapped piece can only be finished
         if self._done:
-            self._done = max(self._done, all_ - self._done)  # what has gone over comes back, the last piece first
+            self._done = max(self._done, all_ - self._done)  # swap back the pieces done so far, last piece first
             self._go(all_)
         self._done, self._buffer = 0, None
 
     def _go(self, end: int) -> None:
         """Makes copies until `end` of them are done.
 
-        A piece and its counterpart change places in three copies. Each of them may be made twice, so one that was
-        broken off is simply made again.
+        A piece and its counterpart are swapped with three copies. Each copy may be made twice, so an interrupted copy
+        is simply repeated.
         """
         count = len(self._pieces)
         while self._done < end:
@@ -79,17 +79,18 @@ class Reference:
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Zeros in host memory, uint8 [size]: pinned for a GPU, which reads pageable memory at a tenth of the link's rate.
+    """Returns zeros in host memory, uint8 [size]: pinned for a GPU, which reads pageable memory at a tenth of the
+    link's rate.
 
-    Without CUDA there is no pinned memory, and nothing to pin it for.
+    Without CUDA the memory is not pinned.
     """
     return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _runs(params: Iterable[Tensor]) -> list[Tensor]:
-    """The memory of all parameters as bytes: one view for each storage, from its first parameter to its last.
+    """Returns the memory of all parameters as bytes: a view per storage, from the first parameter to the last.
 
-    Data parallelism lays all parameters of a kind into one storage, with a few paddings between them.
+    Data parallelism puts all parameters of a kind into the same storage, with little padding in between.
     """
     views: dict[int, list[Tensor]] = {}
     for p in params:

@@ -1,8 +1,9 @@
-"""A rank's state takes turns in its device's memory: parts of it move to host memory, whole and bit by bit, and back.
+"""Residency of a rank's state in device memory: parts of the state move to host memory, bit by bit, and back.
 
-What moves are storages, the memory behind tensors. A storage that is away has no bytes, and gets new ones when it comes
-back; every tensor that looks at it (parameters, data parallelism's buckets, the optimizer's shards, the reference's
-pieces) stays what it is. Addresses change, so nobody keeps one: the weight sync tells its kernels the present ones.
+Storages are moved, the memory behind tensors. An offloaded storage is resized to 0 bytes, and gets new memory when
+onloaded. All tensors with that storage (parameters, data parallelism's buckets, the optimizer's shards, the reference's
+pieces) stay valid. Addresses change, so no code may keep an address: the weight sync passes current addresses to the
+kernels.
 """
 
 from __future__ import annotations
@@ -21,50 +22,50 @@ from skyrl_mega.megatron.host_memory import HostMemory, give_back
 from skyrl_mega.megatron.moments import masters, parts
 
 ALIGNMENT = 512
-"""Bytes: every storage begins at a multiple of it in host memory, as it does on a device."""
+"""Alignment in bytes of every storage in host memory, the same as on a device."""
 
 DROPPED = frozenset({"gradients"})
-"""Parts of which nothing survives an optimizer step: they come back as zeros."""
+"""Parts with no contents worth keeping after an optimizer step; zeros on return."""
 
 Tensors = Callable[[], Iterable[Tensor]]
 
 
 class Parked(RuntimeError):
-    """A part was asked for that is not on the device."""
+    """Error for access to a part not on the device."""
 
 
 class Part:
-    """Storages that leave a device and come back together.
+    """Storages offloaded and onloaded together.
 
-    Every move may be broken off, and is then simply made again: what is in host memory counts from when all of it is
-    there, and until all of it is back.
+    An interrupted move can simply be repeated: the host copy is valid from the end of an offload until the end of the
+    onload.
 
     Args:
-        device: Where they are.
-        dropped: They come back as zeros, and take no host memory.
+        device: The device of the storages.
+        dropped: True to return zeros on onload and use no host memory.
     """
 
     def __init__(self, device: torch.device, *, dropped: bool = False) -> None:
         self._device, self._dropped = device, dropped
         self._stream: torch.cuda.Stream | None = None
         self._storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-        """By its number in torch: a storage, its bytes, and where it begins in host memory."""
+        """torch's storage number → the storage, size in bytes, and offset in host memory."""
         self._host: HostMemory | None = None
         self.away = False
-        """Whether the device does not hold it."""
+        """True if the storages are not on the device."""
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Takes these tensors' storages from the device; returns the bytes copied. Nothing happens where it is away."""
+        """Moves the tensors' storages off the device and returns the bytes copied; no-op if already offloaded."""
         copied = self.begin_offload(tensors)
         self.end_offload()
         return copied
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
-        """Begins to copy them to host memory, if they are not there; the device holds them until `end_offload`."""
+        """Starts copying the storages to host memory, unless offloaded; the device copy stays until `end_offload`."""
         return 0 if self.away else self._take(tensors)
 
     def end_offload(self) -> None:
-        """Waits until they are in host memory, and takes them from the device."""
+        """Waits for the copies to host memory and frees the device memory."""
         self._settle()
         self.away = True
         for storage, _, _ in self._storages.values():
@@ -72,13 +73,13 @@ class Part:
                 storage.resize_(0)
 
     def onload(self) -> int:
-        """Brings them back; returns the bytes copied. Nothing happens where they are there."""
+        """Moves the storages back to the device and returns the bytes copied; no-op if already there."""
         copied = self.begin_onload()
         self.end_onload()
         return copied
 
     def begin_onload(self) -> int:
-        """Begins to copy them to the device, if they are away; they may be used after `end_onload`."""
+        """Starts copying offloaded storages to the device; usable after `end_onload`."""
         if not self.away:
             return 0
         for storage, size, _ in self._storages.values():
@@ -91,13 +92,12 @@ class Part:
         return 0
 
     def end_onload(self) -> None:
-        """Waits until they are on the device."""
+        """Waits until the storages are on the device."""
         self._settle()
         self.away = False
 
     def held(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's values in host memory, in its shape and strides; None where it is no part of this, or not
-        away."""
+        """Returns the tensor's values in host memory, with the same shape and strides; None if not offloaded here."""
         known = self._storages.get(tensor.untyped_storage()._cdata)
         if not self.away or self._host is None or known is None:
             return None
@@ -107,19 +107,19 @@ class Part:
         return torch.empty(0, dtype=tensor.dtype).set_(there, offset, tensor.shape, tensor.stride())
 
     def rest(self) -> None:
-        """What `held` has given is not looked at any more."""
+        """Marks tensors returned by `held` as unused from now on."""
         if self._host is not None:
             self._host.rest()
 
     def close(self) -> None:
-        """Gives its host memory back, and forgets what was in it."""
+        """Frees the host memory and discards the contents."""
         self.forget()
         if self._host is not None:
             self._host.close()
             self._host = None
 
     def forget(self) -> None:
-        """Its tensors are no more: what was away does not come back. Its host memory serves the next ones."""
+        """Drops the storages, so that offloaded contents never return. The host memory serves the next storages."""
         self._storages, self.away = {}, False
 
     def _take(self, tensors: Iterable[Tensor]) -> int:
@@ -138,8 +138,10 @@ class Part:
         return self._copy(self._host, back=False)
 
     def _copy(self, host: HostMemory, *, back: bool) -> int:
-        """Begins to copy all storages, each in one copy, on a stream of its own: the link's two directions do not wait
-        for each other, nor for the kernels of the current stream that have nothing to do with it."""
+        """Starts copying all storages, with a single copy for each, on a separate stream.
+
+        So the link's two directions run independently of each other and of unrelated kernels on the current stream.
+        """
         if self._device.type == "cpu":
             return self._copies(host, back=back)
         self._stream = self._stream or torch.cuda.Stream(self._device)
@@ -148,7 +150,7 @@ class Part:
             return self._copies(host, back=back)
 
     def _settle(self) -> None:
-        """Waits for the copies: then memory may be given back, and host memory read."""
+        """Waits for the copies, so that device memory can be freed and host memory read."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._stream.synchronize()
@@ -166,25 +168,26 @@ class Part:
 
 
 class Streamed(Protocol):
-    """State that lies in host memory all the time (`megatron.streamed_optimizer`)."""
+    """State kept in host memory all the time (`megatron.streamed_optimizer`)."""
 
     def held(self, tensor: Tensor) -> Tensor | None:
-        """The values in host memory of a tensor that is away; None of any other."""
+        """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
 
     def rest(self) -> None:
-        """What `held` has given is not looked at any more."""
+        """Marks tensors returned by `held` as unused from now on."""
 
     def close(self) -> None:
-        """Gives the host memory back."""
+        """Frees the host memory."""
 
 
 class Resident:
-    """Which parts of a rank's state are on its device.
+    """The parts of a rank's state, on or off the device.
 
     Args:
-        name: What errors call the model.
-        device: Its device.
-        tensors: Part → its tensors, asked for when it leaves. What belongs to two parts belongs to the first.
+        name: Name of the model in errors.
+        device: Device of the model.
+        tensors: Part → function that returns the part's tensors, called on offload. Storages shared by two parts belong
+            to the first.
     """
 
     def __init__(self, name: str, device: torch.device, tensors: Mapping[str, Tensors]) -> None:
@@ -192,32 +195,32 @@ class Resident:
         self._tensors = tensors
         self._parts = {part: Part(device, dropped=part in DROPPED) for part in tensors}
         self.streamed: Streamed | None = None
-        """What is never on the device as a whole, and in none of the parts."""
+        """State outside of all parts, never on the device as a whole."""
 
     @property
     def away(self) -> frozenset[str]:
-        """Parts that the device does not hold."""
+        """Names of the parts not on the device."""
         return frozenset(name for name, part in self._parts.items() if part.away)
 
     def need(self, *parts: str) -> None:
-        """Raises Parked unless all of them are on the device."""
+        """Raises `Parked` unless all of the parts are on the device."""
         for name in parts:
             if self._parts[name].away:
                 raise Parked(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
 
     def offload(self, parts: Iterable[str]) -> int:
-        """Takes parts off the device; returns the bytes copied to host memory. Those that are away stay there."""
+        """Moves parts off the device and returns the bytes copied to host memory; no-op for offloaded parts."""
         copied = sum(self._parts[name].offload(self._own(name)) for name in parts)
         give_back(self.device)
         return copied
 
     def onload(self, parts: Iterable[str]) -> int:
-        """Brings parts back; returns the bytes copied. Those that are on the device stay as they are."""
+        """Moves parts back to the device and returns the bytes copied; no-op for parts on the device."""
         return sum(self._parts[name].onload() for name in parts)
 
     @contextmanager
     def brought(self, *parts: str) -> Iterator[None]:
-        """They are on the device inside, and those that were not leave it again."""
+        """Onloads the parts inside the context and afterwards offloads the parts offloaded before."""
         away = [name for name in parts if self._parts[name].away]
         self.onload(away)
         try:
@@ -227,7 +230,7 @@ class Resident:
                 self.offload(away)
 
     def held(self, tensor: Tensor) -> Tensor:
-        """Where its values lie now: the tensor, or one in host memory like it."""
+        """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded."""
         if self.streamed and (there := self.streamed.held(tensor)) is not None:
             return there
         for part in self._parts.values():
@@ -236,18 +239,18 @@ class Resident:
         return tensor
 
     def rest(self) -> None:
-        """What `held` has given is not looked at any more."""
+        """Marks tensors returned by `held` as unused from now on."""
         for part in self._parts.values():
             part.rest()
         if self.streamed:
             self.streamed.rest()
 
     def forget(self, part: str) -> None:
-        """Its tensors are no more, and new ones may be made."""
+        """Drops a part's storages, so that new tensors can be created."""
         self._parts[part].forget()
 
     def _own(self, part: str) -> Iterator[Tensor]:
-        """A part's tensors on the device, without those of the parts before it."""
+        """Yields a part's tensors on the device, except storages of earlier parts."""
         before: set[int] = set()
         for name, tensors in self._tensors.items():
             if name == part:
@@ -261,22 +264,22 @@ class Resident:
 
 
 def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Data parallelism's buffers."""
+    """Yields the gradient buffers of data parallelism."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Master weights and moments, wherever the optimizer has them."""
+    """Yields master weights and moments, on or off the device."""
     for part in parts(optimizer):
         for _, master in masters(part):
-            if master is not None:  # Transformer Engine's Adam may have it in its state
+            if master is not None:  # Transformer Engine's Adam may keep it in its state
                 yield master.detach()
         for state in part.optimizer.state.values():
             yield from (t for t in state.values() if isinstance(t, Tensor) and t.ndim)
 
 
 def expanded(parts: Iterable[str]) -> list[str]:
-    """A rank's parts, of those that the table names: a critic is all three."""
+    """Replaces "critic" by the critic's three parts in a list of parts from `config.residency`."""
     return [part for name in parts for part in (POLICY if name == "critic" else (name,))]

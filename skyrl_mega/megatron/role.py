@@ -1,4 +1,4 @@
-"""What a Megatron model of a run is for: its name says where its settings, logs and checkpoints are."""
+"""Roles of a run's Megatron models. A role's name determines the places of settings, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from skyrl_mega.models.registry import HeadKind
 
 @dataclass(frozen=True)
 class ModelRole:
-    """One of a run's Megatron models."""
+    """The role of a Megatron model in a run."""
 
     name: str
-    """Its group of settings (`<name>.layout`), and the name of its actors, their logs and its part of a checkpoint."""
+    """Name of the group of settings (`<name>.layout`), of actors and logs, and of the role's part of a checkpoint."""
     trainable: bool
-    """Whether it has gradients and an optimizer."""
+    """True if the model uses gradients and an optimizer."""
     head: HeadKind = "vocab"
-    """What reads its last hidden states: log-probs of tokens, or a value."""
+    """Head on the last hidden states: log-probs of tokens, or a value."""
     synced: bool = False
-    """Whether engines receive its weights."""
+    """True if engines receive the weights."""
 
 
 POLICY = ModelRole("policy", trainable=True, synced=True)

@@ -1,22 +1,21 @@
-"""Router replay: a policy's routers choose the experts that were chosen before, as its tokens were drawn.
+"""Router replay: a policy's routers repeat the expert choices made earlier for the same tokens, at sampling.
 
-A MoE engine and a MoE policy with the same weights choose different experts for some tokens, as they round differently,
-and the log-probs of those tokens then differ by more than rounding. Rollout routing replay (R3, arXiv:2510.11370,
-section 3) gives the engine's choices to every forward pass of the policy; routing replay (R2, arXiv:2507.18071, section
-5.3) those of the pass that computed the old log-probs to the update. Only the choice is replayed: probabilities are the
-softmax of the policy's own logits over the chosen experts, so the router still learns. A token without a route is
+A MoE engine and a MoE policy with equal weights choose different experts for some tokens because of different rounding.
+The log-probs of those tokens then differ by more than rounding. Rollout routing replay (R3, arXiv:2510.11370, section
+3) gives the engine's choices to every forward pass of the policy. Routing replay (R2, arXiv:2507.18071, section 5.3)
+gives the choices of the pass for old log-probs to the update. Only the choice is replayed: probabilities are the
+softmax of the policy's own logits over the chosen experts, so the router still learns. Tokens without a route are
 routed by the policy itself.
 
-The routes go with the packed row that every layer is given. So a layer that is computed again in the backward pass
-replays its own micro-batch's, whichever one the schedule has come to. A router that is computed again without its layer
-has no row: all that it does is wrong.
+Routes travel with the packed row given to every layer. So a layer recomputed in the backward pass replays the routes of
+the right micro-batch, no matter how far the schedule is. A router recomputed without its layer gets no row, and all of
+its tokens count as wrong.
 
-What the routers have then done is compared with the routes as they were before they were packed: for each token by its
-place in the micro-batch, for each layer by the number that the layer itself has. Every pass ends with a sum over all
-ranks, and a single difference ends the run.
+The routers' outputs are compared with the routes before packing: for each token by position in the micro-batch, for
+each layer by the layer's own number. Every pass ends with a sum over all ranks, and a single difference ends the run.
 
-Legend: L tokens that a rank's routers see, T tokens of a micro-batch, M MoE layers of the model, K experts of a token,
-E experts.
+Legend: L tokens seen by a rank's routers, T tokens of a micro-batch, M MoE layers of the model, K experts of a token, E
+experts.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-"""megatron-core's own choice: (scores [L, E], K, groups, …) → scores and numbers of the chosen experts, [L, K] each."""
+"""megatron-core's own choice: (scores [L, E], K, groups, …) → scores and indices of the chosen experts, [L, K] each."""
 
 
 class Count(NamedTuple):
-    """What is counted in each layer."""
+    """Counters of each layer."""
 
     tokens: int
-    """Tokens that its router saw, without padding."""
+    """Tokens seen by the router, without padding."""
     replayed: int
-    """Tokens whose experts were replayed."""
+    """Tokens with replayed experts."""
     differs: int
-    """Replayed ones for which the policy itself would have chosen another set of experts."""
+    """Replayed tokens with another set of experts in the policy's own choice."""
     wrong: int
-    """Tokens that went to other experts than they had to."""
+    """Tokens sent to experts other than required."""
 
 
 class RouterReplay:
-    """Replays, records and checks the choices of a rank's routers.
+    """Replay, recording and checking of the choices of a rank's routers.
 
     Args:
-        chunks: The rank's model chunks, not yet wrapped.
-        shape: What the model's routes look like.
-        tensor: Tensor-parallel size: each rank's routers see a part of the row.
+        chunks: The rank's model chunks, before wrapping.
+        shape: The shape of the model's routes.
+        tensor: Tensor-parallel size; each rank's routers see a part of the row.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], shape: RouteShape, tensor: int) -> None:
@@ -68,7 +67,7 @@ class RouterReplay:
         self.dtype = torch.from_numpy(shape.none(0)).dtype
         self.off = self.recording = self.active = False
         self.rows: list[RowRoutes | None] = [None] * len(shape.layers)
-        """By layer: of the row that it computes at present."""
+        """For each layer, the routes of the row under computation."""
         layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
         for layer in layers:
             router = getattr(layer.mlp, "router", None)
@@ -79,12 +78,16 @@ class RouterReplay:
                 router.register_forward_hook(partial(self._look, self._place(layer)))
 
     def _place(self, module: Any) -> int:
-        """Which of the model's MoE layers a layer or router is: megatron-core counts all layers, from 1."""
+        """Returns the index of a layer or router among the MoE layers; megatron-core numbers all layers from 1."""
         return self.shape.layers.index(module.layer_number - 1)
 
     @contextmanager
     def mode(self, *, off: bool = False, recording: bool = False) -> Iterator[None]:
-        """What the forward passes inside do with routes: nothing, or keep their own; outside they replay."""
+        """Sets the mode of forward passes inside the context: `off` ignores routes, `recording` keeps the routers' own
+        choices.
+
+        Outside of the context, passes replay.
+        """
         self.off, self.recording = off, recording
         try:
             yield
@@ -94,14 +97,14 @@ class RouterReplay:
     # ---- before and after a pass -----------------------------------------------------------------------------------
 
     def begin(self, micros: Sequence[Sequences], device: torch.device) -> None:
-        """Begins a pass over micro-batches."""
+        """Starts a pass over micro-batches."""
         self.active = not self.off and (self.recording or any(COLUMN in micro for micro in micros))
         self.counts = torch.zeros(len(self.shape.layers), len(Count._fields), dtype=torch.int64, device=device)
         self.first = torch.full((len(self.shape.layers), 1 + self.shape.per_token + self.shape.experts), -1).to(device)
-        """[M, 1 + K + E]: the first token that went wrong: its position, its route, and where it went."""
+        """[M, 1 + K + E]: the first wrong token of each layer: position, expected route, and experts used."""
 
     def prepare(self, batch: Sequences, micro: MicroBatch) -> None:
-        """Gives a packed micro-batch's row the part of its routes that this rank's routers are to replay."""
+        """Adds the routes for this rank's routers to a packed micro-batch's row."""
         packed = micro.columns.pop(COLUMN, None)
         if not self.active:
             return
@@ -109,7 +112,7 @@ class RouterReplay:
         routes = none if packed is None or self.recording else packed
         expected = routes.clone()
         if packed is not None and not self.recording:
-            predicts = micro.source >= 0  # another way to the same tokens than that of the column
+            predicts = micro.source >= 0  # looks up the same tokens independently of the packed column
             expected[predicts] = batch[COLUMN][micro.source[predicts] - 1]
         assert micro.row.position_L is not None
         micro.row.routes = RowRoutes(
@@ -121,14 +124,14 @@ class RouterReplay:
         )
 
     def _seen(self, values: Tensor) -> Tensor:
-        """What this rank's routers see of a row: under sequence parallelism an equal part of it."""
+        """Returns the part of a row seen by this rank's routers: an equal share under sequence parallelism."""
         return values.chunk(self.tensor)[mpu.get_tensor_model_parallel_rank()] if self.tensor > 1 else values
 
     def end(self, micros: Sequence[Sequences], packed: Sequence[MicroBatch]) -> None:
-        """Ends a pass; what was recorded becomes a column of the micro-batches. A collective of all ranks.
+        """Ends a pass and adds recorded routes to the micro-batches as a column. A collective of all ranks.
 
         Raises:
-            WrongRoutes: A token went to other experts than it had to.
+            WrongRoutes: A token was sent to experts other than required.
         """
         if not self.active:
             return
@@ -143,7 +146,7 @@ class RouterReplay:
             raise WrongRoutes(self._complaint())
 
     def metrics(self) -> dict[str, float]:
-        """Sums over the pass that has ended, by names of `Count` and layer; {} where nothing was to be replayed."""
+        """Returns sums over the finished pass, by names of `Count` and layer; {} if nothing was to be replayed."""
         if not self.active:
             return {}
         counts = self.counts.tolist()
@@ -154,7 +157,7 @@ class RouterReplay:
         }
 
     def _complaint(self) -> str:
-        """Where the first token of each layer went wrong, told to all ranks. Only when one did."""
+        """Returns an error message about the first wrong token, gathered from all ranks. Called only after an error."""
         told: list[Any] = [None] * dist.get_world_size()
         mine = [(place, row) for place, row in enumerate(self.first.tolist()) if row[0] >= 0]
         dist.all_gather_object(told, mine)
@@ -184,12 +187,12 @@ class RouterReplay:
         self.rows[place] = None
 
     def choose(self, place: int, scores: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the experts that are used, [L, K] each.
+        """Returns scores and indices of the experts to use, [L, K] each.
 
         Args:
-            place: Which MoE layer.
-            scores: [L, E], by which the policy's router chooses.
-            own: What it has chosen.
+            place: Index of the MoE layer.
+            scores: [L, E], the router's scores for choosing.
+            own: The router's own choice.
         """
         row = self.rows[place]
         if row is None:
@@ -206,7 +209,7 @@ class RouterReplay:
         return scores.gather(1, used), used
 
     def _look(self, place: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Compares what a router has done, a map [L, E], with what it had to do: nothing without a row."""
+        """Compares a router's output, a map [L, E], with the expected routes; without a row all tokens are wrong."""
         row = self.rows[place]
         if row is None:
             if self.active:
@@ -217,14 +220,17 @@ class RouterReplay:
         right = chosen.gather(1, (wanted - 1).clamp(min=0)).all(1) & (chosen.sum(1) == self.shape.per_token)
         wrong = torch.where(there, ~right, row.routes[:, place, 0] > 0)
         self.counts[place, Count._fields.index("wrong")] += wrong.sum()
-        at = wrong.int().argmax(0, keepdim=True)  # as a tensor of one element it is read on the device
+        at = wrong.int().argmax(0, keepdim=True)  # a tensor of one element, so that the host does not wait
         found = torch.cat([part.index_select(0, at).view(-1).long() for part in (row.position, wanted, chosen)])
         self.first[place] = torch.where(wrong.any() & (self.first[place, 0] < 0), found, self.first[place])
 
 
 class _Choice:
-    """What megatron-core's router asks in place of its own top-k (`RouterReplay` of megatron-core, whose replay is of
-    all tokens or none, and in the backward pass goes by the order of micro-batches)."""
+    """The object that megatron-core's router calls instead of the built-in top-k.
+
+    Replaces megatron-core's `RouterReplay`, which replays all tokens or none, and relies on the order of micro-batches
+    in the backward pass.
+    """
 
     def __init__(self, replay: RouterReplay, place: int) -> None:
         self.replay, self.place = replay, place
@@ -232,6 +238,6 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        """megatron-core's name for it."""
+        """Chooses experts; the method name is megatron-core's."""
         own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         return self.replay.choose(self.place, scores, own)

@@ -1,4 +1,4 @@
-"""Token sequences as flat tensors: what travels between the trainer and the policy's ranks."""
+"""Token sequences as flat tensors, exchanged between the trainer and the policy's ranks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 TRAJECTORY = "trajectory"
-"""The column of `algorithm.sequence_unit: trajectory`, int32: the number of a token's trajectory in the mini-batch."""
+"""Column of `algorithm.sequence_unit: trajectory`, int32: index of a token's trajectory in the mini-batch."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A value of every token, and the input that it goes with once sequences are packed (`packing.pack`)."""
+    """A value per token, with the alignment to inputs after packing (`packing.pack`)."""
 
     values: Tensor
-    """[T, …], of any dtype that numpy has too, or bfloat16."""
+    """[T, …], of any dtype supported by numpy, or bfloat16."""
     aligned: Literal["target", "input"] = "target"
-    """target: entry t goes with the input before token t, which predicts it: weights, log-probs, advantages.
-    input: entry t goes with token t itself as it is read: the experts that it was routed to, values."""
+    """target: entry t belongs to the input before token t, which predicts token t: weights, log-probs, advantages.
+    input: entry t belongs to token t as an input: expert routes, values."""
 
     def take(self, index: Tensor | slice) -> Column:
-        """The same of some tokens."""
+        """Returns the column for some tokens."""
         return Column(self.values[index], self.aligned)
 
 
 @dataclass
 class Sequences:
-    """N sequences, one after another. Entry t of every column belongs to token t. All of it is in host memory.
+    """N sequences, one after another, in host memory. Entry t of every column belongs to token t.
 
-    `sequences["weights"]` is a column's values, and `sequences["weights"] = values` sets one that is aligned to the
+    `sequences["weights"]` returns a column's values; `sequences["weights"] = values` sets a column aligned to the
     target.
 
-    Legend: N sequences, T tokens of all of them.
+    Legend: N sequences, T tokens of all sequences.
     """
 
     lengths: Tensor
@@ -45,11 +45,11 @@ class Sequences:
     tokens: Tensor
     """int32 [T]."""
     columns: dict[str, Column] = field(default_factory=dict)
-    """By name: mask, weights, advantages, old_logprobs, …"""
+    """Columns by name: mask, weights, advantages, old_logprobs, …"""
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int] | np.ndarray]) -> Self:
-        """From the token ids of each sequence."""
+        """Returns sequences from the token ids of each."""
         lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
         return cls(lengths, flat(tokens, np.int32))
 
@@ -66,10 +66,10 @@ class Sequences:
         self.add(name, Column(values))
 
     def add(self, name: str, column: Column) -> None:
-        """Adds a column, or puts it in the place of the one of this name.
+        """Adds or replaces a column.
 
         Raises:
-            ValueError: It has another length than `tokens`.
+            ValueError: The number of values differs from the number of tokens.
         """
         if len(column.values) != len(self.tokens):
             raise ValueError(f"column {name}: {len(column.values)} values for {len(self.tokens)} tokens")
@@ -77,32 +77,32 @@ class Sequences:
 
     @property
     def starts(self) -> Tensor:
-        """int64 [N]: where each sequence begins in `tokens`."""
+        """int64 [N]: index of each sequence's first token in `tokens`."""
         return self.lengths.cumsum(0) - self.lengths
 
     def index(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """int64: positions in `tokens` of the sequences `rows`, in that order."""
+        """Returns the positions in `tokens` of the sequences `rows`, in that order, int64."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         return ragged_arange(self.starts[rows], self.lengths[rows])
 
     def take(self, rows: Sequence[int] | Tensor) -> Sequences:
-        """A copy of the sequences `rows`, in that order."""
+        """Returns a copy of the sequences `rows`, in that order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         at = self.index(rows)
         return Sequences(self.lengths[rows], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def part(self, first: int, last: int) -> Sequences:
-        """Sequences `first … last - 1`, as views."""
+        """Returns the sequences `first … last - 1` as views."""
         ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         at = slice(int(ends[first]), int(ends[last]))
         return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def answers(self) -> tuple[Tensor, int]:
-        """Returns for each token that counts the number of its answer, int64 [T], and how many answers there are.
+        """Returns the answer index of each counted token, int64 [T], and the number of answers.
 
-        An answer is a run of tokens with a weight within one sequence: between two turns lies what the environment
-        said. It does not depend on how a trajectory is cut into sequences. With the column `TRAJECTORY` all answers of
-        a trajectory have one number.
+        An answer is a run of tokens with a weight within one sequence; the environment's tokens separate two turns.
+        Answers do not depend on the cut of a trajectory into sequences. With the column `TRAJECTORY` all answers of a
+        trajectory share one index.
         """
         if "weights" not in self:
             return torch.zeros(len(self.tokens), dtype=torch.int64), 0
@@ -118,11 +118,11 @@ class Sequences:
         return torch.where(counts, begins.cumsum(0) - 1, 0), int(begins.sum())
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Repeats one value per sequence [N, …] over its tokens [T, …]."""
+        """Repeats a value per sequence [N, …] over the sequence's tokens [T, …]."""
         return values.repeat_interleave(self.lengths, dim=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arrays of numpy, which Ray hands on in shared memory without a copy for each process."""
+        """Returns numpy arrays, which Ray shares between processes without copying."""
         columns = {name: (_array(c.values), c.values.dtype, c.aligned) for name, c in self.columns.items()}
         return {"lengths": self.lengths.numpy(), "tokens": self.tokens.numpy(), "columns": columns}
 
@@ -135,27 +135,27 @@ class Sequences:
 
 
 def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
-    """Sequences of numbers, arrays among them, one after another in one tensor [T]."""
+    """Concatenates sequences of numbers, or arrays, to a tensor [T]."""
     arrays = [np.asarray(part, dtype) for part in parts]
     return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, dtype))
 
 
 def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenation of `arange(start, start + length)` for every pair: int64."""
+    """Returns the concatenation of `arange(start, start + length)` over all pairs, int64."""
     before = lengths.cumsum(0) - lengths
     offsets = (starts - before).repeat_interleave(lengths)
     return torch.arange(len(offsets)) + offsets
 
 
 def _array(values: Tensor) -> np.ndarray:
-    """The tensor's memory as an array; numpy has no bfloat16, and gets its bits."""
+    """Returns the tensor's memory as an array; bfloat16 as int16 bits, because numpy lacks bfloat16."""
     bits = values.view(torch.int16) if values.dtype is torch.bfloat16 else values
     array: np.ndarray = bits.numpy()
     return array
 
 
 def _shared(array: np.ndarray) -> Tensor:
-    """The array's memory as a tensor. What came through Ray is read-only: nothing here writes into a column."""
+    """Returns the array's memory as a tensor. Arrays from Ray are read-only, and columns are never written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

@@ -1,6 +1,6 @@
-"""What the settings of speed are in megatron-core: fused kernels, recomputation, the way of tokens to their experts.
+"""The speed settings in megatron-core's terms: fused kernels, recomputation, dispatch of tokens to experts.
 
-docs/speed.md says what each does and when to use it.
+docs/speed.md describes each setting and when to use it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ FIELDS = {
     "router": "moe_router_fusion",
     "swiglu": "bias_activation_fusion",
 }
-"""An entry of `policy.fusions` → the field of megatron-core's TransformerConfig."""
+"""Entry of `policy.fusions` → field of megatron-core's TransformerConfig."""
 
 _WHOLE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
-    """Arguments of megatron-core's TransformerConfig.
+    """Returns arguments of megatron-core's TransformerConfig.
 
     Args:
-        policy: The settings, which `config.speed_checks` has passed.
-        spec: Whose layers they are.
-        experts: Whether the model has any.
+        policy: The settings, already checked by `config.speed_checks`.
+        spec: The kind of layers.
+        experts: True for a model with experts.
     """
     return fusions(policy, spec, experts) | recompute(policy, experts) | dispatcher(policy)
 
 
 def fusions(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, bool]:
-    """Which kernels are fused."""
+    """Returns the fusion fields, True for fused kernels."""
     wanted = fused(policy, spec, experts)
     return {field: name in wanted for name, field in FIELDS.items()}
 
 
 def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
-    """What the backward pass computes once more (`policy.recompute`)."""
+    """Returns the fields for recomputation in the backward pass (`policy.recompute`)."""
     match policy.recompute:
         case "full":
             return dict(_WHOLE)
@@ -55,9 +55,9 @@ def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:
 
 
 def dispatcher(policy: PolicyConfig) -> dict[str, Any]:
-    """How tokens get to their experts (`policy.moe.dispatcher`).
+    """Returns the fields for sending tokens to experts (`policy.moe.dispatcher`).
 
-    The default of megatron-core, allgather, refuses rows of varying lengths, in dense models too.
+    megatron-core's default, allgather, refuses rows of varying lengths, even in dense models.
     """
     if policy.moe.dispatcher == "deepep":
         return dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
@@ -65,10 +65,10 @@ def dispatcher(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def prepare(policy: PolicyConfig) -> None:
-    """Before the model is built.
+    """Checks and configures the dispatcher; call before building the model.
 
     Raises:
-        UserError: the package deep_ep is asked for, and cannot be imported.
+        UserError: The settings require the package deep_ep, but the import fails.
     """
     if policy.moe.dispatcher != "deepep":
         return
@@ -81,5 +81,5 @@ def prepare(policy: PolicyConfig) -> None:
         ) from error
     from megatron.core.config import set_experimental_flag
 
-    # Its kernel that unfolds DeepEP's indices of experts; megatron-core's other way masks, and so waits for the GPU.
+    # Enables the kernel for DeepEP's expert indices; megatron-core's alternative uses a mask and waits for the GPU.
     set_experimental_flag(True)

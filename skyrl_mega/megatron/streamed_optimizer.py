@@ -1,8 +1,8 @@
-"""An optimizer whose state lies in host memory: a step brings it to the device piece by piece, and takes it back.
+"""Streamed optimizer: the state lies in host memory, and a step moves the state to the device piece by piece and back.
 
-While one piece is stepped, the next one comes and the one before leaves, so that the link to the host works in both
-directions and the device holds three pieces at most. What is computed, and in which order for each weight, is what the
-optimizer computes with all of its state on the device: no bit differs.
+During the step of a piece, the next piece is loaded and the previous piece unloaded. So the link to the host works in
+both directions, and the device holds at most three pieces. The computation, and the order for each weight, are the same
+as with the whole state on the device: results are bit-identical.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from skyrl_mega.megatron.residency import Part
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of the weights that a rank trains, with what the optimizer has of them."""
+    """Some of the weights trained by a rank, with the optimizer's state for these weights."""
 
     weights: list[tuple[Tensor, Tensor]]
-    """The model's parameter, and the float32 [n] master of this rank's run of it."""
+    """Pairs of a model parameter and the float32 [n] master weight of this rank's run."""
     part: Part
-    """Masters and moments: on the device, or away."""
+    """Masters and moments, on or off the device."""
 
     def tensors(self, inner: Any) -> Iterator[Tensor]:
-        """What moves. A float32 model's masters are its weights, and stay where these are."""
+        """Yields the tensors to move. A float32 model's masters are the weights themselves and stay on the device."""
         for p, master in self.weights:
             if not _same_memory(p, master):
                 yield master.detach()
@@ -39,12 +39,12 @@ class Piece:
 
 
 class StreamedPart:
-    """megatron-core's optimizer of the dense parameters or of the experts, in pieces.
+    """megatron-core's optimizer of the dense or of the expert parameters, in pieces.
 
     Args:
-        part: It is changed: its step, and its copies between masters and the model's weights, go by pieces.
-        device: Where it steps.
-        size: Bytes of a piece; one parameter is one at least.
+        part: The optimizer to modify: step, and copies between masters and model weights, run piece by piece.
+        device: Device of the step.
+        size: Bytes of a piece; a piece holds at least one parameter.
     """
 
     def __init__(self, part: DistributedOptimizer, device: torch.device, size: int) -> None:
@@ -62,7 +62,7 @@ class StreamedPart:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step of every weight; the model's have its outcome."""
+        """Takes one step of every weight and updates the model's weights."""
         groups = self.part.optimizer.param_groups
         whole = [(group["params"], group.get("step")) for group in groups]
         try:
@@ -73,7 +73,7 @@ class StreamedPart:
                         group["params"] = own
                     self._inner_step(closure)
                     self._to_model(piece)
-            if any("step" in group for group in groups):  # Transformer Engine counts calls, and these were one step
+            if any("step" in group for group in groups):  # Transformer Engine counts calls; all pieces are one step
                 for group, (_, count) in zip(groups, whole, strict=True):
                     group["step"] = (count or 0) + 1
         except BaseException:
@@ -85,7 +85,7 @@ class StreamedPart:
         self._stepped = True
 
     def _take_back(self, whole: Sequence[tuple[Any, int | None]]) -> None:
-        """Counts of steps are what they were."""
+        """Restores the step counts of all groups."""
         for group, (_, count) in zip(self.part.optimizer.param_groups, whole, strict=True):
             if count is None:
                 group.pop("step", None)
@@ -93,7 +93,7 @@ class StreamedPart:
                 group["step"] = count
 
     def to_model(self) -> None:
-        """Copies masters into the model's weights; after a step that is done already."""
+        """Copies masters into the model's weights; no-op after a step, which already did so."""
         if not self._stepped:
             with closing(self._through()) as pieces:
                 for piece in pieces:
@@ -102,7 +102,7 @@ class StreamedPart:
 
     @torch.no_grad()
     def from_model(self, state_dict: Any = None) -> None:
-        """Takes masters from the model's weights."""
+        """Copies the model's weights into the masters."""
         assert state_dict is None, "weights come from the model alone"
         with closing(self._through()) as pieces:
             for p, master in (pair for piece in pieces for pair in piece.weights):
@@ -116,19 +116,19 @@ class StreamedPart:
                 self._run(p).copy_(master)
 
     def _by_group(self, piece: Piece) -> list[list[Tensor]]:
-        """The piece's masters in the groups of the optimizer."""
+        """Returns the piece's masters by the optimizer's groups."""
         found: list[list[Tensor]] = [[] for _ in self.part.optimizer.param_groups]
         for _, master in piece.weights:
             found[self._group_of[id(master)]].append(master)
         return found
 
     def _run(self, p: Tensor) -> Tensor:
-        """What this rank trains of a parameter, [n]."""
+        """Returns this rank's run of a parameter, [n]."""
         run = self.part._get_model_param_range_map(p)["param"]
         return p.detach().view(-1)[run.start : run.end]
 
     def _through(self) -> Generator[Piece, None, None]:
-        """One piece after the other, while it is on the device. Whatever happens, all are in host memory at the end."""
+        """Yields each piece while on the device. On any exit, all pieces end up in host memory."""
         before: Piece | None = None
         try:
             if self.pieces:
@@ -144,18 +144,18 @@ class StreamedPart:
                 before = piece
             if before:
                 before.part.end_offload()
-        except BaseException:  # whoever goes through them has failed
+        except BaseException:  # the loop over the pieces failed
             for piece in self.pieces:
                 piece.part.offload(piece.tensors(self.part.optimizer))
             raise
 
 
 class StreamedOptimizer:
-    """All of a rank's optimizer in pieces.
+    """All optimizers of a rank, in pieces.
 
     Args:
-        optimizer: megatron-core's.
-        device: Where it steps.
+        optimizer: megatron-core's optimizer.
+        device: Device of the step.
         size: Bytes of a piece.
     """
 
@@ -163,16 +163,16 @@ class StreamedOptimizer:
         self.parts = [StreamedPart(part, device, size) for part in parts(optimizer)]
 
     def held(self, tensor: Tensor) -> Tensor | None:
-        """The values in host memory of a tensor that is away; None of any other."""
+        """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
         return next((there for part in self._away() if (there := part.held(tensor)) is not None), None)
 
     def rest(self) -> None:
-        """What `held` has given is not looked at any more."""
+        """Marks tensors returned by `held` as unused from now on."""
         for part in self._away():
             part.rest()
 
     def close(self) -> None:
-        """Gives the host memory back. The optimizer is of no use any more."""
+        """Frees the host memory; the optimizer is unusable afterwards."""
         for part in self._away():
             part.close()
 
@@ -181,11 +181,11 @@ class StreamedOptimizer:
 
 
 def _cut(weights: Sequence[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """In their order, each piece as large as it may be."""
+    """Splits weights into pieces in order, each as large as `size` allows."""
     piece: list[tuple[Tensor, Tensor]] = []
     total = 0
     for p, master in weights:
-        own = master.nbytes * (1 + len(MOMENTS))  # as if all three moved and were float32
+        own = master.nbytes * (1 + len(MOMENTS))  # assumes three float32 tensors to move
         if piece and total + own > size:
             yield piece
             piece, total = [], 0

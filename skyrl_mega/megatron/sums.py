@@ -1,4 +1,4 @@
-"""What micro-batches have measured, over all of them and over the ranks."""
+"""Sums of metrics over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Sums (or maxima, of names that end so: `_max`) over micro-batches and over data and context ranks; empty on all
-    but the last pipeline stage. One copy to the host for all of them.
+    """Returns metrics summed over micro-batches and over data and context ranks; empty except on the last pipeline
+    stage.
 
-    Entry i of one that is a vector is called `<name>.<i>`.
+    Names ending in `_max` are maxima instead of sums. Entry i of a vector is named `<name>.<i>`. All metrics take one
+    copy to the host.
     """
     if not outputs:
         return {}
@@ -28,5 +29,5 @@ def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def scalars(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the entries of vectors, which fill a page."""
+    """Returns the metrics without vector entries, which are too many for a message."""
     return {name: value for name, value in metrics.items() if "." not in name}

@@ -1,11 +1,10 @@
 """Log-probs, entropy and squared probabilities from hidden states under vocabulary parallelism, without full logits and
 without gathering the vocabulary.
 
-Two ways. In the fused head (`fused_head.py`) logits are summed up where they are computed. This file has the other, for
-which torch is enough: the head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the
-soft-max needs three all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the
-entropy's moment). The backward pass computes the chunk's logits again, so the memory is `chunk · V/tp` instead of
-`T · V/tp`.
+The fused head (`fused_head.py`) sums logits in registers. This file is the alternative in plain torch, applying the
+head to a chunk of tokens at a time. Each tensor rank holds V/tp columns. The softmax needs three all-reduces with one
+number per token (maximum; sum of exponentials; the target's logit together with the entropy's moment). The backward
+pass recomputes the chunk's logits, so the memory is `chunk · V/tp` instead of `T · V/tp`.
 
 Legend: T tokens, H hidden width, V padded vocabulary, v = V / tp columns of this rank.
 """
@@ -32,21 +31,23 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of each target and the entropy of each distribution, in nats, float32 (float64 from float64).
+    """Returns the log-prob of each target and the entropy of each distribution, in nats, float32 (float64 from
+    float64).
 
     Args:
-        hidden_TH: hidden states after the final norm, the same on all ranks of `group`.
-        weight_vH: this rank's rows of the output head.
+        hidden_TH: Hidden states after the final norm, the same on all ranks of `group`.
+        weight_vH: This rank's rows of the output head.
         targets_T: int64 token ids.
-        vocab: size of the real vocabulary; padded columns beyond it have probability 0.
-        temperature: divides the logits, as the sampler does.
-        chunk: tokens whose logits exist at once; None: nobody's, the fused head (`config.derived.logit_chunk`).
-        group: the tensor-parallel group.
-        squares: also finds Σ_v p(v)² of each distribution.
+        vocab: Size of the real vocabulary; padded columns beyond it get probability 0.
+        temperature: Divides the logits, as in the sampler.
+        chunk: Number of tokens with logits in memory at a time; None: none, the fused head
+            (`config.derived.logit_chunk`).
+        group: The tensor-parallel group.
+        squares: True to also compute Σ_v p(v)² of each distribution.
 
     Returns:
-        logprobs_T and entropy_T, both differentiable; the hidden states' gradient is this rank's part, which the caller
-        sums over `group`. Entropy that nothing is learned from costs no backward pass of its own. With `squares` also
+        logprobs_T and entropy_T, both differentiable; the hidden states' gradient is this rank's part, to be summed
+        over `group` by the caller. Entropy without a gradient costs nothing in the backward pass. With `squares` also
         squares_T, without a gradient.
     """
     if chunk is None:
@@ -147,12 +148,12 @@ def _logits(hidden: Tensor, weight: Tensor, valid: int, temperature: float) -> T
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """What logits are computed with: float32, or float64 where the model has that."""
+    """Returns the dtype for logits: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _local(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
-    """The targets' columns on this rank, and whether they are here at all."""
+    """Returns the targets' columns on this rank, and a mask of the targets on this rank."""
     local = targets - first
     inside = (local >= 0) & (local < valid)
     return local.where(inside, torch.zeros_like(local)), inside

@@ -1,4 +1,4 @@
-"""Importing megatron-core without wandb, which it takes wherever it is installed."""
+"""Import of megatron-core without wandb, which megatron-core imports if installed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 @contextmanager
 def without_wandb() -> Iterator[None]:
-    """For a process's first import of megatron-core: `import wandb` raises ImportError meanwhile, and works afterwards.
+    """Makes `import wandb` raise ImportError inside the context, for a process's first import of megatron-core.
 
-    megatron-core 0.16 imports it in its timers and its inference code, for a logging that nobody here asks for, and
-    does without it where it cannot. The import takes up to a second, and makes two temporary folders that a process
-    leaves behind when it is killed. A wandb that has been imported already stays as it is. No other thread of the
-    process may import it meanwhile.
+    megatron-core 0.16 imports wandb in timers and inference code, for logging not used here, and works without. The
+    import takes up to a second and creates two temporary folders, left behind if the process is killed. An already
+    imported wandb stays unchanged. No other thread of the process may import wandb inside the context.
     """
     modules: dict[str, Any] = sys.modules
     if "wandb" in modules:
         yield
         return
-    modules["wandb"] = None  # Python's own sign for a module that cannot be imported
+    modules["wandb"] = None  # makes Python raise ImportError
     try:
         yield
     finally:

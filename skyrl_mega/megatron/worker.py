@@ -1,7 +1,7 @@
-"""One rank of a policy or critic: Megatron's model, optimizer and schedules, without Ray.
+"""One rank of a policy or critic without Ray: Megatron's model, optimizer and schedules.
 
-Every method is a collective: all ranks of the model call it with the same arguments, except for the micro-batches,
-which are those of the rank's data-parallel group.
+Every method is a collective: all ranks of the model call the method with the same arguments, except for the
+micro-batches, which belong to the rank's data-parallel group.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 
 Finish = Callable[[Any, MicroBatch, int, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(model chunk, micro-batch, its tokens, hidden states) → a loss, and what is kept of it."""
+"""A function (model chunk, micro-batch, number of tokens, hidden states) → a loss, and tensors to keep."""
 
 
 class ModelWorker:
-    """A rank after `model.join`: holds its shard of the model, trains it and gives log-probs, or values."""
+    """A rank after `model.join`: holds and trains a shard of the model, and computes log-probs or values."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
@@ -120,12 +120,12 @@ class ModelWorker:
 
     @property
     def name(self) -> str:
-        """What an error calls the model."""
+        """Name of the model in errors."""
         return "critic" if self.head == "value" else "policy"
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """A new optimizer and schedule; moments start at zero and master weights are taken from the model, but those of
-        parameters in FP8, which are rounded, from the optimizer before."""
+        """Creates a new optimizer and schedule, with zero moments. Master weights come from the model; masters of FP8
+        parameters, which are rounded, come from the previous optimizer."""
         away = self.resident.away & {"optimizer"}
         exact = Masters(self.optimizer, self.params, self.resident.held).copies() if hasattr(self, "optimizer") else {}
         self.resident.forget("optimizer")
@@ -133,7 +133,7 @@ class ModelWorker:
             self.resident.streamed.close()
             self.resident.streamed = None
         if hasattr(self, "optimizer"):
-            del self.optimizer, self.schedule  # there is no room for two
+            del self.optimizer, self.schedule  # memory does not fit two
         with self.resident.brought("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
             Masters(self.optimizer, self.params).restore(exact)
@@ -147,7 +147,8 @@ class ModelWorker:
     def load(self, path: Path) -> None:
         """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors.
 
-        A value head stays as it is where the directory has none, as a policy's; a reward model's has one.
+        A value head stays unchanged if the directory lacks one, such as a policy's; a reward model's directory contains
+        one.
         """
         with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
             self._whole()
@@ -161,7 +162,8 @@ class ModelWorker:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by local name (`fp8_parameters.on_the_wire`). A collective after an optimizer step."""
+        """Returns this rank's parameters for the sync (`fp8_parameters.on_the_wire`). A collective after an optimizer
+        step."""
         self._whole()
         return fp8_parameters.on_the_wire(self.params)
 
@@ -175,44 +177,42 @@ class ModelWorker:
             self._reference = reference
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Takes parts of `config.residency` off the device, and gives it back what torch keeps for later.
-
-        A collective where parameters leave. Returns the bytes copied to host memory.
-        """
+        """Moves parts of `config.residency` off the device, and returns torch's cached memory to the device. A
+        collective if parameters leave. Returns the bytes copied to host memory."""
         parts = expanded(parts)
         leaving = {*parts} - self.resident.away
         if "parameters" in leaving:
             self._whole()
         if "gradients" in leaving:
-            self.optimizer.zero_grad()  # the optimizer's shards look at them, or hold copies
-        return self.resident.offload(parts)  # also of those that are half back
+            self.optimizer.zero_grad()  # the optimizer's shards view or copy the gradients
+        return self.resident.offload(parts)  # including half-loaded parts
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Brings parts back: gradients as zeros, all others bit by bit. Returns the bytes copied."""
+        """Moves parts back to the device: gradients as zeros, other parts bit by bit. Returns the bytes copied."""
         return self.resident.onload(expanded(parts))
 
     def _own(self) -> None:
-        """Whatever reads or changes the policy's weights begins with this: an exchange with the reference that was
-        broken off, and could not be undone then, is undone now.
+        """Restores the policy's weights if a swap with the reference was interrupted. Call before reading or writing
+        weights.
 
         Raises:
-            Parked: They are not on the device.
+            Parked: The weights are not on the device.
         """
         self.resident.need("parameters")
         if self._reference is not None:
             self._reference.put_back()
 
     def _whole(self) -> None:
-        """`_own`, and all of them are gathered. A collective after an optimizer step."""
+        """Calls `_own` and finishes a pending gather of the weights. A collective after an optimizer step."""
         self._own()
         gathered(self.chunks)
 
     def _weights(self, reference: bool) -> AbstractContextManager[None]:
-        """The model computes with the reference's weights inside."""
+        """Returns a context for computing with the reference's weights, or with the policy's."""
         if not reference:
             return nullcontext()
         assert self._reference is not None, "keep_reference comes first"
-        gathered(self.chunks)  # a gather under way would write the policy's weights over the reference
+        gathered(self.chunks)  # a pending gather would overwrite the reference with the policy's weights
         return self._reference.swapped()
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -220,12 +220,12 @@ class ModelWorker:
     def logprobs(
         self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False, squares: bool = False
     ) -> list[tuple[Tensor, ...]] | None:
-        """Log-prob and entropy of every token given those before it, float32 [T] each in host memory; with `squares`
-        also Σ_v p(v)² of its distribution.
+        """Returns log-prob and entropy of every token given the previous tokens, float32 [T] each in host memory; with
+        `squares` also Σ_v p(v)² of each distribution.
 
-        A first token has 0, and so have those that do not count: with weight 0, or outside the column `mask`.
-        One tuple per micro-batch on the last pipeline stage; None on the others. With `policy.moe.replay: policy` the
-        micro-batches get the routes of this rank's routers, for the passes that follow; a reference routes itself.
+        First tokens and uncounted tokens (with weight 0, or outside the column `mask`) get 0. The last pipeline stage
+        returns a tuple per micro-batch, other stages None. With `policy.moe.replay: policy` the routes of this rank's
+        routers are added to the micro-batches for later passes; a reference routes by itself.
         """
         self._own()
         for chunk in self.chunks:
@@ -241,10 +241,8 @@ class ModelWorker:
         return None if found is None else [tuple(of_micro) for of_micro in found]
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
-        """A critic's value of the state before every token, float32 [T] each in host memory.
-
-        0 where `logprobs` has 0. One tensor per micro-batch on the last pipeline stage; None on the others.
-        """
+        """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 as in
+        `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None."""
         self._own()
         for chunk in self.chunks:
             chunk.eval()
@@ -254,7 +252,8 @@ class ModelWorker:
     def _per_token(
         self, micros: Sequence[Sequences], read: Callable[[Any, Tensor, MicroBatch], tuple[Tensor, ...]]
     ) -> list[Tensor] | None:
-        """What `read` finds for the tokens [L] each, as float32 [what, T] for each micro-batch, on the last stage."""
+        """Returns the results of `read` ([L] each) as float32 [results, T] per micro-batch; None before the last
+        stage."""
 
         def report(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             found = torch.stack(read(model, hidden, micro))
@@ -275,10 +274,10 @@ class ModelWorker:
     def train(
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """One optimizer step on the micro-batches' summed objective.
+        """Takes one optimizer step on the micro-batches' summed objective.
 
-        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like), so nothing is rescaled
-        here and the result does not depend on how the mini-batch was cut. With a gradient of 0 no weight moves. Returns
+        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like). So nothing is rescaled
+        here, and the result does not depend on the cut of the mini-batch. With a gradient of 0 no weight moves. Returns
         the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
         """
         self.resident.need(*POLICY)
@@ -303,7 +302,7 @@ class ModelWorker:
             updated, grad_norm, _ = self.optimizer.step()
         except NoGradient:
             if not self.from_zero:
-                self.schedule.step(-1)  # as where a mini-batch is only measured
+                self.schedule.step(-1)  # as for a mini-batch that is only measured
             return {**metrics, "grad_norm": 0.0, "lr": lr}
         except NotFinite as error:
             raise FloatingPointError(f"{self.name}: {error}; loss sums of this step: {scalars(metrics)}") from error
@@ -318,7 +317,7 @@ class ModelWorker:
     def measure(
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """The metrics of `train` that are there before the backward pass. Nothing is learned."""
+        """Returns the metrics of `train` available before the backward pass, without training."""
         self._own()
         for chunk in self.chunks:
             chunk.eval()
@@ -327,7 +326,7 @@ class ModelWorker:
         return metrics | (self.replay.metrics() if self.replay and metrics else {})
 
     def _compute(self, objective: Any, temperature: float) -> Finish:
-        """The objective of a micro-batch: an `Objective` of a policy, or a `ValueObjective` of a critic."""
+        """Returns a function for a micro-batch's objective: an `Objective`, or a `ValueObjective` for a critic."""
         group = mpu.get_context_parallel_group() if self.parallel.context > 1 else None
 
         def finish(model: Any, micro: MicroBatch, _: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -380,7 +379,7 @@ class ModelWorker:
         return outputs
 
     def _pack(self, micro: Sequences) -> MicroBatch:
-        """A micro-batch as this rank computes it."""
+        """Returns a micro-batch packed for this rank."""
         packed = pack(
             micro,
             context=self.parallel.context,
@@ -393,32 +392,30 @@ class ModelWorker:
         return packed.to(self.device)
 
     def _padding(self, micro: MicroBatch, model: Any) -> Tensor:
-        """bool: what is padding of the tokens that this rank's routers see."""
+        """Returns a mask of padding among the tokens seen by this rank's routers, bool."""
         if self.parallel.tensor == 1 or unwrap_model(model).pre_process:
-            return micro.padding  # the embedding cuts it for sequence parallelism
+            return micro.padding  # the embedding splits it for sequence parallelism
         return micro.padding.chunk(self.parallel.tensor, dim=1)[mpu.get_tensor_model_parallel_rank()]
 
     def _logprobs(
         self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float, *, squares: bool = False
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropy of a micro-batch's tokens, [L] each; see `logprobs_of`."""
+        """Returns log-probs and entropy of a micro-batch's tokens, [L] each; see `logprobs_of`."""
         chunk, vocab = logit_chunk(self.policy, self.device.type), self.vocab
         return logprobs_of(model, hidden, micro, vocab=vocab, temperature=temperature, chunk=chunk, squares=squares)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's part of weights, optimizer and schedule; all ranks together write a checkpoint.
-
-        What is not on the device is read where it is.
-        """
+        """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
+        memory."""
         if "parameters" not in self.resident.away:
             self._whole()
         checkpoint.save(folder, self._trained())
         self.resident.rest()
 
     def restore(self, folder: Path) -> None:
-        """Reads this rank's part of a checkpoint, saved in this layout or another."""
+        """Reads this rank's part of a checkpoint, saved in any layout."""
         with self.resident.brought("parameters", "optimizer"):
             self._whole()
             checkpoint.load(folder, self._trained())
@@ -446,5 +443,5 @@ class ModelWorker:
 
 
 def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Finishes a forward pass that is run for what its layers do."""
+    """Finishes a forward pass without a loss, run only for side effects of the layers."""
     return hidden.new_zeros(()), {}
