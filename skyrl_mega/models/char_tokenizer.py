@@ -1,10 +1,10 @@
-"""The `characters` tokenizer of models built from nothing: each printable ASCII character, and the newline, is a token.
+"""The `characters` tokenizer of models built from scratch: each printable ASCII character, and the newline, is a token.
 
 Role marks are single tokens too, so a prompt costs its characters plus two. Every byte of a character outside the
 alphabet becomes `<unk>`.
 
-It is a byte-level BPE without merges, because transformers loads the tokenizer beside a qwen2 config.json as a
-Qwen2Tokenizer, whatever class is named, and keeps only its vocabulary and merges.
+The tokenizer is a byte-level BPE without merges. For a qwen2 config.json, transformers loads any tokenizer as a
+Qwen2Tokenizer, regardless of the named class, and keeps only vocabulary and merges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LETTERS = {" ": "Ġ", "\n": "Ċ"}
 VOCABULARY = {token: i for i, token in enumerate((*SPECIAL, *(_LETTERS.get(c, c) for c in CHARACTERS)))}
 """Token → id; 104 entries."""
 
-# Tools as name(arguments), with how they are called; <role>content and calls; <eos> ends the assistant's turn.
+# Tools as name(arguments) with the call format; <role>content and calls; <eos> ends the assistant's turn.
 CHAT_TEMPLATE = (
     "{%- if tools %}{{- '<system>' }}{%- for tool in tools %}{%- set function = tool['function'] %}"
     "{{- function['name'] ~ '(' ~ (function['parameters']['properties'] or {}) | join(', ') ~ ')\n' }}{%- endfor %}"

@@ -1,4 +1,4 @@
-"""Reads keys of a Hugging Face config.json. What is missing or cannot be computed exactly is refused, by key."""
+"""Readers for keys of a Hugging Face config.json. Missing or unsupported keys are refused by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ Hf = Mapping[str, Any]
 """The content of a Hugging Face config.json."""
 
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""What the transformers classes of all families take where a key is absent."""
+"""Defaults shared by the transformers classes of all families."""
 LARGEST = 2**31 - 1
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
-"""Whole numbers of a configuration at most: far above any model, and what its tensors can still be listed for."""
+"""Upper bounds of whole numbers, by key: far above any model, and low enough to list the model's tensors."""
 
 
 def filled(hf: Hf, **defaults: Any) -> Hf:
-    """Returns the configuration with a family's `defaults`, which are those of its transformers class, in the place of
-    absent keys. A null stays: transformers refuses most of them."""
+    """Returns the configuration with absent keys filled from `defaults`, the defaults of the family's transformers
+    class.
+
+    A null stays: transformers refuses most nulls.
+    """
     return {**COMMON, **defaults, **hf}
 
 
@@ -37,7 +40,7 @@ def integer(hf: Hf, key: str) -> int:
 
 
 def flag(hf: Hf, key: str) -> bool:
-    """Returns a truth value of the configuration."""
+    """Returns a boolean of the configuration."""
     value = hf.get(key)
     if not isinstance(value, bool):
         raise unsupported(hf, key, "true or false")
@@ -53,11 +56,11 @@ def number(hf: Hf, key: str) -> float:
 
 
 def only(hf: Hf, key: str, allowed: Any) -> None:
-    """Refuses any other value of `key`; absent is allowed."""
+    """Raises UserError for any value of `key` other than `allowed`, null or absent."""
     if hf.get(key, allowed) not in (allowed, None):
         raise unsupported(hf, key, f"{allowed!r}")
 
 
 def unsupported(hf: Hf, key: str, allowed: str) -> UserError:
-    """The error for a value that is not among those `allowed`."""
+    """Returns the error for a value outside of `allowed`."""
     return UserError(f"config.json: {key} is {shown(hf.get(key))}; skyrl_mega supports {allowed}; choose another model")

@@ -1,6 +1,7 @@
 """A decoder-only transformer as blocks: the embedding, the blocks of every layer, the head.
 
-A family (`families/`) reads it from config.json; what depends on a block is asked of the block (`blocks/base.py`).
+A family (`families/`) reads the blocks from config.json. Everything specific to a block is a method of the block
+(`blocks/base.py`).
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from skyrl_mega.models.blocks.value_head import ValueHead
 from skyrl_mega.models.config_json import Hf, integer, number, unsupported
 
 Layer = tuple[Block, ...]
-"""The blocks of one layer, in the order in which a token goes through them."""
+"""The blocks of a layer, in execution order."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The blocks of a model, and what they have in common.
+    """The blocks of a model, with the sizes shared by all blocks.
 
-    Layers are kept by kind, since models have many layers of few kinds.
+    Layers are stored by kind, since models have many layers of few kinds.
     """
 
     embedding: Embedding
     kinds: tuple[Layer, ...]
-    """The layers that differ, in the order of their first appearance."""
+    """The distinct layers, in order of first appearance."""
     order: tuple[int, ...]
-    """The kind of each layer."""
+    """Index in `kinds` of each layer."""
     head: Head | ValueHead
     max_length: int
     norm_eps: float
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self.order)
 
     @property
@@ -46,27 +47,27 @@ class Decoder:
 
     @property
     def vocab(self) -> int:
-        """Tokens, without padding."""
+        """Number of tokens, without padding."""
         return self.embedding.vocab
 
     @property
     def tied(self) -> bool:
-        """The output projection is the embedding."""
+        """True if the output projection is the embedding."""
         return self.head.tied
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Those that differ, of all layers, in the order of their first appearance."""
+        """The distinct blocks of all layers, in order of first appearance."""
         return tuple(dict.fromkeys(block for kind in self.kinds for block in kind))
 
     @property
     def parts(self) -> tuple[Block, ...]:
-        """`blocks` with the embedding before and the head after them."""
+        """The embedding, `blocks`, and the head."""
         return (self.embedding, *self.blocks, self.head)
 
     @property
     def facts(self) -> dict[str, int]:
-        """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …); of the first block that has the name."""
+        """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …), from the first block with each name."""
         found: dict[str, int] = {}
         for block in reversed(self.blocks):
             found |= block.facts()
@@ -74,57 +75,57 @@ class Decoder:
 
     @property
     def heads(self) -> int:
-        """Query heads; 0 where no block has any."""
+        """Number of query heads; 0 for models without attention blocks."""
         return self.facts.get("heads", 0)
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads; 0 where no block has any."""
+        """Number of key and value heads; 0 for models without attention blocks."""
         return self.facts.get("kv_heads", 0)
 
     @property
     def head_dim(self) -> int:
-        """Width of a head; 0 where no block has any."""
+        """Width of a head; 0 for models without attention blocks."""
         return self.facts.get("head_dim", 0)
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether q, k and v have a bias."""
+        """True if q, k and v use a bias."""
         return bool(self.facts.get("qkv_bias"))
 
     @property
     def experts(self) -> Experts | None:
-        """The routed experts, where the model has some."""
+        """The routed experts; None for a dense model."""
         return next((block for block in self.blocks if isinstance(block, Experts)), None)
 
     def layer(self, index: int) -> Layer:
-        """The blocks of layer `index` (global)."""
+        """Returns the blocks of layer `index` (global)."""
         return self.kinds[self.order[index]]
 
     def is_moe(self, index: int) -> bool:
-        """Whether layer `index` (global) has routed experts."""
+        """Returns True if layer `index` (global) contains routed experts."""
         return any(isinstance(block, Experts) for block in self.layer(index))
 
     def counted(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
-        """Every kind among `layers` (None: all of them), and how many of these are of it."""
+        """Returns every kind of layer among `layers` (None: all layers), with the number of layers of this kind."""
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(number)) for number, kind in enumerate(self.kinds) if number in kinds]
 
     @property
     def critic(self) -> Decoder:
-        """The same with a value head in the place of the output projection."""
+        """The same model with a value head instead of the output projection."""
         return replace(self, head=ValueHead.of(self.hidden))
 
     def of_one_layer(self, kind: Layer) -> Decoder:
-        """The model with one layer of this kind instead of all its layers."""
+        """Returns the model with a single layer of this kind."""
         return replace(self, kinds=(kind,), order=(0,))
 
 
 def read_decoder(hf: Hf, layers: Sequence[Layer]) -> Decoder:
-    """The model of these layers, with the keys of config.json that all families have.
+    """Returns the model with these layers, reading the config.json keys common to all families.
 
     Raises:
-        UserError: a key is missing or asks for something that is not supported.
+        UserError: A key is missing or not supported.
     """
     if hf.get("quantization_config"):
         raise unsupported(hf, "quantization_config", "a checkpoint without quantisation")

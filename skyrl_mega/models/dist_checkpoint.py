@@ -1,8 +1,8 @@
-"""Who writes what of a checkpoint: no element twice, none left out, and nothing that another rank holds.
+"""Division of a checkpoint's elements among ranks: every element is written exactly once, by a rank that holds it.
 
-A run of elements that several ranks hold alike is dealt out to them in equal parts. The distributed optimizer has cut
-what it trains over the data-parallel ranks already; what is left are norms and routers, which all tensor-parallel ranks
-hold, a tied embedding, which the first and the last pipeline stage hold, and frozen parameters.
+A run of elements held by several ranks is split into equal parts. The distributed optimizer already cuts trained
+parameters over the data-parallel ranks. The remaining replicas are norms and routers (on all tensor-parallel ranks), a
+tied embedding (on the first and the last pipeline stage), and frozen parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 def written(
     d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, owned: Mapping[str, Run], frozen: Mapping[str, Run]
 ) -> dict[str, Run]:
-    """The part of what a rank holds that it writes.
+    """Returns the run of each parameter for this rank to write.
 
     Args:
-        d: the model.
-        parallel: the layout.
-        rank: in it.
-        shard: what the rank holds (`megatron.shard`).
-        owned: parameter → the run that the distributed optimizer trains on this rank.
-        frozen: parameter that no optimizer trains → all of it.
+        d: The model.
+        parallel: The layout.
+        rank: The rank in the layout.
+        shard: The rank's shard (`megatron.shard`).
+        owned: Parameter → the run trained by the distributed optimizer on this rank.
+        frozen: Untrained parameter → all elements.
     """
     at = parallel.coordinates(rank)
     whole = uncut(d, shard) if parallel.tensor > 1 else set()
@@ -53,7 +53,7 @@ def written(
 
 
 def uncut(d: Decoder, shard: Shard) -> set[str]:
-    """Parameters that hold their tensors in full."""
+    """Returns the parameters with whole tensors."""
     tensors = huggingface.tensors(d)
     missing: dict[str, int] = dict.fromkeys(shard.params, 0)
     for piece in shard.pieces:

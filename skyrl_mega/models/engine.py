@@ -1,7 +1,7 @@
-"""vLLM 0.32: where each parameter of a worker, as it is at load time, lies in the Hugging Face tensors.
+"""The vLLM 0.32 side of a model: positions of each load-time parameter of a worker in the Hugging Face tensors.
 
-Load-time parameters are the canonical local shard, before a kernel's own re-packing: the update path restores them,
-fills them and processes the layer again. What a block has of them, the block says (`engine_pieces`).
+Load-time parameters are the canonical local shard, before a kernel's own re-packing. The update path restores these
+parameters, fills them and processes the layer again. Each block declares the parameters (`engine_pieces`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.box import Shard
 
 BLOCK = 128
-"""Rows and columns of what has one scale in an FP8 checkpoint (`kernels.block_fp8`)."""
+"""Rows and columns per scale in an FP8 checkpoint (`kernels.block_fp8`)."""
 
 
 def check(d: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1) -> None:
-    """Refuses sizes that vLLM cannot cut this model into: tensor parallel, and data parallel for its experts.
+    """Refuses engine sizes that vLLM cannot split this model into: tensor parallel, and data parallel for experts.
 
     Raises:
-        UserError: naming `key`, its value and what is allowed.
+        UserError: Names `key`, the value and the allowed values.
     """
     cut = EngineCut(tensor, expert_parallel, data)
     for block in d.parts:
@@ -35,12 +35,13 @@ def check(d: Decoder, tensor: int, expert_parallel: bool = False, key: str = "ro
 
 
 def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1) -> None:
-    """Refuses a cut of an FP8 checkpoint's parameters through their blocks, of which each has one scale.
+    """Refuses engine sizes that cut through the scaled blocks of an FP8 checkpoint's parameters.
 
-    vLLM then stops in a dense layer, and makes smaller blocks of experts, for which no wire brings scales.
+    With such sizes, vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any
+    wire.
 
     Raises:
-        UserError: naming `key`, its value and what is allowed.
+        UserError: Names `key`, the value and the allowed values.
     """
     lacking = cut_blocks(d, EngineCut(tensor, expert_parallel, data))
     if lacking is None:
@@ -55,7 +56,8 @@ def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rol
 
 
 def whole_sizes(d: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
-    """The tensor-parallel sizes that vLLM can cut the model into without a cut through blocks; else as `cut`."""
+    """Returns the tensor-parallel sizes supported by vLLM for this model that cut through no block; see
+    `cut_blocks`."""
     found = []
     for size in range(1, d.hidden + 1):
         try:
@@ -68,9 +70,9 @@ def whole_sizes(d: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
 
 
 def cut_blocks(d: Decoder, cut: EngineCut, online: bool = False) -> str | None:
-    """What of a worker's part is no multiple of a block; None where all is.
+    """Returns a description of a worker's part with a size other than a multiple of a block, or None.
 
-    `online`: of what vLLM quantises itself, where an expert that a worker has whole begins a block of its own.
+    `online`: vLLM quantises the weights itself; then an expert held whole by a worker starts a new block.
     """
     blocks = [block for block in d.parts if not (online and cut.whole_experts and isinstance(block, Experts))]
     parts = (part for block in blocks for part in block.engine_columns(cut).items())
@@ -85,9 +87,9 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """The parameters of worker `rank` of an engine (`EngineCut`).
+    """Returns the parameters of worker `rank` of an engine (`EngineCut`).
 
-    `tensors` is `huggingface.tensors(d)`, for who has it at hand.
+    `tensors` is `huggingface.tensors(d)`, for callers with the result at hand.
     """
     b = ShardBuilder(tensors or huggingface.tensors(d))
     cut = EngineCut(tensor, expert_parallel, data)

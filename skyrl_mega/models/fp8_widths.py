@@ -1,4 +1,4 @@
-"""Widths of linear layers with which an FP8 recipe can be computed, and is the same in every layout."""
+"""Checks of linear-layer widths for FP8 recipes: computable, and with the same result in every layout."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from skyrl_mega.parallel.dims import ParallelDims
 def check(
     d: Decoder, parallel: ParallelDims, precision: PrecisionConfig, spec: Spec, key: str = "policy.layout"
 ) -> None:
-    """Refuses a model, or a cut of it, that has other widths than the recipe needs.
+    """Refuses a model, or a cut of the model, with widths not supported by the recipe.
 
-    Transformer Engine multiplies FP8 by certain multiples only. And numbers that share a scale must not be cut apart:
-    each part would have a scale of its own, and another layout's results would be others.
+    Transformer Engine multiplies FP8 only in certain multiples. And numbers with the same scale must not be split: each
+    part would get a different scale, and results would depend on the layout.
 
     Args:
         d: The model.
         parallel: The layout.
         precision: `policy.precision`.
-        spec: Whose layers.
+        spec: The kind of layers.
         key: The layout's setting, for errors.
 
     Raises:
-        UserError: naming the setting, its value, the width and what is allowed.
+        UserError: Names the setting, the value, the width and the allowed values.
     """
     found = needs(precision)
     if found is None:
@@ -53,5 +53,5 @@ def check(
 
 
 def _fits(cut: Cut, size: int, width: int, block: int) -> bool:
-    """Whether so many ranks have whole widths, and whole blocks where there are several."""
+    """Returns True if each of `size` ranks gets a multiple of `width` columns, and of `block` for several ranks."""
     return cut.total % size == 0 and cut.total // size % (max(width, block) if size > 1 else width) == 0

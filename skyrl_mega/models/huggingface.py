@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint on disk, by name and shape. They are the weights' global identities."""
+"""The tensors of a Hugging Face checkpoint on disk by name and shape, the global identities of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from skyrl_mega.models.decoder import Decoder
 
 
 def tensors(d: Decoder) -> Tensors:
-    """Name → shape. Linear weights are [out, in]; experts are separate; a tied head has no tensor of its own."""
+    """Returns name → shape. Linear weights are [out, in]; experts are separate tensors; a tied head adds no tensor."""
     found = d.embedding.hf_tensors("model")
     for index in range(d.layers):
         for block in d.layer(index):

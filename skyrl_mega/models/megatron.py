@@ -1,6 +1,7 @@
-"""megatron-core 0.16: the settings of its GPTModel, and where each of its parameters lies in the Hugging Face tensors.
+"""The megatron-core 0.16 side of a model: GPTModel settings, and positions of each parameter in the Hugging Face
+tensors.
 
-What a block has of them, the block says (`megatron_args`, `megatron_pieces`).
+Each block declares both (`megatron_args`, `megatron_pieces`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
-"""Its packages: Python, and what is compiled for torch. The compiled module lies within the first one's folder, and is
-found only once that is imported; hence packages."""
+"""Transformer Engine's two packages: the Python package, and the compiled module for torch. Package names are used
+because the compiled module lies in the Python package's folder and is found only after importing the Python package."""
 
 
 def layer_spec(asked: str, device: str) -> Spec:
-    """The spec that `policy.spec` (`auto`, `te` or `local`) means on a device (`cpu` or `cuda`).
+    """Returns the spec meant by `policy.spec` (`auto`, `te` or `local`) on a device (`cpu` or `cuda`).
 
-    It follows from the settings alone, so that driver, ranks and plans agree whatever each of them can import.
+    The result depends on the settings alone, so that driver, ranks and plans agree, independent of installed packages.
     """
     if asked == "auto":
         return "te" if device == "cuda" else "local"
@@ -33,13 +34,13 @@ def layer_spec(asked: str, device: str) -> Spec:
 
 
 def require_transformer_engine() -> None:
-    """Refuses the `te` spec where Transformer Engine or its compiled extension cannot be imported.
+    """Refuses the `te` spec if Transformer Engine or its compiled extension cannot be imported.
 
-    Asked before megatron-core is imported, which itself goes on without Transformer Engine on an ImportError, and on
-    anything else (a missing library, another cuDNN) fails to be imported at all.
+    Call before importing megatron-core. On an ImportError megatron-core continues without Transformer Engine; on any
+    other error (a missing library, another cuDNN) megatron-core's own import fails.
 
     Raises:
-        UserError: what cannot be imported, and why.
+        UserError: Names the failed import and the reason.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -52,10 +53,10 @@ def require_transformer_engine() -> None:
 
 
 def settings(d: Decoder) -> MegatronSettings:
-    """Keyword arguments that make megatron-core compute this model.
+    """Returns the keyword arguments for megatron-core to compute this model.
 
     Raises:
-        UserError: two layers need different values of one argument, of which megatron-core takes one for all layers.
+        UserError: Two layers need different values of an argument that megatron-core sets for all layers.
     """
     transformer: dict[str, Any] = {
         "num_layers": d.layers,
@@ -78,10 +79,10 @@ def settings(d: Decoder) -> MegatronSettings:
 
 
 def check(d: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
-    """Refuses a layout that this model cannot be cut into, or that would train wrong.
+    """Refuses a layout that this model cannot be split into, or that trains incorrectly.
 
     Raises:
-        UserError: naming the setting under `key`, its value and what is allowed.
+        UserError: Names the setting under `key`, the value and the allowed values.
     """
 
     for cut in (cut for block in (*d.blocks, d.embedding, d.head) for cut in block.megatron_cuts()):
@@ -101,7 +102,7 @@ def check(d: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> Non
 
 
 def _check_stages(d: Decoder, parallel: ParallelDims, key: str) -> None:
-    """Every stage has layers, the stages between the first and the last equally many, and each whole chunks."""
+    """Checks the pipeline stages: no empty stage, middle stages of equal size, whole chunks."""
     uneven = [
         f"{name} {layers}"
         for name in ("first_stage_layers", "last_stage_layers")
@@ -130,9 +131,10 @@ def _check_stages(d: Decoder, parallel: ParallelDims, key: str) -> None:
 def shard(
     d: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
-    """The parameters of `rank`, as `"<chunk>.<name in GPTModel.named_parameters()>"` and in that order.
+    """Returns the parameters of `rank`, named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 
-    Ranks that differ in dp, cp or edp only hold the same. `tensors` is `huggingface.tensors(d)`, for who has it.
+    Ranks with different dp, cp or edp only hold the same parameters. `tensors` is `huggingface.tensors(d)`, for callers
+    with the result at hand.
     """
     b = ShardBuilder(tensors or huggingface.tensors(d))
     coords = parallel.coordinates(rank)

@@ -1,7 +1,7 @@
-"""The sizes of published models: what a dry run needs of a checkpoint that is not on this machine.
+"""The sizes of published models, for dry runs without the checkpoint on this machine.
 
-The numbers are those of each model's config.json on the Hugging Face hub. What a run loads is checked against the
-config.json beside its weights; this is read only where there is none.
+The numbers come from each model's config.json on the Hugging Face hub. A run checks the loaded weights against the
+config.json next to them, and uses this table only without such a file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SMOLLM2 = _sizes(30, 576, 1536, 9, 3) | {
 }
 
 _LONGER = {"max_position_embeddings": 40960}
-"""Qwen3 after its post-training."""
+"""Context length of Qwen3 after post-training."""
 _BASE = {"eos_token_id": 151643}
 
 KNOWN: dict[str, dict[str, Any]] = {
@@ -90,30 +90,30 @@ KNOWN: dict[str, dict[str, Any]] = {
 """Name on the Hugging Face hub → config.json."""
 
 MADE_HERE = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Folder of the CPU recipes' model, which `skyrl_mega.models.smollm2` makes → its name on the hub."""
+"""Folder of the CPU recipes' model, built by `skyrl_mega.models.smollm2` → the model's name on the hub."""
 
 
 def hub_name(path: str | PurePath) -> str | None:
-    """The hub's name of the known model that `path` is named after; None for any other.
+    """Returns the hub name of the known model in a path's last component; None for other names.
 
-    `models/Qwen3-30B-A3B` is `Qwen/Qwen3-30B-A3B`.
+    `models/Qwen3-30B-A3B` gives `Qwen/Qwen3-30B-A3B`.
     """
     last = PurePath(path).name
     return next((name for name in KNOWN if name.partition("/")[2] == last), MADE_HERE.get(last))
 
 
 def how_to_get(path: str | PurePath) -> str:
-    """The command that brings the known model that `path` is named after to that path."""
+    """Returns the command to download or build the known model at this path."""
     if PurePath(path).name in MADE_HERE:
         return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
     return f"`hf download {hub_name(path)} --local-dir {path}` fetches it"
 
 
 def known(name: str | PurePath) -> dict[str, Any]:
-    """The config.json of a model by the hub's name, or by a path that ends in it.
+    """Returns the config.json of a model by hub name, or by a path ending in the model's name.
 
     Raises:
-        UserError: the model is not one of those known.
+        UserError: The model is unknown.
     """
     found = hub_name(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""The architectures by `model_type`, and what the other rooms ask of one."""
+"""The architectures by `model_type`, with the interface used by other packages."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Architecture:
-    """One `model_type`: its tensors on disk, in Megatron and in vLLM. Nothing here needs a process group.
+    """A `model_type`: tensors on disk, in Megatron and in vLLM. No method needs a process group.
 
-    Every method takes the content of config.json and raises UserError for what is not supported.
+    Every method takes the content of config.json and raises UserError for unsupported values.
     """
 
     name: str
     describe: Callable[[Hf], Decoder]
-    """The model's sizes and parts."""
+    """Reads the model's sizes and parts."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
-        """Name → shape of every tensor of the checkpoint on disk."""
+        """Returns name → shape of every tensor of the checkpoint on disk."""
         return huggingface.tensors(self.describe(hf))
 
     def megatron_settings(self, hf: Hf) -> MegatronSettings:
-        """Keyword arguments of megatron-core's TransformerConfig and GPTModel."""
+        """Returns the keyword arguments of megatron-core's TransformerConfig and GPTModel."""
         return megatron.settings(self.describe(hf))
 
     def padded_vocab(self, hf: Hf, tensor: int) -> int:
-        """Rows of Megatron's embedding over all tensor-parallel ranks."""
+        """Returns the rows of Megatron's embedding over all tensor-parallel ranks."""
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
-        """Refuses a policy layout that does not divide the model or would train wrong, naming `key`."""
+        """Refuses a policy layout that does not divide the model or trains incorrectly, naming `key`."""
         megatron.check(self.describe(hf), parallel, key)
 
     def check_engine(
         self, hf: Hf, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
     ) -> None:
-        """Refuses sizes of an engine that do not divide the model."""
+        """Refuses engine sizes that do not divide the model."""
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
-        """What policy rank `rank` holds; parameters are `"<chunk>.<GPTModel.named_parameters name>"`."""
+        """Returns the shard of policy rank `rank`; parameter names as in `megatron.shard`."""
         self.check_layout(hf, parallel)
         return megatron.shard(self.describe(hf), parallel, rank, spec)
 
     def megatron_layout(self, hf: Hf, parallel: ParallelDims, spec: Spec) -> Layout:
-        """What every policy rank holds. Replicas share one shard."""
+        """Returns the shards of all policy ranks. Replicas share one shard."""
         self.check_layout(hf, parallel)
         decoder, tensors = self.describe(hf), self.tensors(hf)
         seats = [parallel.coordinates(rank) for rank in range(parallel.ranks)]
@@ -66,14 +66,14 @@ class Architecture:
         return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in seats))
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
-        """What worker `rank` of one engine holds; parameters are named as in vLLM at load time."""
+        """Returns the shard of worker `rank` of an engine; parameters are named as in vLLM at load time."""
         self.check_engine(hf, tensor, expert_parallel, data=data)
         return engine.shard(self.describe(hf), tensor, rank, expert_parallel, data)
 
     def engine_layout(
         self, hf: Hf, tensor: int, engines: int = 1, expert_parallel: bool = False, data: int = 1
     ) -> Layout:
-        """What every worker holds; worker `rank` of engine `e` is entry `e · data · tensor + rank`.
+        """Returns the shards of all workers; worker `rank` of engine `e` is entry `e · data · tensor + rank`.
 
         The same worker of every engine shares one shard.
         """
@@ -85,25 +85,25 @@ class Architecture:
 
 
 def _families() -> dict[str, Architecture]:
-    """One for each file in `families/`, which is named after its `model_type`; newest first."""
+    """Returns an architecture per file in `families/`, named after its `model_type`; newest first."""
     names = sorted((module.name for module in iter_modules(families.__path__)), reverse=True)
     return {name: Architecture(name, import_module(f"{families.__name__}.{name}").describe) for name in names}
 
 
 HeadKind = Literal["vocab", "value"]
-"""What reads the last hidden states: the output projection, or a critic's value head."""
+"""The module on the last hidden states: the output projection, or a critic's value head."""
 ARCHITECTURES = _families()
 
 
 def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
-    """The architecture of a config.json, by its `model_type`.
+    """Returns the architecture of a config.json, by `model_type`.
 
     Args:
         hf: The content of config.json.
-        head: vocab: the model itself. value: a critic of it (`Decoder.critic`).
+        head: "vocab": the model itself. "value": a critic of the model (`Decoder.critic`).
 
     Raises:
-        UserError: the type is not one of those supported.
+        UserError: The type is not supported.
     """
     found = ARCHITECTURES.get(str(hf.get("model_type", "")))
     if found is None:

@@ -1,10 +1,8 @@
-"""Routes: the experts that every MoE layer of a model has chosen for a token, as they travel from an engine to the
-policy.
+"""Routes: the experts chosen for a token by every MoE layer, sent from an engine to the policy.
 
-A route is an expert's number + 1, so that 0 says: there is none. Values that were never filled in are therefore no
-routes, whichever way they came about.
+A route stores the expert's index + 1, and 0 for no route. So values never filled in do not count as routes.
 
-Legend: T tokens, M MoE layers of the model in their order, K experts of a token, E experts.
+Legend: T tokens, M MoE layers of the model in order, K experts of a token, E experts.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ import numpy as np
 from skyrl_mega.models.decoder import Decoder
 
 COLUMN = "routes"
-"""The column of a trajectory and of a batch: [T, M, K], aligned to the input."""
+"""Column of a trajectory and of a batch: [T, M, K], aligned to the input."""
 
 
 class WrongRoutes(RuntimeError):
-    """Routes are missing, are not ones that the model can have, or are another token's, layer's or version's."""
+    """Error for missing routes, routes impossible for the model, or routes of another token, layer or version."""
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the routes of a model look like."""
+    """The shape of a model's routes."""
 
     layers: tuple[int, ...]
-    """[M]: the decoder layers that have experts, counted from 0."""
+    """[M]: the decoder layers with experts, counted from 0."""
     experts: int
     """E."""
     per_token: int
@@ -36,7 +34,7 @@ class RouteShape:
 
     @classmethod
     def of(cls, decoder: Decoder) -> RouteShape | None:
-        """None for a model without experts."""
+        """Returns the shape for a decoder; None for a model without experts."""
         experts = decoder.experts
         if experts is None:
             return None
@@ -45,28 +43,29 @@ class RouteShape:
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.int16]:
-        """The smallest type that holds 0 … E and that both numpy and torch have."""
+        """The smallest dtype for 0 … E supported by both numpy and torch."""
         return np.uint8 if self.experts <= np.iinfo(np.uint8).max else np.int16
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's routes."""
+        """Bytes of a token's routes."""
         return len(self.layers) * self.per_token * np.dtype(self.dtype).itemsize
 
     def none(self, tokens: int) -> np.ndarray:
-        """[tokens, M, K] of tokens that have no route."""
+        """Returns [tokens, M, K] for tokens without a route."""
         return np.zeros((tokens, len(self.layers), self.per_token), self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int, what: str) -> None:
-        """Refuses what this model's routers cannot have chosen for `tokens` tokens.
+        """Checks that this model's routers can have chosen `routes` for `tokens` tokens.
 
         Args:
-            routes: Should be [tokens, M, K] of different experts of each layer.
-            tokens: How many there have to be.
-            what: Whose they are, for the message.
+            routes: [tokens, M, K], with distinct experts in each layer.
+            tokens: The required number of tokens.
+            what: Origin of the routes, for the message.
 
         Raises:
-            WrongRoutes: Another shape, a number that is no expert, none at all, or one expert twice; the first place.
+            WrongRoutes: Wrong shape, no route, an index outside of the experts, or an expert twice; names the first
+                position.
         """
         shape = (tokens, len(self.layers), self.per_token)
         if routes.shape != shape:

@@ -1,4 +1,4 @@
-"""Collects the pieces of one rank's shard; both the Megatron and the vLLM declarations are written with it."""
+"""A builder for a rank's shard, used by both the Megatron and the vLLM declarations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from skyrl_mega.parallel.box import Box, Piece, Shard
 
 
 class ShardBuilder:
-    """Declares local parameters, and which part of which global tensor fills them."""
+    """A list of local parameters, with the parts of global tensors that fill the parameters."""
 
     def __init__(self, tensors: dict[str, tuple[int, ...]]) -> None:
         self._tensors = tensors
@@ -14,30 +14,31 @@ class ShardBuilder:
         self._pieces: list[Piece] = []
 
     def param(self, name: str, *shape: int) -> str:
-        """Declares a local parameter and returns its name."""
+        """Declares a local parameter and returns the name."""
         self._params[name] = shape
         return name
 
     def rows(
         self, param: str, at: int, tensor: str, start: int = 0, count: int | None = None, stack: tuple[int, ...] = ()
     ) -> None:
-        """Rows `start … start + count` of `tensor` (None: all) lie at row `at` of the parameter.
+        """Declares that rows `start … start + count` of `tensor` (None: all) lie at row `at` of the parameter.
 
-        `stack` picks the entry of the parameter's leading dimensions, where it has more of them than the tensor.
+        `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
+        tensor.
         """
         total, *rest = self._tensors[tensor]
         box = Box((start, *[0] * len(rest)), (total if count is None else count, *rest))
         self._pieces.append(Piece(tensor, box, param, (*stack, at, *[0] * len(rest))))
 
     def columns(self, param: str, tensor: str, start: int, count: int, stack: tuple[int, ...] = ()) -> None:
-        """Columns `start … start + count` of a matrix fill the parameter."""
+        """Declares that columns `start … start + count` of a matrix fill the parameter."""
         rows = self._tensors[tensor][0]
         self._pieces.append(Piece(tensor, Box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
     def whole(self, param: str, tensor: str) -> None:
-        """Declares a parameter that is the tensor itself."""
+        """Declares a parameter equal to the whole tensor."""
         self.rows(self.param(param, *self._tensors[tensor]), 0, tensor)
 
     def shard(self) -> Shard:
-        """What was declared."""
+        """Returns the declared shard."""
         return Shard(self._params, tuple(self._pieces))

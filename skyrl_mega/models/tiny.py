@@ -1,4 +1,4 @@
-"""Small models with random weights, written as Hugging Face directories: the quickstart's and the tests'."""
+"""Small models with random weights, written as Hugging Face directories, for the quickstart and the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
 }
-"""The transformers class of each architecture, which vLLM goes by."""
+"""The transformers class of each architecture, used by vLLM to select the model."""
 
 
 KEYS = {
@@ -39,11 +39,11 @@ KEYS = {
     "tied": "tie_word_embeddings",
     "max_length": "max_position_embeddings",
 }
-"""Setting of `model.build` → the key of config.json that has it."""
+"""Setting of `model.build` → key of config.json."""
 
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
-    """The config.json of the model that `config` describes."""
+    """Returns the config.json of the model described by `config`."""
     hf: dict[str, Any] = {
         "architectures": [CLASSES[config.architecture]],
         "model_type": config.architecture,
@@ -84,11 +84,11 @@ def hf_config(config: BuildConfig) -> dict[str, Any]:
 def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     """Writes the directory `path`: config.json, float32 safetensors, generation_config.json, tokenizer.
 
-    Matrices are normal with deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; where it is
-    there already (another process was faster), it is left as it is.
+    Matrices are normal with standard deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; an
+    existing directory (another process was faster) stays unchanged.
 
     Raises:
-        UserError: sizes that the architecture cannot have.
+        UserError: The architecture does not support the sizes.
     """
     if path.exists():
         return

@@ -1,4 +1,4 @@
-"""What stands before and after the layers: the embedding of tokens; the last norm and the output projection."""
+"""The blocks before and after the layers: the token embedding; the last norm with the output projection."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before cutting it."""
+"""vLLM pads the vocabulary to a multiple of this number before splitting."""
 
 
 @dataclass(frozen=True)
 class Embedding(Block):
-    """One row a token."""
+    """The token embedding, one row per token."""
 
     vocab: int
     hidden: int
 
     @classmethod
     def read(cls, hf: Hf) -> Embedding:
-        """From config.json."""
+        """Reads config.json."""
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"))
 
     def hf_tensors(self, source: str) -> Tensors:
@@ -68,20 +68,20 @@ class Embedding(Block):
 
 @dataclass(frozen=True)
 class Head(Block):
-    """The last norm, and the output projection, whose logits `planner.activations` counts."""
+    """The last norm, and the output projection; the logits are counted in `planner.activations`."""
 
     vocab: int
     hidden: int
     tied: bool
-    """The output projection is the embedding."""
+    """True if the output projection is the embedding."""
 
     @classmethod
     def read(cls, hf: Hf) -> Head:
-        """From config.json."""
+        """Reads config.json."""
         return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), flag(hf, "tie_word_embeddings"))
 
     def hf_tensors(self, source: str) -> Tensors:
-        """A tied head has no tensor of its own."""
+        """Returns the tensors on disk; a tied head adds no tensor for the projection."""
         found: Tensors = {FINAL_NORM: (self.hidden,)}
         return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
 
@@ -89,7 +89,7 @@ class Head(Block):
         return MegatronSettings(gpt={"share_embeddings_and_output_weights": self.tied})
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """A tied head is the embedding itself where both are on one stage, else a second copy of it."""
+        """Declares the head: a tied head is the embedding itself if both are on the same stage, else a second copy."""
         b.whole(f"{target}.decoder.final_layernorm.weight", FINAL_NORM)
         if self.tied and place.first:
             return
@@ -111,12 +111,12 @@ class Head(Block):
 
 
 def padded_vocab(vocab: int, multiple: int) -> int:
-    """The vocabulary rounded up: in Megatron to the tensor-parallel size, in vLLM to `VOCAB_MULTIPLE`."""
+    """Returns the vocabulary rounded up to `multiple`: Megatron's tensor-parallel size, or vLLM's `VOCAB_MULTIPLE`."""
     return -(-vocab // multiple) * multiple
 
 
 def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tuple[int, int]) -> None:
-    """Rows from `start`, of which no piece covers what lies beyond the vocabulary: (rows of the part, vocabulary)."""
+    """Declares the rows from `start`; `sizes` is (rows of the part, vocabulary). Padding rows get no piece."""
     rows, vocab = sizes
     if start < vocab:
         b.rows(param, 0, tensor, start, min(rows, vocab - start))

@@ -1,4 +1,4 @@
-"""Routed experts in place of a dense feed-forward part (arXiv:2101.03961), with softmax routing, none shared."""
+"""Routed experts instead of a dense feed-forward part (arXiv:2101.03961), with softmax routing, no shared experts."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
 COUNT = ("num_experts", "num_local_experts")
-"""transformers 4 writes the first name, transformers 5 the second."""
+"""Keys for the number of experts: transformers 4 writes the first, transformers 5 the second."""
 ROUTER = ".mlp.gate.weight"
-"""What a router's Hugging Face name ends with."""
+"""Suffix of a router's Hugging Face name."""
 MEGATRON_ROUTER = "mlp.router.weight"
-"""What its Megatron name ends with."""
+"""Suffix of a router's Megatron name."""
 MEGATRON_EXPERTS = ".mlp.experts."
-"""What every expert's Megatron name contains."""
+"""Part of every expert's Megatron name."""
 
 
 @dataclass(frozen=True)
 class Experts(Block):
-    """Gated MLPs of one width, of which every token goes through a few."""
+    """Gated MLPs of equal width; every token uses a few of them."""
 
     hidden: int
     count: int
     per_token: int
     width: int
-    """Intermediate size of one expert."""
+    """Intermediate size of an expert."""
     renormalize: bool
-    """The chosen experts' probabilities are divided by their sum."""
+    """True if the chosen experts' probabilities are divided by their sum."""
 
     @classmethod
     def read(cls, hf: Hf) -> Experts:
-        """From config.json."""
+        """Reads config.json."""
         check_keys(hf)
         count = integer(hf, next((key for key in COUNT if key in hf), COUNT[0]))
         per_token = integer(hf, "num_experts_per_tok")
@@ -114,7 +114,7 @@ class Experts(Block):
         prefix = f"{target}.mlp.experts"
         if place.spec == "te":
             names = [(f"{prefix}.linear_fc1.weight{i}", f"{prefix}.linear_fc2.weight{i}") for i in range(count)]
-            for fc1, _ in names:  # a grouped layer holds all its experts' weights, before the next one does
+            for fc1, _ in names:  # a grouped layer holds all experts' weights, before the next grouped layer
                 b.param(fc1, 2 * width, self.hidden)
         else:
             each = (f"{prefix}.local_experts.{i}" for i in range(count))
@@ -138,7 +138,7 @@ class Experts(Block):
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """w13 [experts, gate rows then up rows, hidden], w2 [experts, hidden, columns]."""
+        """Declares w13 [experts, gate rows then up rows, hidden] and w2 [experts, hidden, columns]."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         b.whole(source + ROUTER, source + ROUTER)
         held, columns = self._held(cut, worker)
@@ -155,7 +155,7 @@ class Experts(Block):
         return {"experts": share(self.count, 1, 0), "columns": share(self.width, cut.workers, worker)}
 
     def _held(self, cut: EngineCut, worker: int) -> tuple[range, range]:
-        """Experts and columns of a worker: whole experts in contiguous runs, or columns of each."""
+        """Returns the experts and columns of a worker: whole experts in contiguous runs, or columns of each expert."""
         if not cut.expert_parallel:
             width = self.width // cut.workers
             return range(self.count), range(worker * width, (worker + 1) * width)
@@ -169,15 +169,16 @@ class Experts(Block):
     def saved_bytes(self, work: Work) -> float:
         s, b = work.tokens / work.parallel.tensor, work.itemsize
         norm = 2 * s * self.hidden * b  # input and output
-        # Each expert's input; gate and up, and the product times the router's probability; not fused, silu, up once
-        # more and the product before that too.
+        # Each expert's input; gate and up; the product times the router's probability. Unfused also silu, a second copy
+        # of up, and the product before the probability.
         kept = 2 + self._made(work)
         experts = self._routed(work) * (b * (self.hidden + kept * self.width / work.parallel.expert_tensor) + 4)
         # Logits, probabilities and masks over all experts, in float32 and bool.
         return norm + experts + s * self.count * 24
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """moe: the norm's input and output. selective: not the norm's output, and of the activation its inputs."""
+        """Returns the bytes kept: with "moe" the norm's input and output; with "selective" not the norm's output, and
+        only the inputs of the activation."""
         norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         if recompute == "moe":
             return 2 * norm
@@ -189,17 +190,17 @@ class Experts(Block):
     def gradient_bytes(self, work: Work) -> float:
         width = self.width / work.parallel.expert_tensor
         weights = self.count / work.parallel.expert * 3 * self.hidden * width
-        # Of gate and up, and of the product; not fused, of the product in float32 too.
+        # Gradients of gate, up and the product; unfused also of the product in float32.
         made = 3 if "swiglu" in work.fused else 5
         return work.itemsize * (self._routed(work) * (2 * self.hidden + made * width) + weights)
 
     @staticmethod
     def _made(work: Work) -> int:
-        """Of an expert's width, what its activation function keeps beside gate and up."""
+        """Returns the number of expert widths kept by the activation function, besides gate and up."""
         return 1 if "swiglu" in work.fused else 4
 
     def _routed(self, work: Work) -> float:
-        """Copies of tokens that the busiest rank's experts work on."""
+        """Returns the copies of tokens processed by the busiest rank's experts."""
         even = work.tokens / work.parallel.tensor * self.per_token * work.parallel.expert_tensor
         return even * (work.imbalance if work.parallel.expert > 1 else 1.0)
 
@@ -207,7 +208,7 @@ class Experts(Block):
         return Messages(experts=self.per_token * self.hidden)
 
     def engine_width(self, cut: EngineCut) -> float:
-        """The fused MoE kernel's two work spaces."""
+        """Returns the elements of the two work spaces of the fused MoE kernel."""
         inner = self.width if cut.expert_parallel else self.width / cut.workers
         return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden))
 

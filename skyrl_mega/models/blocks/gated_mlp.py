@@ -1,4 +1,4 @@
-"""The dense feed-forward part: down(silu(gate(x)) · up(x)), with the norm before it (arXiv:2002.05202)."""
+"""The dense feed-forward part: down(silu(gate(x)) · up(x)), with the norm before (arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
 NORM = "post_attention_layernorm.weight"
-"""The norm before a feed-forward part, in Hugging Face and in vLLM."""
+"""Name of the norm before a feed-forward part, in Hugging Face and in vLLM."""
 
 
 def check_keys(hf: Hf) -> None:
-    """Refuses another activation, and bias."""
+    """Refuses activations other than silu, and a bias."""
     only(hf, "hidden_act", "silu")
     only(hf, "mlp_bias", False)
 
 
 @dataclass(frozen=True)
 class GatedMlp(Block):
-    """One width for gate, up and down."""
+    """A gated MLP with the same width for gate, up and down."""
 
     hidden: int
     width: int
 
     @classmethod
     def read(cls, hf: Hf) -> GatedMlp:
-        """From config.json."""
+        """Reads config.json."""
         check_keys(hf)
         return cls(integer(hf, "hidden_size"), integer(hf, "intermediate_size"))
 
@@ -82,12 +82,13 @@ class GatedMlp(Block):
     def saved_bytes(self, work: Work) -> float:
         tensor = work.parallel.tensor
         norm = 2 * work.tokens / tensor * self.hidden * work.itemsize  # input and output
-        # Gate and up, and the product that down reads; not fused, silu and up once more too.
+        # Gate, up, and the input of down; unfused also silu and a second copy of up.
         kept = 3 if "swiglu" in work.fused else 5
         return norm + work.tokens * work.itemsize * kept * self.width / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
-        """moe: what the MLP reads. In selective its norm is a part of the product, which keeps the norm's output."""
+        """Returns the bytes kept: with "moe" only the MLP's input; with "selective" everything, because the norm is
+        fused into the product and the product keeps the norm's output."""
         if recompute == "moe":
             return work.tokens / work.parallel.tensor * self.hidden * work.itemsize
         return self.saved_bytes(work)
@@ -104,7 +105,7 @@ class GatedMlp(Block):
 
 
 def gated_tensors(source: str, width: int, hidden: int) -> Tensors:
-    """The three matrices of a gated MLP, or of one expert."""
+    """Returns the three matrices of a gated MLP, or of an expert."""
     return {
         f"{source}.gate_proj.weight": (width, hidden),
         f"{source}.up_proj.weight": (width, hidden),
@@ -113,7 +114,7 @@ def gated_tensors(source: str, width: int, hidden: int) -> Tensors:
 
 
 def gated_args() -> dict[str, object]:
-    """What makes megatron-core's feed-forward parts gated."""
+    """Returns the arguments for gated feed-forward parts in megatron-core."""
     from torch.nn.functional import silu
 
     return {"gated_linear_unit": True, "activation_func": silu}
@@ -122,8 +123,10 @@ def gated_args() -> dict[str, object]:
 def gated_pieces(
     b: ShardBuilder, params: tuple[str, str], source: str, start: int, width: int, stack: tuple[int, ...] = ()
 ) -> None:
-    """The first parameter has `width` rows of gate from `start`, then those of up; the second has the same columns of
-    down. `stack` picks an expert where one parameter holds several."""
+    """Declares the pieces of a gated MLP: gate rows, then up rows in the first parameter; down columns in the second.
+
+    `width` rows or columns from `start` are taken of each matrix. `stack` picks an expert if a parameter holds several.
+    """
     b.rows(params[0], 0, f"{source}.gate_proj.weight", start, width, stack=stack)
     b.rows(params[0], width, f"{source}.up_proj.weight", start, width, stack=stack)
     b.columns(params[1], f"{source}.down_proj.weight", start, width, stack=stack)

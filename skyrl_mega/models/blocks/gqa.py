@@ -25,12 +25,12 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 NORM = "input_layernorm.weight"
 ROPE_THETA = 10_000.0
-"""The base of rotary positions where a configuration has none."""
+"""Default base of rotary positions."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, and how frequencies are stretched (`none`, `linear`, `llama3`)."""
+    """Rotary positions: the base, and the scaling of frequencies (`none`, `linear`, `llama3`)."""
 
     base: float
     scaling: str = "none"
@@ -38,9 +38,9 @@ class Rope:
 
     @classmethod
     def read(cls, hf: Hf) -> Rope:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-        megatron-core 0.16 knows linear interpolation, and Llama 3's scaling with Llama 3.1's own constants.
+        megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
@@ -62,7 +62,7 @@ class Rope:
         raise unsupported(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
 
     def megatron_args(self) -> dict[str, Any]:
-        """Keyword arguments of `GPTModel`."""
+        """Returns keyword arguments of `GPTModel`."""
         args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": self.base}
         if self.scaling == "llama3":
             args |= {"rope_scaling": True, "rope_scaling_factor": self.factor}
@@ -73,7 +73,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class GroupedQueryAttention(Block):
-    """Field names are those of the literature, not of one library."""
+    """Grouped-query attention. Field names follow the literature, not a library."""
 
     hidden: int
     heads: int
@@ -81,14 +81,14 @@ class GroupedQueryAttention(Block):
     head_dim: int
     rope: Rope
     qk_norm: bool
-    """RMSNorm over each query and key head."""
+    """True for RMSNorm over each query and key head."""
     qkv_bias: bool
-    """Bias of the q, k and v projections."""
+    """True for a bias in the q, k and v projections."""
 
     @classmethod
     def read(cls, hf: Hf, *, qk_norm: bool, qkv_bias: bool) -> GroupedQueryAttention:
-        """Reads config.json. Without `head_dim` heads share the hidden size; without `num_key_value_heads` every query
-        head has its own."""
+        """Reads config.json. Default `head_dim`: the hidden size divided by the heads. Default `num_key_value_heads`:
+        the number of query heads."""
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
         if heads % kv_heads:
@@ -146,7 +146,8 @@ class GroupedQueryAttention(Block):
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
-        """Rows of linear_qkv are interleaved by query group: a group's query heads, its key head, its value head."""
+        """Declares linear_qkv with rows interleaved by query group: query heads, then the key head, then the value
+        head."""
         size, tp = place.parallel.tensor, place.coords.tp
         there, here = f"{source}.self_attn", f"{target}.self_attention"
         columns = self.heads * self.head_dim // size
@@ -187,7 +188,8 @@ class GroupedQueryAttention(Block):
         }
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
-        """qkv_proj is a worker's q, k and v rows, one after the other; with few kv heads, several workers share one."""
+        """Declares qkv_proj: a worker's q rows, then k rows, then v rows. Several workers share each of few kv
+        heads."""
         rank, there = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         q = self.heads // cut.tensor * self.head_dim
@@ -214,11 +216,11 @@ class GroupedQueryAttention(Block):
         return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
 
     def saved_bytes(self, work: Work) -> float:
-        """Queries and keys before their norm and after rotation, values, what the attention gives to its projection,
-        the soft-max's normaliser, and unless they are fused the rotation's cosines and sines.
+        """Returns the bytes of queries and keys before the norm and after rotation, values, the attention's output, the
+        softmax's normaliser, and the rotation's cosines and sines unless fused.
 
-        A local layer's keys and values are views of the whole fused projection, which is kept with them. Transformer
-        Engine copies values, as it copies the queries and keys that a norm reads.
+        A local layer's keys and values are views of the whole fused projection, so the projection is kept with them.
+        Transformer Engine copies values, and copies the queries and keys read by a norm.
         """
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
@@ -240,5 +242,5 @@ class GroupedQueryAttention(Block):
         return (self.heads + 2 * self.kv_heads) * self.head_dim / cut.tensor
 
     def _kinds(self, rows: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Weight and perhaps bias of a fused projection, with their shapes."""
+        """Returns the weight, and the bias if any, of a fused projection, with shapes."""
         return [("weight", (rows, self.hidden))] + ([("bias", (rows,))] if self.qkv_bias else [])

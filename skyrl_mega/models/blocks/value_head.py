@@ -1,4 +1,4 @@
-"""What a critic has in the place of the output projection: the last norm, and one row that reads a value."""
+"""The end of a critic instead of the output projection: the last norm, and a row to compute a value."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from skyrl_mega.models.blocks.embedding import FINAL_NORM
 from skyrl_mega.models.shard_builder import ShardBuilder
 
 VALUE = "score.weight"
-"""As transformers names it in a model of one label (`…ForSequenceClassification`), such as a reward model."""
+"""Name in transformers' models with one label (`…ForSequenceClassification`), such as a reward model."""
 MEGATRON_VALUE = "value_head.weight"
-"""What megatron-core's model calls it."""
+"""Name in megatron-core's model."""
 
 
 @dataclass(frozen=True)
 class ValueHead(Block):
-    """The last norm, and a linear layer without bias from a hidden state to a value, which every tensor rank has."""
+    """The last norm, and a linear layer without bias from hidden state to value, replicated on every tensor rank."""
 
     hidden: int
     tied: bool = False
-    """Never with the embedding."""
+    """Always False: the value head never shares weights with the embedding."""
 
     @classmethod
     def of(cls, hidden: int) -> ValueHead:
-        """Of a model of this width."""
+        """Returns the value head for a model of width `hidden`."""
         return cls(hidden)
 
     def hf_tensors(self, source: str) -> Tensors:

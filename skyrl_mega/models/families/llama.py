@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783), and SmolLM2, which is built alike."""
+"""Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783), and SmolLM2, an equal architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """The model that `hf` asks for."""
+    """Returns the model described by a config.json."""
     hf = filled(hf, max_position_embeddings=2048)
     attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

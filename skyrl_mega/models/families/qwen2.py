@@ -10,7 +10,7 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """The model that `hf` asks for."""
+    """Returns the model described by a config.json."""
     hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=32)
     attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=True)
     decoder = read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

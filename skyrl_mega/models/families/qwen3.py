@@ -9,8 +9,8 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """The model that `hf` asks for."""
+    """Returns the model described by a config.json."""
     hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
-    integer(hf, "head_dim")  # unlike its relatives, the class takes no null
+    integer(hf, "head_dim")  # unlike related classes, Qwen3's refuses null
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 attention, experts without shared ones, softmax routing."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 attention, routed experts without shared experts, softmax routing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """The model that `hf` asks for."""
+    """Returns the model described by a config.json."""
     hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False)
-    integer(hf, "num_key_value_heads")  # unlike its relatives, the class takes no null
+    integer(hf, "num_key_value_heads")  # unlike related classes, Qwen3-MoE's refuses null
     moe = _moe_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     experts, dense = Experts.read(hf), GatedMlp.read(hf)
@@ -22,7 +22,7 @@ def describe(hf: Hf) -> Decoder:
 
 
 def _moe_layers(hf: Hf) -> list[bool]:
-    """Which layers have experts."""
+    """Returns True for each layer with experts."""
     layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
