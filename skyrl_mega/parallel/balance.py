@@ -1,4 +1,4 @@
-"""Micro-batches under a token budget, balanced over data-parallel ranks. Pure integers."""
+"""Micro-batches under a token budget, balanced over data-parallel ranks. Pure integer arithmetic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 def balance_together(
     lengths: Sequence[int], together: Sequence[int], ranks: int, budget: int, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Deals sequences as `balance` does, with those of one number in one micro-batch even where they exceed its budget.
+    """Splits sequences as `balance` does, keeping sequences with the same number in one micro-batch even above the
+    budget.
 
     Args:
-        lengths, ranks, budget, multiple: As there.
+        lengths, ranks, budget, multiple: See `balance`.
         together: A number for each sequence.
     """
     members: dict[int, list[int]] = {}
@@ -26,21 +27,21 @@ def balance_together(
 
 
 def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Deals sequences to ranks and micro-batches: `[rank][micro-batch][index of a sequence]`.
+    """Assigns sequences to ranks and micro-batches: `[rank][micro-batch][index of a sequence]`.
 
     Every rank gets the same number of micro-batches, a multiple of `multiple`, because pipeline schedules and expert
-    exchanges are collective; the k-th micro-batches of all ranks are alike in size. No micro-batch exceeds `budget`
-    tokens, except that a sequence longer than the budget has one of its own. No sequence is split, lost or repeated.
-    The number of micro-batches is the smallest that the two heuristics below reach; tokens per rank are near their mean
-    wherever the lengths allow it.
+    exchanges are collective. The k-th micro-batches of all ranks are similar in size. No micro-batch exceeds `budget`
+    tokens, except that a sequence longer than the budget gets a separate micro-batch. No sequence is split, lost or
+    repeated. The number of micro-batches is the smallest reached by the two heuristics below. Tokens per rank are near
+    the mean whenever the lengths allow.
 
-    A micro-batch is empty only when there are fewer sequences than micro-batches over all ranks.
+    A micro-batch is empty only if there are fewer sequences than micro-batches over all ranks.
 
     Args:
-        lengths: tokens of each sequence.
-        ranks: data-parallel size.
-        budget: tokens of one micro-batch at most.
-        multiple: the pipeline size under virtual pipelining, else 1.
+        lengths: Tokens of each sequence.
+        ranks: Data-parallel size.
+        budget: Maximum tokens of a micro-batch.
+        multiple: The pipeline size under virtual pipelining, else 1.
     """
     if ranks < 1 or budget < 1 or multiple < 1:
         raise ValueError(f"ranks {ranks}, budget {budget} and multiple {multiple} must be at least 1")
@@ -62,7 +63,7 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
 
 
 def _even(order: list[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Longest first, each into the emptiest of `count` bins; None when that does not fit."""
+    """Puts sequences, longest first, each into the emptiest of `count` bins; None if a sequence does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, b) for b in range(count)]
     for i in order:
@@ -70,15 +71,15 @@ def _even(order: list[int], lengths: Sequence[int], count: int, budget: int) -> 
         if load and load + lengths[i] > budget:
             return None
         bins[b].append(i)
-        # At least 1, so that an empty bin always comes before a used one.
+        # At least 1, so that an empty bin always comes before a used bin.
         heapq.heapreplace(heap, (load + max(1, lengths[i]), b))
     return bins
 
 
 def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: each into the first bin that has room, in as many bins as that takes."""
+    """Puts each sequence into the first bin with enough space, in as many bins as needed (first-fit decreasing)."""
     bins: list[list[int]] = []
-    room = np.zeros(len(order), np.int64)  # compared all at once: thousands of bins, thousands of sequences
+    room = np.zeros(len(order), np.int64)  # vectorized: thousands of bins and sequences
     for i in order:
         fits = room[: len(bins)] >= lengths[i]
         b = int(fits.argmax()) if fits.any() else len(bins)
@@ -91,7 +92,7 @@ def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[li
 
 
 def _halved(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The fullest bins in halves, until there are `count`; empty ones where no sequence is left to part."""
+    """Splits the fullest bins in halves until there are `count` bins; adds empty bins if no bin can be split."""
     bins = list(bins)
     heap = [(-sum(lengths[i] for i in whole), b) for b, whole in enumerate(bins) if len(whole) > 1]
     heapq.heapify(heap)
@@ -110,7 +111,7 @@ def _halved(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[l
 
 
 def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int, micros: int) -> list[list[list[int]]]:
-    """Gives every rank `micros` bins, the heaviest bin to the lightest rank that has a place left."""
+    """Gives every rank `micros` bins, the heaviest bin to the lightest rank with a free slot."""
     weight = {id(b): sum(lengths[i] for i in b) for b in bins}
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     heap = [(0, 0, rank) for rank in range(ranks)]

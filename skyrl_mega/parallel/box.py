@@ -1,8 +1,8 @@
-"""Boxes: where a rank's local tensors lie in the model's global tensors.
+"""Boxes: positions of a rank's local tensors in the model's global tensors.
 
-A tensor has one global identity, its Hugging Face name and shape. A `Box` is a hyper-rectangle of it. A `Piece` says
-that a box lies at some offset of a rank's local tensor; a `Shard` is all that one rank holds; a `Layout` is every
-rank's shard. Fused and regrouped tensors (interleaved qkv, gate|up, w13) are only several pieces with the same local
+A global tensor is identified by Hugging Face name and shape. A `Box` is a hyper-rectangle of a global tensor. A `Piece`
+maps a box to an offset in a rank's local tensor. A `Shard` is everything that a rank holds; a `Layout` contains every
+rank's shard. Fused and regrouped tensors (interleaved qkv, gate|up, w13) are simply several pieces with the same local
 tensor.
 """
 
@@ -22,11 +22,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None when there is none."""
+        """Returns the common part, or None if the boxes are disjoint."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)
@@ -35,16 +35,16 @@ class Box:
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the tensor it is a part of."""
+        """Returns the box as an index into the tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Box `box` of global tensor `tensor` lies at `offset` of local tensor `param`.
+    """The position of box `box` of global tensor `tensor`: at `offset` of local tensor `param`.
 
-    `offset` has one entry per dimension of the local tensor. Where the local tensor has more dimensions than the global
-    one (a stack of experts), the leading offsets pick one entry each and the box fills the last dimensions.
+    `offset` contains an entry per dimension of the local tensor. If the local tensor has more dimensions than the
+    global tensor (a stack of experts), the leading offsets pick one entry each and the box fills the last dimensions.
     """
 
     tensor: str
@@ -55,10 +55,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds: the shapes of its local tensors and the pieces that fill them.
+    """The local tensors of a rank: shapes, and the pieces that fill the tensors.
 
-    Local elements that no piece covers are padding (of the vocabulary, of an expert's width); nobody sends or receives
-    them.
+    Local elements not covered by a piece are padding (of the vocabulary, of an expert's width), never sent or received.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -67,9 +66,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every global tensor lies: `shards[rank]`, and the global shapes by name.
+    """The distribution of all global tensors over ranks: global shapes by name, and `shards[rank]`.
 
-    Replicas share one `Shard` object, so that hundreds of ranks cost no more than the parts that differ.
+    Replicas share one `Shard` object, so that hundreds of ranks cost no more than the distinct shards.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -77,7 +76,7 @@ class Layout:
 
     @cached_property
     def distinct(self) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
-        """The shard objects that differ, in the order of their first rank, and for every rank which one it has."""
+        """The distinct shard objects in order of first appearance, and the index of the shard object for every rank."""
         places: dict[int, int] = {}
         which = tuple(places.setdefault(id(shard), len(places)) for shard in self.shards)
         return tuple(self.shards[which.index(i)] for i in range(len(places))), which

@@ -1,7 +1,7 @@
-"""Ranks and coordinates: who sits where in Megatron's parallel grid, and which layers a pipeline stage holds.
+"""Parallel dimensions: each rank's coordinates in Megatron's parallel grid, and the layers of each pipeline stage.
 
-Pure arithmetic in megatron-core's default order "tp-cp-ep-dp-pp": the first name varies fastest. Dense layers see the
-grid tp × cp × dp × pp; experts see the same ranks as etp × ep × edp × pp.
+Pure arithmetic in megatron-core's default order "tp-cp-ep-dp-pp": the first name varies fastest. Dense layers use the
+grid tp × cp × dp × pp; experts use the same ranks as etp × ep × edp × pp.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skyrl_mega.config.schema import LayoutConfig
 
 
 class RankCoords(NamedTuple):
-    """Where one rank sits: dense grid (tp, cp, dp), pipeline stage (pp), expert grid (ep, etp, edp)."""
+    """Coordinates of a rank: dense grid (tp, cp, dp), pipeline stage (pp), expert grid (ep, etp, edp)."""
 
     tp: int
     cp: int
@@ -27,10 +27,10 @@ class RankCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The sizes of every parallel dimension over `ranks` processes. `key` is the setting that errors name.
+    """The sizes of all parallel dimensions over `ranks` processes. `key` is the setting to name in errors.
 
     Raises:
-        UserError: a size does not divide the ranks, or virtual stages without pipeline stages.
+        UserError: A size does not divide the ranks, or there are virtual stages without pipeline stages.
     """
 
     ranks: int = 1
@@ -41,7 +41,7 @@ class ParallelDims:
     expert: int = 1
     expert_tensor: int = 1
     first_stage_layers: int | None = None
-    """Layers of the first pipeline stage, and of the last; None: as many as the stages between."""
+    """Layers of the first pipeline stage; None: as many as the middle stages. The same for `last_stage_layers`."""
     last_stage_layers: int | None = None
     key: InitVar[str] = "policy.layout"
 
@@ -73,7 +73,7 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, layout: LayoutConfig, ranks: int, key: str = "policy.layout") -> ParallelDims:
-        """The grid that a configuration asks for, over `ranks` processes."""
+        """Returns the grid of a configuration over `ranks` processes."""
         expert_tensor = layout.expert_tensor
         if expert_tensor is None:
             expert_tensor = 1 if layout.expert > 1 else layout.tensor
@@ -101,7 +101,7 @@ class ParallelDims:
         return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
 
     def coordinates(self, rank: int) -> RankCoords:
-        """The coordinates of `rank`."""
+        """Returns the coordinates of `rank`."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not within 0..{self.ranks - 1}")
         rest, tp = divmod(rank, self.tensor)
@@ -113,10 +113,10 @@ class ParallelDims:
         return RankCoords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """How many layers each stage holds.
+        """Returns the number of layers of each stage.
 
         Raises:
-            ValueError: the stages between cannot have equally many, or a stage its chunks.
+            ValueError: The middle stages cannot be equal in size, or a stage cannot be cut into equal chunks.
         """
         given = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         fixed = {stage: layers for stage, layers in given.items() if layers is not None}
@@ -129,9 +129,9 @@ class ParallelDims:
         return sizes
 
     def stage_layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Global indices of the layers of virtual chunk `chunk` on stage `pp`.
+        """Returns the global indices of the layers of virtual chunk `chunk` on stage `pp`.
 
-        Each stage's layers are cut into equal chunks; the model goes through chunk 0 of every stage, then chunk 1 of
+        Each stage's layers are cut into equal chunks. The model goes through chunk 0 of every stage, then chunk 1 of
         every stage, and so on. Raises ValueError as `stage_sizes` does.
         """
         sizes = [size // self.virtual_pipeline for size in self.stage_sizes(num_layers)]
@@ -139,9 +139,9 @@ class ParallelDims:
         return range(first, first + sizes[pp])
 
     def holds_embedding(self, pp: int, chunk: int = 0) -> bool:
-        """Whether this chunk begins the model."""
+        """Returns True if this chunk is the first of the model, with the embedding."""
         return pp == 0 and chunk == 0
 
     def holds_head(self, pp: int, chunk: int = 0) -> bool:
-        """Whether this chunk ends the model: final norm and output projection."""
+        """Returns True if this chunk is the last of the model, with final norm and output projection."""
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1

@@ -1,8 +1,8 @@
 """Runs of a flattened local tensor as boxes of global tensors.
 
-Megatron's distributed optimizer gives a rank, of each local parameter, a run of its elements in C order: elements
-`start … stop` of the flattened tensor. Such a run of an n-dimensional tensor is at most 2(n-1)+1 boxes of it, and each
-of them, through the pieces of the shard, boxes of the global tensors.
+Megatron's distributed optimizer gives a rank a run of each local parameter in C order: elements `start … stop` of the
+flattened tensor. Such a run of an n-dimensional tensor consists of at most 2(n-1)+1 boxes. Through the pieces of the
+shard, each box maps to boxes of the global tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Box `box` of global tensor `tensor` lies in local tensor `param`, its first element at flat index `at`."""
+    """The position of box `box` of global tensor `tensor`: in local tensor `param`, starting at flat index `at`."""
 
     tensor: str
     box: Box
@@ -28,7 +28,7 @@ class FlatPiece:
 
 
 def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
-    """The boxes of a tensor of this shape that a run of it is made of, in order; none where the run is empty."""
+    """Yields the boxes of a run of a tensor with shape `shape`, in order; none for an empty run."""
     start, stop = run
     if start >= stop:
         return
@@ -47,11 +47,11 @@ def run_boxes(shape: tuple[int, ...], run: Run) -> Iterator[Box]:
 
 
 def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
-    """What the runs hold of the global tensors; local elements that no piece covers are left out.
+    """Returns the parts of the global tensors held by the runs; local elements not covered by a piece are left out.
 
     Args:
-        shard: the rank's.
-        runs: local tensor → elements; a local tensor that is not named holds nothing.
+        shard: The rank's shard.
+        runs: Local tensor → elements; other local tensors hold nothing.
     """
     boxes = {param: list(run_boxes(shard.params[param], run)) for param, run in runs.items()}
     found = []
@@ -67,7 +67,7 @@ def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
 
 
 def index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
-    """The place of an element in the flattened tensor."""
+    """Returns the flat index of the element at position `at`, in C order."""
     flat = 0
     for size, i in zip(shape, at, strict=True):
         flat = flat * size + i
@@ -75,12 +75,12 @@ def index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one entry of each dimension to the next, in C order."""
+    """Returns the number of elements from an entry to the next in each dimension, in C order."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _row(row: int, shape: tuple[int, ...], run: Run) -> Iterator[Box]:
-    """A part of one row: the boxes of `shape`, with the row before them."""
+    """Yields the boxes of a run within row `row`, for rows of shape `shape`."""
     if not shape:
         yield Box((row,), (1,))
         return
