@@ -1,6 +1,5 @@
-"""Triton kernels with a torch reference each; imported as `skyrl_mega.kernels`.
+"""Triton kernels, each with a torch reference; imported as `skyrl_mega.kernels`.
 
-The public functions choose by device: a CUDA tensor goes to the Triton kernel, any other to the reference. Both give
-the same bits, but for `linear_logprobs`, where sums have another order. Triton is imported only when a kernel is
-launched.
+The public functions choose by device: the Triton kernel for CUDA tensors, the reference otherwise. Both give the same
+bits, except for `linear_logprobs`, with another order of summation. Triton is imported only to launch a kernel.
 """

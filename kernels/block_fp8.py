@@ -1,12 +1,12 @@
-"""Block-scaled FP8: E4M3 numbers with one float32 scale for every 128 × 128 block of a matrix.
+"""Block-scaled FP8: E4M3 numbers with a float32 scale for every 128 × 128 block of a matrix.
 
-The scale is what checkpoints call `weight_scale_inv`: weight ≈ number · scale. Numbers and scales are bit for bit those
+The scale is called `weight_scale_inv` in checkpoints: weight ≈ number · scale. Numbers and scales are bit for bit those
 of vLLM's own block quantisation of the same matrix.
 
-A shard of a matrix may begin and end inside a block. So every function takes the shard's place in the whole matrix,
-`row0` and `col0`, and speaks of the *blocks touched*: all global blocks that the shard has a part of, in order. Ranks
-that share a block take the maximum of their `block_amax` there; from then on each quantises its own part, and the parts
-are those of the whole matrix quantised at once.
+A shard of a matrix may begin and end inside a block. So every function takes the shard's position in the whole matrix,
+`row0` and `col0`, and works on the *blocks touched*: all global blocks that the shard has a part of, in order. Ranks
+with parts of the same block take the maximum of their `block_amax` for that block. From then on each rank quantises its
+own part, and the parts equal those of the whole matrix quantised at once.
 
 Shapes: S stacked matrices (experts; the dimension may be absent), R rows, C columns, I × J blocks touched.
 """
@@ -21,20 +21,20 @@ BLOCK = 128
 LARGEST = 448.0
 """The largest E4M3 number."""
 SMALLEST_AMAX = 1e-4
-"""A block's magnitude counts as at least this, as in vLLM: a block of zeros has a scale too, and none is denormal."""
+"""Lower bound of a block's magnitude, the same as in vLLM: a block of zeros gets a scale, and no scale is denormal."""
 
 
 def blocks_touched(rows: int, columns: int, row0: int = 0, col0: int = 0) -> tuple[int, int]:
-    """How many block rows and block columns a shard [rows, columns] at (row0, col0) has a part of."""
+    """Returns the number of block rows and block columns touched by a shard [rows, columns] at (row0, col0)."""
     return _touched(rows, row0), _touched(columns, col0)
 
 
 def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """The largest magnitude of the shard's part of every block touched; NaN where the part has one.
+    """Returns the largest magnitude in the shard's part of every block touched; NaN for a part with NaN.
 
     Args:
         weight_SRC: bfloat16, float16 or float32, [R, C] or [S, R, C], any strides.
-        row0, col0: where it begins in the whole matrix.
+        row0, col0: Position of the shard in the whole matrix.
 
     Returns:
         float32, [I, J] or [S, I, J].
@@ -48,23 +48,23 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
 
 def scales(amax: Tensor) -> Tensor:
-    """Scales from the magnitudes of whole blocks: float32 of the same shape, never 0."""
+    """Returns the scales for magnitudes of whole blocks: float32 of the same shape, never 0."""
     return amax.clamp(min=SMALLEST_AMAX) / LARGEST
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """The shard in E4M3, rounded to nearest even.
+    """Returns the shard in E4M3, rounded to nearest even.
 
     Args:
-        weight_SRC: as in `block_amax`.
+        weight_SRC: See `block_amax`.
         scales_SIJ: float32 `scales` of the blocks touched, from the magnitudes of the whole blocks.
-        row0, col0: where the shard begins in the whole matrix.
+        row0, col0: Position of the shard in the whole matrix.
 
     Returns:
         float8_e4m3fn, contiguous, of the weight's shape.
 
     Raises:
-        ValueError: the scales' shape is not that of the blocks touched.
+        ValueError: The shape of the scales does not match the blocks touched.
     """
     _check(weight_SRC, scales_SIJ, row0, col0)
     if weight_SRC.is_cuda:
@@ -77,7 +77,7 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
 def dequantise(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """`numbers · scale` in `dtype`, contiguous; arguments and errors as in `quantise`."""
+    """Returns `numbers · scale` in `dtype`, contiguous; arguments and errors as in `quantise`."""
     _check(numbers_SRC, scales_SIJ, row0, col0)
     if numbers_SRC.is_cuda:
         from skyrl_mega.kernels import block_fp8_triton
@@ -87,7 +87,7 @@ def dequantise(
 
 
 def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """`block_amax` in torch. Works on one row of blocks at a time: S·128·C elements of extra memory."""
+    """Computes `block_amax` in torch, a row of blocks at a time: S·128·C elements of extra memory."""
     rows, columns = weight_SRC.shape[-2:]
     stack = weight_SRC.shape[:-2]
     of_column = _block_of(columns, col0, weight_SRC.device).expand(*stack, columns)
@@ -99,9 +99,9 @@ def block_amax_reference(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Te
 
 
 def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """`quantise` in torch. Works on one row of blocks at a time: S·128·C float32 of extra memory, twice."""
+    """Computes `quantise` in torch, a row of blocks at a time: twice S·128·C float32 of extra memory."""
     of_column = _block_of(weight_SRC.shape[-1], col0, weight_SRC.device)
-    inverse = 1.0 / scales_SIJ  # multiplied, not divided by: vLLM's rounding
+    inverse = 1.0 / scales_SIJ  # multiplication by the inverse: vLLM's rounding
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight_SRC.device)
     for i, strip in enumerate(_strips(weight_SRC.shape[-2], row0)):
         factor = inverse[..., i, :].index_select(-1, of_column).unsqueeze(-2)
@@ -112,7 +112,7 @@ def quantise_reference(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, co
 def dequantise_reference(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """`dequantise` in torch. Works on one row of blocks at a time: S·128·C float32 of extra memory, twice."""
+    """Computes `dequantise` in torch, a row of blocks at a time: twice S·128·C float32 of extra memory."""
     of_column = _block_of(numbers_SRC.shape[-1], col0, numbers_SRC.device)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers_SRC.device)
     for i, strip in enumerate(_strips(numbers_SRC.shape[-2], row0)):
@@ -126,12 +126,12 @@ def _touched(length: int, start: int) -> int:
 
 
 def _block_of(columns: int, col0: int, device: torch.device) -> Tensor:
-    """Column → which of the blocks touched it is in, int64 [C]."""
+    """Returns the index of each column's block among the blocks touched, int64 [C]."""
     return (torch.arange(columns, device=device) + col0 % BLOCK) // BLOCK
 
 
 def _strips(rows: int, row0: int) -> list[slice]:
-    """The shard's rows, cut where blocks of the whole matrix begin."""
+    """Returns the shard's rows as slices, cut at the block boundaries of the whole matrix."""
     inside = row0 % BLOCK
     return [slice(max(0, i * BLOCK - inside), min(rows, (i + 1) * BLOCK - inside)) for i in range(_touched(rows, row0))]
 

@@ -1,7 +1,7 @@
-"""The Triton kernels of `block_fp8`: one program for each block touched. Bit for bit the torch reference.
+"""The Triton kernels of `block_fp8`: one program per block touched. Results equal the torch reference bit for bit.
 
-E4M3 is read and written as bytes with integer arithmetic, so the kernels need no FP8 hardware and round alike on every
-GPU and in Triton's interpreter.
+E4M3 is read and written as bytes with integer arithmetic. So the kernels need no FP8 hardware, and round the same on
+every GPU and in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
 def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """See `block_fp8.block_amax`."""
+    """Computes `block_fp8.block_amax` on a GPU."""
     weight, rows, columns, grid = _shape(weight_SRC, row0, col0)
     amax = torch.empty(grid, dtype=torch.float32, device=weight.device)
     _amax[grid](weight, amax, rows, columns, row0 % BLOCK, col0 % BLOCK, *weight.stride(), num_warps=WARPS)
@@ -26,7 +26,7 @@ def block_amax(weight_SRC: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
 
 
 def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
-    """See `block_fp8.quantise`."""
+    """Computes `block_fp8.quantise` on a GPU."""
     weight, rows, columns, grid = _shape(weight_SRC, row0, col0)
     numbers = torch.empty(weight_SRC.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     # The division is torch's, which is exact; Triton's own is not. Without fusion the product is rounded as in torch.
@@ -49,7 +49,7 @@ def quantise(weight_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 
 def dequantise(
     numbers_SRC: Tensor, scales_SIJ: Tensor, row0: int = 0, col0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """See `block_fp8.dequantise`."""
+    """Computes `block_fp8.dequantise` on a GPU."""
     numbers, rows, columns, grid = _shape(numbers_SRC, row0, col0)
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers.device)
     _dequantise[grid](
@@ -68,7 +68,7 @@ def dequantise(
 
 
 def _shape(weight: Tensor, row0: int, col0: int) -> tuple[Tensor, int, int, tuple[int, int, int]]:
-    """The weight as [S, R, C], its rows and columns, and the grid: stack × block rows × block columns."""
+    """Returns the weight as [S, R, C], the rows, the columns, and the grid: stack × block rows × block columns."""
     stacked = weight if weight.dim() == 3 else weight.unsqueeze(0)
     rows, columns = stacked.shape[-2:]
     return stacked, rows, columns, (stacked.shape[0], *blocks_touched(rows, columns, row0, col0))
@@ -76,7 +76,7 @@ def _shape(weight: Tensor, row0: int, col0: int) -> tuple[Tensor, int, int, tupl
 
 @triton.jit
 def _place(rows, columns, row_in, col_in):
-    """This program's stack index, rows [128, 1], columns [1, 128], which of them exist, and its block's index."""
+    """Returns this program's stack index, rows [128, 1], columns [1, 128], mask of existing elements, block index."""
     stack = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * _BLOCK - row_in + tl.arange(0, _BLOCK)[:, None]
     col = tl.program_id(2) * _BLOCK - col_in + tl.arange(0, _BLOCK)[None, :]
@@ -90,7 +90,7 @@ def _amax(weight, amax, rows, columns, row_in, col_in, stack_stride, row_stride,
     stack, row, col, there, block = _place(rows, columns, row_in, col_in)
     at = weight + stack * stack_stride + row * row_stride + col * col_stride
     magnitude = tl.abs(tl.load(at, mask=there, other=0.0).to(tl.float32))
-    # As an integer a magnitude keeps its order, and NaN is above infinity: it comes through, as in torch.
+    # As integers, magnitudes keep their order and NaN is above infinity, so NaN is propagated as in torch.
     largest = tl.max(tl.max(magnitude.to(tl.int32, bitcast=True), axis=1), axis=0)
     tl.store(amax + block, largest.to(tl.float32, bitcast=True))
 

@@ -1,9 +1,9 @@
-"""Many small boxes of several tensors: gathered into one flat buffer of bytes, dealt out of it again, and summed up.
+"""Copies and checksums of many small boxes of several tensors at once: packed into a flat byte buffer, or unpacked.
 
-In torch that is a few operations for each box, and on a GPU ten thousand launches. Here the boxes become a table once,
-and one launch (at most four, one for each width of a machine word) does all of them, as often as wanted. The table says
-where boxes lie *relative to their tensors*: a tensor that has moved costs a new address, not a new table, and nobody's
-memory is held.
+In torch each box takes a few operations, ten thousand launches on a GPU. Here the boxes become a table once, and a
+single launch (at most four, one for each width of a machine word) handles all boxes, as often as needed. The table
+stores positions *relative to the tensors*: a moved tensor needs a new address, not a new table, and the table keeps no
+tensor alive.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 from skyrl_mega.kernels import checksum
 
 TABLED = {"cuda"}
-"""Kinds of devices on which boxes go by a table; on others one by one, by the reference."""
+"""Device types with a table of boxes; on other devices the reference handles boxes one by one."""
 
 
 class Region(NamedTuple):
-    """A box of a tensor, and its place in a flat buffer."""
+    """A box of a tensor, and its position in a flat buffer."""
 
     owner: int
-    """Which tensor, counted in the order in which they are given to `Boxes`' methods."""
+    """Index of the tensor in the arguments of `Boxes`' methods."""
     at: int
-    """Where the box begins: elements from the tensor's first one in memory."""
+    """Start of the box: elements from the tensor's first element in memory."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Elements."""
+    """Strides in elements."""
     dtype: torch.dtype
-    """The tensor's."""
+    """The tensor's dtype."""
     offset: int
-    """Where it begins in the flat buffer, bytes."""
+    """Start of the box in the flat buffer, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +44,12 @@ class Region(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, owner: Tensor) -> Tensor:
-        """The box as a view of its tensor."""
+        """Returns the box as a view of the tensor `owner`."""
         return owner.as_strided(self.shape, self.stride, owner.storage_offset() + self.at)
 
 
 def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
-    """Each view as a box that is all of a tensor of its own."""
+    """Returns each view as a box that covers a whole tensor."""
     return [
         Region(i, 0, tuple(view.shape), view.stride(), view.dtype, offset)
         for i, (view, offset) in enumerate(zip(views, offsets, strict=True))
@@ -57,23 +57,24 @@ def regions(views: Iterable[Tensor], offsets: Iterable[int]) -> list[Region]:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device. From pinned memory: from any other the host would wait for all that its stream has to do.
+    """Copies an array to a device, through pinned memory: for other memory the host would wait for all work of the
+    stream.
 
-    A stream that waits for a peer who is gone does not end, and a wait of torch's own has no limit.
+    A stream waiting for a vanished peer never ends, and torch's own wait knows no time limit.
     """
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class Boxes:
-    """Regions of tensors, and where each lies, packed, in a flat buffer.
+    """Regions of tensors, with positions in a flat buffer.
 
     Args:
-        regions: What is gathered, of any dtype, shape and strides.
-        device: Where the tensors and the flat buffer lie.
+        regions: The boxes, of any dtype, shape and strides.
+        device: Device of the tensors and the flat buffer.
 
     Raises:
-        ValueError: no regions, or one whose offset is below 0.
+        ValueError: There are no regions, or a region's offset is negative.
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
@@ -81,7 +82,7 @@ class Boxes:
             raise ValueError(f"boxes need regions with offsets of at least 0, not {list(regions)[:8]}")
         self.regions, self.device = tuple(regions), device
         self.nbytes = max(region.offset + region.nbytes for region in regions)
-        """Bytes that the flat buffer has at least."""
+        """Minimum size of the flat buffer in bytes."""
         self._table = None
         if device.type in TABLED:
             from skyrl_mega.kernels.boxes_triton import Table
@@ -90,14 +91,14 @@ class Boxes:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the table on the device; 0 before its first use."""
+        """Memory of the table on the device; 0 before the first use."""
         return 0 if self._table is None else self._table.nbytes
 
     def pack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box to its place in a flat buffer.
+        """Copies every box into a flat buffer.
 
         Args:
-            owners: the tensors, of the forms that the regions were made for.
+            owners: The tensors, with the shapes that the regions were made for.
             flat: uint8 [at least nbytes], contiguous, 8-byte aligned on a GPU.
         """
         self._check(flat)
@@ -107,7 +108,7 @@ class Boxes:
             self._table.copy(owners, flat, pack=True)
 
     def unpack(self, owners: Sequence[Tensor], flat: Tensor) -> None:
-        """Copies every box from its place in `flat`; see `pack`."""
+        """Copies every box out of the flat buffer; see `pack`."""
         self._check(flat)
         if self._table is None:
             unpack_reference(self.regions, owners, flat)
@@ -115,7 +116,7 @@ class Boxes:
             self._table.copy(owners, flat, pack=False)
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
-        """`checksum.checksum` of every box where it lies: int64 [regions], on the device."""
+        """Returns `checksum.checksum` of every box in the tensors: int64 [regions], on the device."""
         if self._table is None:
             return checksums_reference(self.regions, owners)
         return self._table.checksums(owners)
@@ -128,17 +129,17 @@ class Boxes:
 
 
 def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """One copy for each box."""
+    """Packs with a copy per box."""
     for region in regions:
         box, place = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
-        if place.storage_offset() % region.dtype.itemsize:  # cannot be seen as the box's type
+        if place.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
             place.copy_(box.contiguous().view(-1).view(torch.uint8))
         else:
             place.view(region.dtype).view(region.shape).copy_(box)
 
 
 def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
-    """One copy for each box."""
+    """Unpacks with a copy per box."""
     for region in regions:
         place = flat[region.offset : region.offset + region.nbytes]
         if place.storage_offset() % region.dtype.itemsize:
@@ -147,6 +148,6 @@ def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: 
 
 
 def checksums_reference(regions: Sequence[Region], owners: Sequence[Tensor]) -> Tensor:
-    """One checksum after the other."""
+    """Computes the checksums one after the other."""
     found = [checksum.checksum(region.of(owners[region.owner])) for region in regions]
     return torch.from_numpy(np.array(found, np.uint64).view(np.int64)).to(owners[0].device)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `boxes`: a table of rows of bytes, cut into tiles of equal work; one program for each tile."""
+"""The Triton kernels of `boxes`: a table of rows of bytes, cut into tiles of equal work, with a program per tile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from skyrl_mega.kernels.boxes import Region, upload
 from skyrl_mega.kernels.checksum import PHI, WORD
 
 TILE = 2048
-"""Words that one program copies or sums up."""
+"""Words copied or summed by one program."""
 WARPS = 4
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-"""Bytes of a word → its type; a box is read in the widest that its place, stride and row length allow."""
+"""Bytes of a word → Triton type. A box uses the widest word allowed by position, stride and row length."""
 ADDRESSES = 4
-"""Sets of addresses that are kept on the device: a flat buffer that is summed up lies in one of a few slots."""
+"""Number of address sets cached on the device: a flat buffer for checksums lies in one of a few slots."""
 _OWNER, _AT, _STEP, _ROWS, _ROW, _PLACE, _BOX, _INSIDE, _WIDTH = range(9)
 _COLUMNS: tl.constexpr = tl.constexpr(9)
 _PHI: tl.constexpr = tl.constexpr(PHI - (1 << 64))
@@ -32,25 +32,26 @@ Ints = NDArray[np.int64]
 
 
 class _Tiles(NamedTuple):
-    """The boxes' work, those that are read in the widest words first."""
+    """The work on all boxes, widest words first."""
 
     rows: Tensor
-    """int64 [runs, 9]: owner, bytes from its first element, bytes from row to row, rows, bytes of a row, place in the
-    flat buffer, which box, bytes from the box's first one, bytes of a word; bytes in words of this width, but for the
-    last two."""
+    """int64 [runs, 9]: owner, bytes from the owner's first element, bytes from row to row, rows, bytes of a row,
+    position in the flat buffer, box index, bytes from the box's first byte, bytes of a word. Byte counts are in words
+    of the run's width, except the last two."""
     of_tile: Tensor
-    """int32 [tiles, 2]: its run, and the first of its words there."""
+    """int32 [tiles, 2]: the tile's run, and the first word within the run."""
     widths: tuple[tuple[int, slice], ...]
-    """Bytes of a word, and the tiles that are read in it."""
+    """Bytes of a word, and the tiles with that width."""
 
 
 class Table:
-    """The boxes on the device, once for all copies and checksums, by width of a word, and the tiles they make.
+    """The boxes on the device by word width, with tiles, for all copies and checksums.
 
-    Made with the first use, because it depends on how the tensors are aligned, and only then.
+    Built on the first use, because the table depends on the alignment of the tensors; rebuilt only for another
+    alignment.
 
     Raises:
-        ValueError: a box has 2³¹ words or more.
+        ValueError: A box is of 2³¹ words or more.
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
@@ -66,10 +67,10 @@ class Table:
         return 0 if self._tiles is None else self._tiles.rows.nbytes + self._tiles.of_tile.nbytes
 
     def copy(self, owners: Sequence[Tensor], flat: Tensor, *, pack: bool) -> None:
-        """All boxes into `flat`, or out of it: a launch for each width of a word.
+        """Copies all boxes into `flat`, or out of `flat`, with a launch per word width.
 
         Raises:
-            ValueError: the buffer does not begin at a multiple of 8 bytes.
+            ValueError: The buffer's address is not a multiple of 8 bytes.
         """
         if flat.data_ptr() % WORD:
             raise ValueError("the flat buffer must begin at a multiple of 8 bytes; do not slice it at an odd place")
@@ -80,14 +81,14 @@ class Table:
             _copy[(len(of_tile),)](addresses, tiles.rows, of_tile, flat, **constants)
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
-        """See `boxes.Boxes.checksums`. One launch, whatever the boxes."""
+        """Computes `boxes.Boxes.checksums` in a single launch."""
         addresses, tiles = self._bind(owners)
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         _sum[(len(tiles.of_tile),)](addresses, tiles.rows, tiles.of_tile, sums, TILE=TILE, num_warps=WARPS)
         return sums
 
     def _bind(self, owners: Sequence[Tensor]) -> tuple[Tensor, _Tiles]:
-        """The owners' addresses on the device, int64 [owners], and the tiles for tensors that are aligned so."""
+        """Returns the owners' addresses on the device, int64 [owners], and the tiles for the owners' alignment."""
         told = tuple([owner.data_ptr() for owner in owners])
         known = self._addresses.get(told)
         if known is not None and self._tiles is not None:
@@ -103,7 +104,7 @@ class Table:
         return known, self._tiles
 
     def _lay_out(self, aligned: Ints) -> _Tiles:
-        """The tables, for tensors whose addresses have these remainders of 8."""
+        """Returns the tiles for owners with these addresses modulo 8."""
         runs = self._runs
         places = runs[:, [_AT, _STEP, _ROW, _PLACE, _INSIDE]]
         together = np.bitwise_or.reduce(places, axis=1) | aligned[runs[:, _OWNER]]
@@ -127,7 +128,7 @@ class Table:
 
 
 def _runs(regions: Sequence[Region]) -> Ints:
-    """The regions as rows of contiguous bytes, [runs, 9], the last column to be filled in; see `_Tiles.rows`."""
+    """Returns the regions as rows of contiguous bytes, [runs, 9], without the last column; see `_Tiles.rows`."""
     alike = [_rows(region.shape, region.stride, region.dtype.itemsize) for region in regions]
     count = [len(rows) for rows in alike]
     table = np.zeros((sum(count), 9), np.int64)
@@ -142,9 +143,10 @@ def _runs(regions: Sequence[Region]) -> Ints:
 
 @cache
 def _rows(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Ints:
-    """A box as rows: [runs, (bytes from its beginning, from row to row, rows, bytes of a row, packed before it)].
+    """Returns a box as rows: [runs, (bytes from the box's start, from row to row, rows, bytes of a row, bytes packed
+    before)].
 
-    Thousands of boxes are alike, hence the cache.
+    Cached, because thousands of boxes are alike.
     """
     return np.array(list(_walked(shape, stride, itemsize)), np.int64).reshape(-1, 5)
 
@@ -153,10 +155,10 @@ def _walked(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> Itera
     dims = [(n, step * size) for n, step in zip(shape, stride, strict=True) if n != 1]
     if any(n == 0 for n, _ in dims):
         return
-    row = size  # the trailing dimensions that lie one after the other are one row
+    row = size  # contiguous trailing dimensions form one row
     while dims and dims[-1][1] == row:
         row *= dims.pop()[0]
-    merged: list[tuple[int, int]] = []  # and leading ones that step evenly are one dimension
+    merged: list[tuple[int, int]] = []  # evenly strided leading dimensions are merged
     for n, step in dims:
         if merged and merged[-1][1] == n * step:
             merged[-1] = (merged[-1][0] * n, step)
@@ -170,15 +172,15 @@ def _walked(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> Itera
 
 @triton.jit
 def _run(table, of_tile):
-    """This program's run in the table."""
+    """Returns a pointer to this program's run in the table."""
     return table + tl.load(of_tile + tl.program_id(0) * 2).to(tl.int64) * _COLUMNS
 
 
 @triton.jit
 def _tile(addresses, run, of_tile, WORD: tl.constexpr, TILE: tl.constexpr):
-    """The words' numbers in this program's run, which of them exist, and where they lie."""
+    """Returns the word indices in this program's run, a mask of existing words, and the words' addresses."""
     step, rows, row = tl.load(run + 2), tl.load(run + 3), tl.load(run + 4)
-    # Within a run 32 bits are enough (`Table` refuses larger ones), and dividing 64 bits is slow.
+    # 32 bits are enough within a run (`Table` refuses larger runs), and 64-bit division is slow.
     word = tl.load(of_tile + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
     there = word < (rows * row).to(tl.int32)
     length = row.to(tl.int32)
@@ -200,9 +202,9 @@ def _copy(addresses, table, of_tile, flat, PACK: tl.constexpr, WORD: tl.constexp
 
 @triton.jit
 def _summed(addresses, run, of_tile, WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Σ value · (2i + 1) over this program's words, i being the 64-bit word that each is in."""
+    """Returns Σ value · (2i + 1) over this program's words, i being the index of the 64-bit word around each."""
     word, there, local = _tile(addresses, run, of_tile, WORD, TILE)
-    byte = tl.load(run + 7) + word.to(tl.int64) * SIZE  # from the box's first one
+    byte = tl.load(run + 7) + word.to(tl.int64) * SIZE  # from the box's first byte
     value = tl.load(local, mask=there, other=0).to(tl.int64)
     if SIZE < 8:
         value = (value & ((1 << SIZE * 8) - 1)) << (byte % 8 * 8)

@@ -1,10 +1,10 @@
-"""A 64-bit checksum of a box, the same wherever the box lies and however it is read.
+"""A 64-bit checksum of a box, independent of the box's position and strides in memory.
 
-The bytes, in the box's own order and filled up with zeros, are words wᵢ of 64 bits; the checksum is Σ wᵢ · (2i + 1) · φ
-modulo 2⁶⁴. Every factor is odd, so any change of one word shows, and differs from the others, so any exchange shows.
-As a sum it may be added up in any order and from parts of words: byte j of word i counts byte · 2⁸ʲ · (2i + 1) · φ.
+The bytes, in the box's own order and padded with zeros, are 64-bit words wᵢ; the checksum is Σ wᵢ · (2i + 1) · φ modulo
+2⁶⁴. Every factor is odd, so any change of a single word is detected. Factors differ, so any exchange of words is
+detected. The sum may be computed in any order and from parts of words: byte j of word i adds byte · 2⁸ʲ · (2i + 1) · φ.
 
-This is the definition, on the host; `boxes` sums up many boxes at once.
+This file is the definition, on the host; `boxes` computes the checksums of many boxes at once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 WORD = 8
 PHI = 0x9E3779B97F4A7C15
 COLUMNS = 4096
-"""Words that share one row of factors."""
+"""Words per row of factors."""
 STRIP_BYTES = 1 << 19
-"""What is gathered from a strided box at a time: as much as a cache holds."""
+"""Bytes gathered from a strided box at a time: the capacity of a cache."""
 _MASK = (1 << 64) - 1
 
 
 def checksum(box: Tensor) -> int:
-    """Of a box of any dtype, shape and strides; 0 … 2⁶⁴ - 1. Computed on the CPU, wherever the box lies."""
+    """Returns the checksum of a box of any dtype, shape and strides, 0 … 2⁶⁴ - 1. Always computed on the CPU."""
     total, first = 0, 0
     for strip in _strips(box):
-        # A copy, as torch resizes no storage that numpy has seen; and torch multiplies 64-bit integers 20 times slower.
+        # numpy, because torch multiplies 64-bit integers 20 times slower; a copy, because torch cannot resize storages
+        # shared with numpy.
         words = strip.to("cpu", copy=True).numpy().view(np.uint64)
         whole = len(words) // COLUMNS * COLUMNS
         for block in (words[:whole].reshape(-1, COLUMNS), words[whole:].reshape(1, -1)):
@@ -43,11 +44,11 @@ def checksum(box: Tensor) -> int:
 
 
 def _strips(box: Tensor) -> Iterator[Tensor]:
-    """The box's words, int64, in order, some rows at a time; the last is filled up with zeros."""
+    """Yields the box's words, int64, in order, some rows at a time; the last strip is padded with zeros."""
     rows = box.shape[0] if box.dim() else 1
     box = box.reshape(1) if not box.dim() else box
     row_bytes = box[0].nbytes if rows else 0
-    # Eight rows are whole words, whatever a row is.
+    # Eight rows are whole words, for any row size.
     step = max(WORD, STRIP_BYTES // max(1, row_bytes) // WORD * WORD)
     for at in range(0, rows, step):
         strip = box[at : at + step].contiguous().view(-1).view(torch.uint8)
@@ -58,5 +59,5 @@ def _strips(box: Tensor) -> Iterator[Tensor]:
 
 @cache
 def _factors() -> np.ndarray:
-    """(2c + 1) · φ for the words of one row."""
+    """Returns (2c + 1) · φ for the words of a row."""
     return (np.arange(COLUMNS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * np.uint64(PHI)

@@ -1,24 +1,25 @@
 """Log-prob, entropy and squared probabilities of hidden states under an output head, without the logits in memory.
 
-`partial_sums` goes forward and `gradients` backward over one tensor rank's columns of the vocabulary. Between them is
-what ranks tell each other: sums that `merge` adds up, of splits of the vocabulary as of ranks.
+`partial_sums` is the forward pass and `gradients` the backward pass over one tensor rank's columns of the vocabulary.
+Ranks exchange the sums in between; `merge` adds sums over splits of the vocabulary, and the same way over ranks.
 
-Forward, every tile of logits x is summed up where it was computed: the largest, Σ e^(x - peak), Σ (x - peak) ·
-e^(x - peak), the target's, Σ e^2(x - peak). The moment is taken from the peak, so logits of ±10⁴ lose nothing.
+Forward, every tile of logits x is reduced in place to the largest, Σ e^(x - peak), Σ (x - peak) · e^(x - peak), the
+target's, and Σ e^2(x - peak). The moment is relative to the peak, so logits of ±10⁴ lose no precision.
 
-Backward, the gradient of the logits is computed once more for a chunk of the vocabulary, [T, columns] in the model's
-type, and two matrix products take it: the weight's gradient of that chunk is whole at once, because the chunk has all
-tokens; the hidden states' is added up in float32. (A kernel that kept a token tile's dHidden would need 4·128·H bytes,
-1 MiB at H 2,048, of an SM's 228 KiB; added up in L2, tile by tile, it is 2 MiB of traffic for 0.13 GFLOP: at 5.5 TB/s
-a third of the peak.)
+Backward, the gradient of the logits is recomputed for a chunk of the vocabulary, [T, columns] in the model's dtype, and
+used by two matrix products. The weight's gradient of that chunk is complete at once, because the chunk covers all
+tokens. The hidden states' gradient is accumulated in float32. (A kernel that kept a token tile's dHidden would need
+4·128·H bytes, 1 MiB at H 2,048, of an SM's 228 KiB. Accumulated in L2, tile by tile, dHidden takes 2 MiB of traffic for
+0.13 GFLOP: at 5.5 TB/s a third of the peak.)
 
-The limit is the matrix product: 2·T·H·V FLOPs forward, 6·T·H·V backward, 2 of these for the logits again. Bytes are
-far from theirs: with as many columns in a chunk as the hidden states are wide, a chunk is 6·T·H² FLOPs and 14·T·H bytes
-in bfloat16 (the gradient written and read twice, dHidden read and written): 878 FLOPs a byte at H 2,048, where an H100
-balances at 295. The soft-max of a tile costs one exponential an element, 7 % of the tile's product at H 2,048.
+The bottleneck is the matrix product: 2·T·H·V FLOPs forward, 6·T·H·V backward, 2 of these for recomputing the logits.
+Memory traffic is far from a bottleneck: with as many columns in a chunk as the hidden states are wide, a chunk takes
+6·T·H² FLOPs and 14·T·H bytes in bfloat16 (the gradient written and read twice, dHidden read and written): 878 FLOPs per
+byte at H 2,048, compared to an H100's balance of 295. The softmax of a tile costs one exponential per element, 7 % of
+the tile's product at H 2,048.
 
-Legend: T tokens, H hidden width, V vocabulary, v columns of this rank, S splits of them, Q quantities summed up.
-Sources: online soft-max, Milakov and Gimelshein (arXiv:1805.02867); Cut Cross-Entropy (arXiv:2411.09009).
+Legend: T tokens, H hidden width, V vocabulary, v columns of this rank, S splits of the columns, Q quantities. Sources:
+online soft-max, Milakov and Gimelshein (arXiv:1805.02867); Cut Cross-Entropy (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ import torch
 from torch import Tensor
 
 PEAK, TOTAL, MOMENT, TARGET, SQUARES = range(5)
-"""The quantities, Q: largest logit x; Σ e; Σ (x - peak) e; the target's x, 0 where it is elsewhere; Σ e²."""
+"""Indices of the quantities Q, with e = e^(x - peak): largest logit x; Σ e; Σ (x - peak) e; the target's x, 0 on ranks
+without the target; Σ e²."""
 LOWEST = -1e30
-"""The largest of no logits at all, as in a split that is all padding: finite, so that no ∞ - ∞ comes about."""
+"""The peak of a split without logits, such as a split of padding: finite, to avoid ∞ - ∞."""
 SPLITS = 33
-"""Parts that the vocabulary is summed up in. Four tiles of tokens then fill the 132 processors of an H100; 151,936
-columns are 18 tiles of 256 in each part."""
+"""Number of vocabulary splits for the sums. Four tiles of tokens then fill the 132 processors of an H100; 151,936
+columns are 18 tiles of 256 in each split."""
 TILE_COLUMNS = 256
-"""Parts and chunks are whole multiples of so many columns."""
+"""Splits and chunks are multiples of this number of columns."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What makes a distribution of the products hidden · weight."""
+    """The parameters of the distribution, apart from the products hidden · weight."""
 
     valid: int
-    """This rank's columns that are tokens; those behind them are padding and have probability 0."""
+    """Number of this rank's columns that are tokens; later columns are padding with probability 0."""
     first: int = 0
     """The token of this rank's first column."""
     temperature: float = 1.0
@@ -56,24 +58,24 @@ class Head:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both passes read."""
+    """The inputs of both passes."""
 
     hidden_TH: Tensor
-    """bfloat16, float16, float32, or float64 (which the kernel has in Triton's interpreter alone)."""
+    """bfloat16, float16, float32, or float64 (supported by the kernel only in Triton's interpreter)."""
     weight_vH: Tensor
-    """This rank's rows of the output projection, of the same type."""
+    """This rank's rows of the output projection, of the same dtype."""
     targets_T: Tensor
     """int64: tokens of the whole vocabulary."""
     head: Head
     floor_T: Tensor | None = None
-    """Restricts each distribution to its *support*: the logits (after cap and temperature) of at least the token's
-    floor, and the target whatever its logit. Log-prob, entropy and gradients are then those of the distribution over
-    the support alone. The floor that top-p or top-k left is the logit of the least likely token that it kept; of equal
-    logits all are in. A logit and no probability, because it is the same on all ranks and costs no other pass over the
-    vocabulary. -∞ restricts nothing. float32, float64 beside float64."""
+    """Restricts each distribution to a *support*: the logits (after cap and temperature) not below the token's floor,
+    and the target in any case. Log-prob, entropy and gradients then belong to the distribution over the support alone.
+    For top-p or top-k the floor is the logit of the least likely token kept; equal logits are all included. A logit is
+    used instead of a probability, because a logit is the same on all ranks and needs no other pass over the vocabulary.
+    -∞ restricts nothing. float32, or float64 for float64 inputs."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where shapes or types do not fit."""
+        """Raises ValueError if shapes or dtypes do not match."""
         (tokens, width), (columns, other) = self.hidden_TH.shape, self.weight_vH.shape
         if width != other or self.hidden_TH.dtype != self.weight_vH.dtype or self.targets_T.shape != (tokens,):
             raise ValueError(
@@ -84,25 +86,25 @@ class Inputs:
             raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
 
     def columns(self, part: slice) -> Inputs:
-        """Of some of the columns alone."""
+        """Returns the inputs restricted to some columns."""
         valid = min(max(self.head.valid - part.start, 0), part.stop - part.start)
         head = replace(self.head, first=self.head.first + part.start, valid=valid)
         return replace(self, weight_vH=self.weight_vH[part], head=head)
 
     @property
     def by_kernel(self) -> bool:
-        """Whether Triton's kernels compute it."""
+        """True if Triton's kernels compute the result."""
         return self.hidden_TH.is_cuda and self.hidden_TH.dtype != torch.float64
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward pass needs of the forward pass, [T] each, float32 (float64 from float64)."""
+    """Results of the forward pass needed by the backward pass, [T] each, float32 (float64 from float64)."""
 
     peak_T: Tensor
     """The largest logit."""
     log_sum_T: Tensor
-    """ln Σ e^(x - peak); apart from the peak, which may be so large that their sum would lose it."""
+    """ln Σ e^(x - peak); stored apart from the peak, because a large peak would absorb it in a sum."""
     entropy_T: Tensor
 
 
@@ -110,7 +112,8 @@ class Saved:
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """The quantities over this rank's columns, [Q, S, T], of which `merge` makes one; with `squares` the last too.
+    """Returns the quantities over this rank's columns, [Q, S, T], to be reduced by `merge`; SQUARES only with
+    `squares`.
 
     Returns:
         float32, float64 from float64.
@@ -123,7 +126,7 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 
 
 def merge(parts_QST: Tensor) -> Tensor:
-    """One of all splits or ranks, [Q, T]. Works in the parts' own memory, which is used up."""
+    """Merges the sums of all splits or ranks to [Q, T]. Overwrites `parts_QST`."""
     peak_T = parts_QST[PEAK].amax(0)
     rebase(parts_QST, peak_T)
     merged = parts_QST.sum(1)
@@ -132,7 +135,7 @@ def merge(parts_QST: Tensor) -> Tensor:
 
 
 def rebase(sums: Tensor, peak_T: Tensor) -> None:
-    """Quantities [Q, T] or [Q, S, T] as they are from a higher peak, in place. Row PEAK is of no use afterwards."""
+    """Rescales quantities [Q, T] or [Q, S, T] to a higher peak, in place. Row PEAK is invalid afterwards."""
     shift = sums[PEAK].sub_(peak_T)
     sums[MOMENT].addcmul_(shift, sums[TOTAL])
     factor = shift.exp_()
@@ -143,8 +146,10 @@ def rebase(sums: Tensor, peak_T: Tensor) -> None:
 
 
 def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
-    """Of the whole vocabulary's quantities: log-probs in nats [T], Σ p² [T] if it is there, and what backward needs,
-    the entropy among it."""
+    """Returns log-probs in nats [T], Σ p² [T] or None, and `Saved` with the entropy.
+
+    `sums_QT` are the quantities over the whole vocabulary.
+    """
     log_sum_T = sums_QT[TOTAL].log()
     entropy_T = log_sum_T - sums_QT[MOMENT] / sums_QT[TOTAL]
     logprobs_T = sums_QT[TARGET] - sums_QT[PEAK] - log_sum_T
@@ -158,13 +163,14 @@ def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
 def gradients(
     inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the hidden states (this rank's part of their sum over ranks) and of the weight, in their types.
+    """Returns the gradients of the hidden states (this rank's part of a sum over ranks) and of the weight, in their
+    dtypes.
 
     Args:
-        inputs: As in the forward pass.
-        saved: Of the whole vocabulary.
-        of_logprobs_T, of_entropy_T: What comes back for each log-prob and entropy, of the type of `saved`; without the
-            latter nothing is learned from the entropy.
+        inputs: The inputs of the forward pass.
+        saved: Results over the whole vocabulary.
+        of_logprobs_T, of_entropy_T: Incoming gradients of each log-prob and entropy, with the dtype of `saved`; None
+            for the latter means no gradient through the entropy.
     """
     hidden, weight = inputs.hidden_TH, inputs.weight_vH
     tokens, columns = len(hidden), chunk_columns(*weight.shape)
@@ -185,7 +191,7 @@ def gradients(
 def logit_gradients(
     inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """The gradient of the products hidden · weight, into `out_Tv` [T, v]; see `gradients`."""
+    """Computes the gradient of the products hidden · weight into `out_Tv` [T, v]; see `gradients`."""
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
 
@@ -195,7 +201,7 @@ def logit_gradients(
 
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
-    """to += a · b, added up in the type of `to`."""
+    """Adds a · b to `to`, accumulated in the dtype of `to`."""
     if a.is_cuda and a.dtype != to.dtype:
         torch.addmm(to, a, b, out_dtype=to.dtype, out=to)
     else:
@@ -206,34 +212,36 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def forward_bytes(tokens: int, columns: int, *, squares: bool = False) -> int:
-    """Bytes of the partial sums, of a model in half precision or float32: all that the forward pass takes, but for a
-    few numbers a token."""
+    """Returns the bytes of the partial sums, in half precision or float32.
+
+    This is the forward pass's memory, apart from a few numbers per token.
+    """
     return 4 * (5 if squares else 4) * splits(columns) * tokens
 
 
 def backward_bytes(tokens: int, columns: int, hidden: int, itemsize: int) -> int:
-    """Bytes that the backward pass takes beside the gradients that it returns: a chunk's gradient of the logits, and
-    the hidden states' in float32."""
+    """Returns the bytes used by the backward pass besides the returned gradients: a chunk's logit gradients, and the
+    hidden states' gradient in float32."""
     return tokens * (chunk_columns(columns, hidden) * itemsize + hidden * 4)
 
 
 def splits(columns: int) -> int:
-    """Parts that so many columns are summed up in."""
+    """Returns the number of splits for this number of columns."""
     return -(-columns // split_columns(columns))
 
 
 def split_columns(columns: int) -> int:
-    """Columns of each part but the last."""
+    """Returns the columns of each split, except a shorter last split."""
     return _whole_tiles(-(-columns // SPLITS))
 
 
 def chunk_columns(columns: int, hidden: int) -> int:
-    """Columns whose gradient exists at once: about as many as the hidden states are wide, of 1,024 to 8,192."""
+    """Returns the columns with a gradient in memory at a time: about the hidden width, from 1,024 to 8,192."""
     return min(_whole_tiles(min(max(hidden, 1024), 8192)), columns)
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """What logits and sums are computed in: float32, or float64 where the model has that."""
+    """Returns the dtype for logits and sums: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -249,14 +257,14 @@ def _chunks(total: int, chunk: int) -> Iterator[slice]:
 
 
 def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """`partial_sums` in torch: a split's logits exist at once, some times over."""
+    """Computes `partial_sums` in torch, with several copies of a split's logits in memory."""
     width, found = len(inputs.weight_vH), []
     for part in _chunks(width, split_columns(width)):
         logits, is_target, _ = _logits(inputs.columns(part))
         peak_T = logits.amax(-1).clamp(min=LOWEST)
         shifted = logits - peak_T[:, None]
         exp = shifted.exp()
-        # Where there is no probability, 0 · -∞ must not become nan.
+        # For probability 0, 0 · -∞ must not become nan.
         moment_T = (exp * shifted.masked_fill(exp == 0, 0.0)).sum(-1)
         rows = [peak_T, exp.sum(-1), moment_T, logits.masked_fill(~is_target, 0.0).sum(-1)]
         found.append(torch.stack([*rows, exp.square().sum(-1)] if squares else rows))
@@ -266,7 +274,7 @@ def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients_reference(
     inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """`logit_gradients` in torch: the logits exist, some times over."""
+    """Computes `logit_gradients` in torch, with several copies of the logits in memory."""
     logits, is_target, slope = _logits(inputs)
     # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
     logprobs = logits - saved.peak_T[:, None] - saved.log_sum_T[:, None]
@@ -279,7 +287,7 @@ def logit_gradients_reference(
 
 
 def _logits(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Logits, -∞ outside of the support; which is the target's; what one more in a product adds to the logit."""
+    """Returns logits (-∞ outside of the support), a mask of the targets, and d logit / d product."""
     dtype, head = precise(inputs.hidden_TH.dtype), inputs.head
     logits = inputs.hidden_TH.to(dtype) @ inputs.weight_vH.to(dtype).T
     slope: Tensor | float = 1 / head.temperature

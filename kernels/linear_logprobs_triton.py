@@ -1,8 +1,8 @@
-"""The Triton kernels of `linear_logprobs`: tiles of logits that are summed up, or become their gradient, in registers.
+"""The Triton kernels of `linear_logprobs`: tiles of logits in registers, reduced to sums or converted to gradients.
 
-`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps
-the sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of
-the weight (tokens count fastest), which are read from memory once and from L2 by all.
+`_sums` runs a program for every tile of tokens and split of the vocabulary, looping over the split's tiles with the
+sums of an online softmax. `_gradient` runs a program for every tile of a chunk. Concurrent programs share tiles of the
+weight (tokens vary fastest), so each tile is read once from memory, then from L2.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time, and how."""
+    """Sizes of a program's tile, and launch parameters."""
 
     tokens: int
     columns: int
     depth: int
-    """Of the hidden width, read at a time."""
+    """Columns of the hidden width read at a time."""
     warps: int
     stages: int
-    """Loads under way ahead of the product."""
+    """Loads in flight ahead of the product."""
 
 
 HALF = Tile(128, 256, 64, warps=8, stages=3)
-"""1.5 MiB come from L2 for 0.13 GFLOP (H 2,048): at L2's 5.5 TB/s, 490 TFLOP/s. A tile of 128 × 128 would end at 370.
-144 KiB of loads, and half of a thread's registers are products."""
+"""1.5 MiB come from L2 for 0.13 GFLOP (H 2,048): at L2's 5.5 TB/s, 490 TFLOP/s. A tile of 128 × 128 would reach 370.
+Loads take 144 KiB, and products half of a thread's registers."""
 SMALL = Tile(64, 128, 64, warps=4, stages=3)
-"""72 KiB of loads, for GPUs whose blocks have 99 KiB (compute capability 8.6, 8.9, 12.0)."""
+"""Loads take 72 KiB, for GPUs with 99 KiB per block (compute capability 8.6, 8.9, 12.0)."""
 FLOAT32 = Tile(64, 64, 32, warps=4, stages=3)
-"""Products of float32 numbers as they are, not cut to TF32."""
+"""Products of full float32 numbers, not truncated to TF32."""
 
 
 def tile(hidden: Tensor) -> Tile:
-    """For these hidden states, on their device."""
+    """Returns the tile for the dtype and device of these hidden states."""
     if hidden.element_size() > 2:
         return FLOAT32
     return HALF if loads(HALF) <= _shared_memory(hidden.device) else SMALL
 
 
 def loads(of: Tile) -> int:
-    """Bytes of shared memory of a tile whose numbers have two bytes."""
+    """Returns the bytes of shared memory of a tile with 2-byte numbers."""
     return of.stages * (of.tokens + of.columns) * of.depth * 2
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """What a block of threads may have on a device; the interpreter's have no end."""
+    """Returns the shared memory available to a thread block on a device; always enough in the interpreter."""
     found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(found, "shared_memory_per_block_optin", loads(HALF)))
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
-    """See `linear_logprobs.partial_sums`."""
+    """Computes `linear_logprobs.partial_sums` on a GPU."""
     tokens, width = len(inputs.hidden_TH), len(inputs.weight_vH)
     count = splits(width)
     shape = (5 if squares else 4, count, tokens)
@@ -75,7 +75,7 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
 def logit_gradients(
     inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """See `linear_logprobs.logit_gradients`. `out_Tv` is contiguous."""
+    """Computes `linear_logprobs.logit_gradients` on a GPU. `out_Tv` is contiguous."""
     tokens, width = out_Tv.shape
     used, given = _arguments(inputs)
     grid = (triton.cdiv(tokens, used.tokens), triton.cdiv(width, used.columns))
@@ -91,7 +91,7 @@ def logit_gradients(
 
 
 def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
-    """The tile, and what both kernels take first, in their order."""
+    """Returns the tile, and the leading arguments of both kernels in order."""
     hidden, weight, targets = (t.contiguous() for t in (inputs.hidden_TH, inputs.weight_vH, inputs.targets_T))
     return tile(hidden), {
         "hidden": hidden,
@@ -107,7 +107,7 @@ def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
 
 
 def _constants(inputs: Inputs, used: Tile) -> dict[str, Any]:
-    """What kernels are compiled for."""
+    """Returns the compile-time constants of the kernels."""
     head = inputs.head
     return {
         "TEMPERATURE": head.temperature,
@@ -125,7 +125,7 @@ def _constants(inputs: Inputs, used: Tile) -> dict[str, Any]:
 
 @triton.jit
 def _products(hidden, weight, row, col, width, EVEN: tl.constexpr, TYPE: tl.constexpr, BK: tl.constexpr):
-    """hidden[row] · weight[col], [BT, BV] in TYPE."""
+    """Returns hidden[row] · weight[col], [BT, BV] in TYPE."""
     k = tl.arange(0, BK)
     left = hidden + row.to(tl.int64)[:, None] * width + k[None, :]
     right = weight + col.to(tl.int64)[:, None] * width + k[None, :]
@@ -144,7 +144,7 @@ def _products(hidden, weight, row, col, width, EVEN: tl.constexpr, TYPE: tl.cons
 
 @triton.jit
 def _logits(products, floor, is_target, valid, TEMPERATURE: tl.constexpr, CAP: tl.constexpr, FLOOR: tl.constexpr):
-    """Logits, -∞ outside of the support, and tanh of the capped ones (0 without a cap)."""
+    """Returns the logits (-∞ outside of the support), and tanh of the capped logits (0 without a cap)."""
     x = products
     tanh = tl.zeros_like(products)
     if CAP > 0:
@@ -166,7 +166,7 @@ def _sums(
 ):  # fmt: skip
     TYPE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    row = tl.minimum(token, tokens - 1)  # what is beyond the last is computed, and not stored
+    row = tl.minimum(token, tokens - 1)  # rows beyond the last are computed, but not stored
     local = (tl.load(targets + row) - first).to(tl.int32)
     least = tl.load(floor + row) if FLOOR else row
     peak = tl.full((BT,), _LOWEST, TYPE)
@@ -188,7 +188,7 @@ def _sums(
         factor = tl.exp(shift)
         x = x - higher[:, None]
         e = tl.exp(x)
-        # The moment from the new peak; where there is no probability, 0 · -∞ must not become nan.
+        # The moment relative to the new peak; for probability 0, 0 · -∞ must not become nan.
         moment = (moment + shift * total) * factor + tl.sum(tl.where(e > 0, x, 0.0) * e, axis=1)
         total = total * factor + tl.sum(e, axis=1)
         if SQUARES:
