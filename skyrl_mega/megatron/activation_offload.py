@@ -38,7 +38,7 @@ SMALLEST = {"cuda": 2**20, "cpu": 1}
 bytes."""
 
 
-def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: torch.device) -> Pages:
+def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: torch.device) -> HostPages:
     """Makes `count` layers of a rank keep saved activations in host memory.
 
     Args:
@@ -49,9 +49,9 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
     Returns:
         The host memory shared by the layers.
     """
-    pages = Pages(device)
-    for chunk, layers in enumerate(stages if count else ()):
-        Chunk(layers, spread(len(layers), (count + len(stages) - 1 - chunk) // len(stages)), pages)
+    pages = HostPages(device)
+    for index, layers in enumerate(stages if count else ()):
+        OffloadedChunk(layers, spread(len(layers), (count + len(stages) - 1 - index) // len(stages)), pages)
     return pages
 
 
@@ -62,7 +62,7 @@ def spread(layers: int, count: int) -> set[int]:
     return {i * layers // count for i in range(count)}
 
 
-class Pages:
+class HostPages:
     """Pages of host memory, with the stream for copies to and from the pages.
 
     A freed page serves the next layer, because copies end in the order of issue.
@@ -76,20 +76,20 @@ class Pages:
         self.free: list[HostMemory] = []
         self.count = 0
         """Number of pages allocated so far."""
-        self.leaving: Pass | None = None
+        self.newest_pass: LayerPass | None = None
         """The pass with copies to the host under way or complete, but with storages still on the device."""
         self._stream: torch.cuda.Stream | None = None
 
-    def take(self, size: int) -> Held:
+    def allocate(self, size: int) -> PageRange:
         """Returns pages for `size` bytes, allocating missing pages. Garbage collection of the result frees the
         pages."""
         missing = -(-size // self.page) - len(self.free)
         for _ in range(missing):
             self.free.append(HostMemory(self.page, self.device))
         self.count += max(0, missing)
-        held = Held([self.free.pop() for _ in range(-(-size // self.page))], self.page)
-        weakref.finalize(held, self.free.extend, held.pages)
-        return held
+        page_range = PageRange([self.free.pop() for _ in range(-(-size // self.page))], self.page)
+        weakref.finalize(page_range, self.free.extend, page_range.pages)
+        return page_range
 
     def copying(self) -> AbstractContextManager[Any]:
         """Returns a context for copies that wait for all work issued so far, while later work does not wait for
@@ -100,7 +100,7 @@ class Pages:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
-    def copied(self) -> torch.cuda.Event | None:
+    def record_copies(self) -> torch.cuda.Event | None:
         """Returns an event for the end of the copies issued so far; None without a stream."""
         return self._stream.record_event() if self._stream is not None else None
 
@@ -110,17 +110,17 @@ class Pages:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-class Held:
+class PageRange:
     """A sequence of pages used as a single range of bytes."""
 
     def __init__(self, pages: list[HostMemory], page: int) -> None:
         self.pages, self.page = pages, page
 
-    def pieces(self, at: int, size: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields the bytes `at … at + size - 1` page by page: a uint8 view, and the number of bytes before the view."""
+    def pieces(self, offset: int, size: int) -> Iterator[tuple[Tensor, int]]:
+        """Yields `size` bytes from `offset` on, page by page: a uint8 view, and the number of bytes before the view."""
         done = 0
         while done < size:
-            index, start = divmod(at + done, self.page)
+            index, start = divmod(offset + done, self.page)
             length = min(size - done, self.page - start)
             yield self.pages[index].flat.narrow(0, start, length), done
             done += length
@@ -132,29 +132,29 @@ class Held:
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedStorage:
     """A storage needed by a layer's backward pass."""
 
     storage: torch.UntypedStorage | None
     """The storage on the device; None while only the host holds the bytes."""
     size: int
-    of: Pass
-    at: int = 0
-    """Offset in `held`, in bytes."""
-    held: Held | None = None
+    layer_pass: LayerPass
+    host_offset: int = 0
+    """Offset in `page_range`, in bytes."""
+    page_range: PageRange | None = None
     """The pages with the bytes; None for a storage never moved off the device."""
 
     def bytes(self) -> Tensor:
         """Returns the storage as a uint8 tensor [size] on the device."""
         assert self.storage is not None
-        return torch.empty(0, dtype=torch.uint8, device=self.of.pages.device).set_(self.storage)
+        return torch.empty(0, dtype=torch.uint8, device=self.layer_pass.pages.device).set_(self.storage)
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class SavedView:
     """A saved tensor, as a view of a saved storage."""
 
-    saved: Saved
+    saved: SavedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -163,13 +163,13 @@ class View:
     def tensor(self) -> Tensor:
         """Waits until the storage is back on the device, and returns the tensor with dtype, shape and strides as
         saved."""
-        self.saved.of.be_back()
-        empty = torch.empty(0, dtype=self.dtype, device=self.saved.of.pages.device)
+        self.saved.layer_pass.wait_reloaded()
+        tensor = torch.empty(0, dtype=self.dtype, device=self.saved.layer_pass.pages.device)
         assert self.saved.storage is not None
-        return empty.set_(self.saved.storage, self.offset, self.size, self.stride)
+        return tensor.set_(self.saved.storage, self.offset, self.size, self.stride)
 
 
-class Pass:
+class LayerPass:
     """The forward pass and the backward pass of one layer for one micro-batch.
 
     Args:
@@ -177,20 +177,20 @@ class Pass:
         before: The previous offloaded layer of this forward pass.
     """
 
-    def __init__(self, pages: Pages, before: Pass | None) -> None:
-        self.pages, self.before = pages, before
-        self._saved: dict[int, Saved] = {}
+    def __init__(self, pages: HostPages, previous: LayerPass | None) -> None:
+        self.pages, self.previous = pages, previous
+        self._saved: dict[int, SavedStorage] = {}
         """Saved storages by torch's storage number, until the layer's forward pass ends."""
-        self._moved: list[weakref.ref[Saved]] = []
+        self._moved_refs: list[weakref.ref[SavedStorage]] = []
         """The storages to move, as weak references: autograd keeps the needed ones alive."""
-        self._leaving: list[Saved] = []
+        self._offloading: list[SavedStorage] = []
         """The moved storages still held by the device."""
-        self._done: torch.cuda.Event | None = None
+        self._copies_done: torch.cuda.Event | None = None
         """Event for the end of the latest copies."""
-        self._away = False
+        self._offloaded = False
 
-    def save(self, tensor: Tensor) -> Tensor | View:
-        """Returns the object for autograd to save: a `View`, or the tensor itself.
+    def save(self, tensor: Tensor) -> Tensor | SavedView:
+        """Returns the object for autograd to save: a `SavedView`, or the tensor itself.
 
         The tensor itself is returned for parameters and other subclasses, for layouts other than strided, for lazily
         conjugated or negated tensors, and for tensors in host memory.
@@ -201,10 +201,10 @@ class Pass:
         if tensor.is_conj() or tensor.is_neg():  # the memory does not hold the tensor's values
             return tensor
         storage = tensor.untyped_storage()
-        saved = self._saved.setdefault(storage._cdata, Saved(storage, 0, self))
-        return View(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        saved = self._saved.setdefault(storage._cdata, SavedStorage(storage, 0, self))
+        return SavedView(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def leave(self, staying: set[int]) -> None:
+    def start_offload(self, staying: set[int]) -> None:
         """Starts copying the saved storages to the host, except storages at the addresses `staying`, not owned by the
         layer."""
         smallest, size = SMALLEST[self.pages.device.type], 0
@@ -213,76 +213,76 @@ class Pass:
             assert storage is not None
             saved.size = storage.nbytes()  # a storage to be recomputed is empty by now
             if saved.size >= smallest and storage.data_ptr() not in staying:
-                saved.at, size = size, size + -(-saved.size // ALIGNMENT) * ALIGNMENT
-                self._leaving.append(saved)
+                saved.host_offset, size = size, size + -(-saved.size // ALIGNMENT) * ALIGNMENT
+                self._offloading.append(saved)
         self._saved = {}
         if not size:
             return
-        held = self.pages.take(size)
+        page_range = self.pages.allocate(size)
         with self.pages.copying():
-            for saved in self._leaving:
-                saved.held, source = held, saved.bytes()
-                for piece, done in held.pieces(saved.at, saved.size):
+            for saved in self._offloading:
+                saved.page_range, source = page_range, saved.bytes()
+                for piece, done in page_range.pieces(saved.host_offset, saved.size):
                     piece.copy_(source.narrow(0, done, len(piece)), non_blocking=True)
-        held.rest()
-        self._done = self.pages.copied()
-        self._moved = [weakref.ref(saved) for saved in self._leaving]
+        page_range.rest()
+        self._copies_done = self.pages.record_copies()
+        self._moved_refs = [weakref.ref(saved) for saved in self._offloading]
 
-    def be_gone(self) -> None:
+    def free_device_memory(self) -> None:
         """Frees the device memory of the storages copied to the host."""
-        if self._leaving:
-            self.pages.wait(self._done)
-            for saved in self._leaving:
+        if self._offloading:
+            self.pages.wait(self._copies_done)
+            for saved in self._offloading:
                 saved.storage = None
-            self._leaving, self._done, self._away = [], None, True
+            self._offloading, self._copies_done, self._offloaded = [], None, True
 
-    def come(self) -> None:
+    def start_reload(self) -> None:
         """Starts copying the storages back to the device."""
-        self._leaving = []  # storages still on the device stay there
-        if not self._away:
+        self._offloading = []  # storages still on the device stay there
+        if not self._offloaded:
             return
-        self._away = False
-        alive = [saved for of in self._moved if (saved := of()) is not None]
+        self._offloaded = False
+        alive = [saved for ref in self._moved_refs if (saved := ref()) is not None]
         for saved in alive:
             saved.storage = torch.empty(saved.size, dtype=torch.uint8, device=self.pages.device).untyped_storage()
         with self.pages.copying():
             for saved in alive:
-                assert saved.held is not None
-                here = saved.bytes()
-                for piece, done in saved.held.pieces(saved.at, saved.size):
-                    here.narrow(0, done, len(piece)).copy_(piece, non_blocking=True)
-        for held in {saved.held for saved in alive if saved.held is not None}:
-            held.rest()
-        self._done = self.pages.copied()
+                assert saved.page_range is not None
+                destination = saved.bytes()
+                for piece, done in saved.page_range.pieces(saved.host_offset, saved.size):
+                    destination.narrow(0, done, len(piece)).copy_(piece, non_blocking=True)
+        for page_range in {saved.page_range for saved in alive if saved.page_range is not None}:
+            page_range.rest()
+        self._copies_done = self.pages.record_copies()
 
-    def be_back(self) -> None:
+    def wait_reloaded(self) -> None:
         """Makes all work issued from now on wait until the storages are back on the device."""
-        self.come()
-        self.pages.wait(self._done)
-        self._done = None
+        self.start_reload()
+        self.pages.wait(self._copies_done)
+        self._copies_done = None
 
-    def come_soon(self, *_: Any) -> None:
+    def before_later_backward(self, *_: Any) -> None:
         """Hook for the start of the backward pass of a later layer: starts copying this layer's storages back."""
-        self._newest_gone()
-        self.come()
+        self._free_newest_pass()
+        self.start_reload()
 
-    def begin_backward(self, *_: Any) -> None:
+    def before_own_backward(self, *_: Any) -> None:
         """Hook for the start of this layer's backward pass: starts copying back the storages of this layer and of the
         previous offloaded layer, which is needed next."""
-        self._newest_gone()
-        self.come()
-        if self.before is not None:
-            self.before.come()
+        self._free_newest_pass()
+        self.start_reload()
+        if self.previous is not None:
+            self.previous.start_reload()
 
-    def _newest_gone(self) -> None:
+    def _free_newest_pass(self) -> None:
         """Frees the device memory of the newest forward pass, if different from this pass, as in a pipeline."""
-        newest = self.pages.leaving
+        newest = self.pages.newest_pass
         if newest is not None and newest is not self:
-            newest.be_gone()
-            self.pages.leaving = None
+            newest.free_device_memory()
+            self.pages.newest_pass = None
 
 
-class Chunk:
+class OffloadedChunk:
     """The layers of a model chunk, with wrapped forward passes that track start and end.
 
     Args:
@@ -291,42 +291,46 @@ class Chunk:
         pages: Host memory for the saved storages.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], moving: set[int], pages: Pages) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Module], offloaded: set[int], pages: HostPages) -> None:
         self.pages = pages
-        self.last: Pass | None = None
+        self.last: LayerPass | None = None
         """The latest offloaded layer of the forward pass under way."""
         for i, layer in enumerate(layers):
             module: Any = layer
-            module.forward = self._forward(layer, module.forward, moves=i in moving, ends=i == len(layers) - 1)
+            module.forward = self._forward(
+                layer, module.forward, is_offloaded=i in offloaded, is_last=i == len(layers) - 1
+            )
 
     def _forward(
-        self, layer: torch.nn.Module, own: Callable[..., Any], *, moves: bool, ends: bool
+        self, layer: torch.nn.Module, original: Callable[..., Any], *, is_offloaded: bool, is_last: bool
     ) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return own(hidden_states, *args, **kwargs)
-            if moves:
-                here = self.last = Pass(self.pages, self.last)
-                with saved_tensors_hooks(here.save, _restored):
-                    result = own(hidden_states, *args, **kwargs)
-                here.leave(_addresses(_weights(layer)) | _addresses(tree_leaves((args, kwargs))))
-                if self.pages.leaving is not None:
-                    self.pages.leaving.be_gone()
-                self.pages.leaving = here
+                return original(hidden_states, *args, **kwargs)
+            if is_offloaded:
+                layer_pass = self.last = LayerPass(self.pages, self.last)
+                with saved_tensors_hooks(layer_pass.save, _restored):
+                    result = original(hidden_states, *args, **kwargs)
+                layer_pass.start_offload(_addresses(_weights(layer)) | _addresses(tree_leaves((args, kwargs))))
+                if self.pages.newest_pass is not None:
+                    self.pages.newest_pass.free_device_memory()
+                self.pages.newest_pass = layer_pass
             else:
-                result = own(hidden_states, *args, **kwargs)
+                result = original(hidden_states, *args, **kwargs)
             if self.last is not None:
                 output = result[0] if isinstance(result, tuple) else result
                 if output.grad_fn is not None:
-                    output.grad_fn.register_prehook(self.last.begin_backward if moves else self.last.come_soon)
-            self.last = None if ends else self.last
+                    output.grad_fn.register_prehook(
+                        self.last.before_own_backward if is_offloaded else self.last.before_later_backward
+                    )
+            self.last = None if is_last else self.last
             return result
 
         return forward
 
 
-def _restored(kept: Tensor | View) -> Tensor:
-    return kept.tensor() if isinstance(kept, View) else kept
+def _restored(kept: Tensor | SavedView) -> Tensor:
+    return kept.tensor() if isinstance(kept, SavedView) else kept
 
 
 def _weights(layer: torch.nn.Module) -> Iterator[Any]:

@@ -144,24 +144,24 @@ class MegatronActor:
 
         See `ModelWorker.logprobs`.
         """
-        held = list(chain(*self.minis))
-        asked = squares is not None
-        found = self.rank.logprobs(held, temperature=temperature, reference=reference, squares=asked)
-        names = (name, entropy, squares)[: 2 + asked]
-        for micro, values in zip(held, found or (), strict=found is not None):
-            for column, of_column in zip(names, values, strict=True):
+        micros = list(chain(*self.minis))
+        with_squares = squares is not None
+        results = self.rank.logprobs(micros, temperature=temperature, reference=reference, squares=with_squares)
+        names = (name, entropy, squares)[: 2 + with_squares]
+        for micro, values in zip(micros, results or (), strict=results is not None):
+            for column, column_values in zip(names, values, strict=True):
                 if column is not None:
-                    micro[column] = of_column
+                    micro[column] = column_values
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
         """Returns log-probs of the stored micro-batches, [T] each; see `ModelWorker.logprobs`."""
-        found = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
-        return None if found is None else [values.numpy() for values, *_ in found]
+        results = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
+        return None if results is None else [values.numpy() for values, *_ in results]
 
     def column(self, name: str) -> list[np.ndarray] | None:
         """Returns a column of the stored micro-batches, [T] each; None if this rank did not compute the column."""
-        held = list(chain(*self.minis))
-        return [micro[name].numpy() for micro in held] if all(name in micro for micro in held) else None
+        micros = list(chain(*self.minis))
+        return [micro[name].numpy() for micro in micros] if all(name in micro for micro in micros) else None
 
     @record_function("keep_values")
     def keep_values(self, name: str) -> None:
@@ -169,9 +169,9 @@ class MegatronActor:
 
         See `ModelWorker.values`.
         """
-        held = list(chain(*self.minis))
-        found = self.rank.values(held)
-        for micro, values in zip(held, found or (), strict=found is not None):
+        micros = list(chain(*self.minis))
+        results = self.rank.values(micros)
+        for micro, values in zip(micros, results or (), strict=results is not None):
             micro[name] = values
 
     @record_function("train")

@@ -61,42 +61,44 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
             if name not in known:
                 _refuse_unknown(key, str(name), known)
             if not _allows(known[name], value):
-                raise UserError(f"{key}.{name} = {shown(value)}: allowed is {_words(known[name])}")
+                raise UserError(f"{key}.{name} = {shown(value)}: allowed is {_describe(known[name])}")
 
 
 def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
-    near = get_close_matches(name, [n for n in known if n not in megatron_options.DENIED[key]], n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    _, of = CLASSES[key][0]
+    similar = get_close_matches(name, [n for n in known if n not in megatron_options.DENIED[key]], n=3)
+    hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+    _, class_name = CLASSES[key][0]
     raise UserError(
-        f"{key}.{shown(name)}: megatron-core has no such field; {hint}allowed are the fields of its {of}, by their own "
-        "names"
+        f"{key}.{shown(name)}: megatron-core has no such field; {hint}allowed are the fields of its {class_name}, "
+        "by their own names"
     )
 
 
 @cache
 def fields(key: str) -> dict[str, ast.expr]:
     """Returns field name → annotation of a setting's class; empty if megatron-core is not installed."""
-    found = importlib.util.find_spec("megatron")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         core = Path(folder) / "core"
         if core.is_dir():
             return {
                 name: annotation
-                for file, of in CLASSES[key]
+                for file, class_name in CLASSES[key]
                 if (core / file).is_file()
-                for name, annotation in _fields(core / file, of).items()
+                for name, annotation in _fields(core / file, class_name).items()
             }
     return {}
 
 
-def _fields(file: Path, of: str) -> dict[str, ast.expr]:
+def _fields(file: Path, class_name: str) -> dict[str, ast.expr]:
     return {
-        line.target.id: line.annotation
+        statement.target.id: statement.annotation
         for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == of
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id[0] != "_"
+        if isinstance(node, ast.ClassDef) and node.name == class_name
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and statement.target.id[0] != "_"
     }
 
 
@@ -107,45 +109,47 @@ def _choices(annotation: ast.expr) -> list[ast.expr]:
             return _choices(ast.parse(text, mode="eval").body)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _choices(left) + _choices(right)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=of):
-            return [*_choices(of), ast.Constant(None)]
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return [*_choices(inner), ast.Constant(None)]
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=parts)):
             return [choice for part in parts for choice in _choices(part)]
     return [annotation]
 
 
 def _allows(annotation: ast.expr, value: Any) -> bool:
-    return any(_is_one(choice, value) for choice in _choices(annotation))
+    return any(_matches(choice, value) for choice in _choices(annotation))
 
 
-def _is_one(choice: ast.expr, value: Any) -> bool:
+def _matches(choice: ast.expr, value: Any) -> bool:
     match choice:
         case ast.Constant(value=None):
             return value is None
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=of):
-            return value in ast.literal_eval(of) if isinstance(of, ast.Tuple) else value == ast.literal_eval(of)
-        case ast.Subscript(value=ast.Name(id=name), slice=of) if name in ("List", "list"):
-            return isinstance(value, list) and all(_allows(of, entry) for entry in value)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return (
+                value in ast.literal_eval(inner) if isinstance(inner, ast.Tuple) else value == ast.literal_eval(inner)
+            )
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in ("List", "list"):
+            return isinstance(value, list) and all(_allows(inner, entry) for entry in value)
         case ast.Name(id=name) if name in _PLAIN:
             return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
     return False  # a function, a torch type: no setting can hold it
 
 
-def _words(annotation: ast.expr) -> str:
-    return " or ".join(words for choice in _choices(annotation) if (words := _word(choice))) or (
+def _describe(annotation: ast.expr) -> str:
+    return " or ".join(text for choice in _choices(annotation) if (text := _describe_choice(choice))) or (
         "nothing, as it is no plain value; leave it out"
     )
 
 
-def _word(choice: ast.expr) -> str:
+def _describe_choice(choice: ast.expr) -> str:
     match choice:
         case ast.Constant(value=None):
             return "null"
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=of):
-            options = ast.literal_eval(of)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            options = ast.literal_eval(inner)
             return "one of " + ", ".join(map(str, options)) if isinstance(options, tuple) else str(options)
-        case ast.Subscript(value=ast.Name(id=name), slice=of) if name in ("List", "list"):
-            return f"a list of {ast.unparse(of)}"
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in ("List", "list"):
+            return f"a list of {ast.unparse(inner)}"
         case ast.Name(id=name):
             return _WORDS.get(name, "")
     return ""

@@ -48,7 +48,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Trained:
+class RankState:
     """The state of one rank to save or restore."""
 
     decoder: Decoder
@@ -72,7 +72,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class _Owned:
+class _OwnedRun:
     """A run of a parameter trained by this rank's optimizer; the tensors are [stop - start]."""
 
     run: Run
@@ -80,29 +80,29 @@ class _Owned:
     """Kind → values."""
 
 
-def save(folder: Path, trained: Trained) -> None:
+def save(folder: Path, state: RankState) -> None:
     """Writes this rank's part into `folder`, which must be an empty directory. A collective of a few bytes per rank.
 
     Raises:
         RuntimeError: A rank could not write; names the rank and the reason.
     """
-    owned, frozen = _owned(trained), _frozen(trained)
-    runs = {param: part.run for param, part in owned.items()}
-    mine = dist_checkpoint.written(trained.decoder, trained.parallel, trained.rank, trained.shard, runs, frozen)
-    pieces = flat_pieces(trained.shard, mine)
-    written = _everywhere(lambda: write_boxes(folder / file_name(trained.rank), _parts(trained, pieces, owned)))
+    owned, frozen = _owned(state), _frozen(state)
+    owned_runs = {param: part.run for param, part in owned.items()}
+    runs_to_write = dist_checkpoint.written(state.decoder, state.parallel, state.rank, state.shard, owned_runs, frozen)
+    pieces = flat_pieces(state.shard, runs_to_write)
+    files = _on_all_ranks(lambda: write_boxes(folder / file_name(state.rank), _parts(state, pieces, owned)))
     header = Header(
-        dtype=str(trained.dtype).removeprefix("torch."),
-        step=trained.schedule.num_steps,
-        schedule=trained.schedule.state_dict(),
-        layout=asdict(trained.parallel),
-        tensors=huggingface.tensors(trained.decoder),
-        files={file_name(rank): one for rank, one in enumerate(written)},
+        dtype=str(state.dtype).removeprefix("torch."),
+        step=state.schedule.num_steps,
+        schedule=state.schedule.state_dict(),
+        layout=asdict(state.parallel),
+        tensors=huggingface.tensors(state.decoder),
+        files={file_name(rank): entries for rank, entries in enumerate(files)},
     )
-    _everywhere(lambda: write_header(folder, header) if trained.rank == 0 else None)
+    _on_all_ranks(lambda: write_header(folder, header) if state.rank == 0 else None)
 
 
-def load(folder: Path, trained: Trained) -> None:
+def load(folder: Path, state: RankState) -> None:
     """Reads this rank's part of `folder` into model, optimizer and schedule. A collective.
 
     All bytes read are verified with checksums. If ranks read entries only in part, as in another layout, the whole
@@ -113,39 +113,39 @@ def load(folder: Path, trained: Trained) -> None:
         Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
         RuntimeError: A rank could not read; names the rank and the reason.
     """
-    for chunk in trained.chunks:
+    for chunk in state.chunks:
         if chunk.ddp_config.overlap_param_gather:  # finish the gather of the last step before writing
             chunk.start_param_sync(force_sync=True)
-    owned, frozen = _owned(trained), _frozen(trained)
-    answers = _everywhere(lambda: _read(folder, trained, owned, frozen))
+    owned, frozen = _owned(state), _frozen(state)
+    answers = _on_all_ranks(lambda: _read(folder, state, owned, frozen))
     if not all(compared for *_, compared in answers):
-        _everywhere(lambda: check_entries(_share(folder)))
-    step, schedule, _ = answers[trained.rank]
-    for part in parts(trained.optimizer):
-        part._copy_main_params_to_model_params()
-    gather(trained.chunks)
-    trained.schedule.num_steps = 0  # load_state_dict adds to the present count
-    trained.schedule.load_state_dict(schedule)
-    set_step(trained.optimizer, step)
+        _on_all_ranks(lambda: check_entries(_share(folder)))
+    step, schedule, _ = answers[state.rank]
+    for inner in parts(state.optimizer):
+        inner._copy_main_params_to_model_params()
+    gather(state.chunks)
+    state.schedule.num_steps = 0  # load_state_dict adds to the present count
+    state.schedule.load_state_dict(schedule)
+    set_step(state.optimizer, step)
 
 
 @torch.no_grad()
 def _read(
-    folder: Path, trained: Trained, owned: Mapping[str, _Owned], frozen: Mapping[str, Run]
+    folder: Path, state: RankState, owned: Mapping[str, _OwnedRun], frozen: Mapping[str, Run]
 ) -> tuple[int, dict[str, Any], bool]:
     """Fills this rank's tensors from the checkpoint.
 
     Returns the number of steps taken, the schedule's state, and True if all bytes read were verified with checksums.
     """
     header = read_header(folder)
-    _check_model(folder, header, huggingface.tensors(trained.decoder))
+    _check_model(folder, header, huggingface.tensors(state.decoder))
     runs = {**{param: part.run for param, part in owned.items()}, **frozen}
-    pieces = flat_pieces(trained.shard, runs)
+    pieces = flat_pieces(state.shard, runs)
     entries = read_entries(folder, header, {piece.tensor for piece in pieces})
     for part in owned.values():
         for values in part.state.values():
             values.zero_()  # checkpoints hold no vocabulary padding
-    wanted = _parts(trained, pieces, owned)
+    wanted = _parts(state, pieces, owned)
     # A parameter trained in the saved run may be frozen now.
     trained_then = {entry.tensor for entry in entries if entry.kind == MASTER}
     wanted = [
@@ -163,49 +163,49 @@ def _share(folder: Path) -> list[Entry]:
 
 def _check_model(folder: Path, header: Header, tensors: Mapping[str, tuple[int, ...]]) -> None:
     for name in (*tensors, *header.tensors):
-        here, there = tensors.get(name), header.tensors.get(name)
-        if here != there:
+        ours, theirs = tensors.get(name), header.tensors.get(name)
+        if ours != theirs:
             raise UserError(
-                f"{folder}: is of another model: {name} has shape {list(there) if there else 'none'} there, "
-                f"{list(here) if here else 'none'} in model.path; give that model, or another run.name"
+                f"{folder}: is of another model: {name} has shape {list(theirs) if theirs else 'none'} there, "
+                f"{list(ours) if ours else 'none'} in model.path; give that model, or another run.name"
             )
 
 
-def _owned(trained: Trained) -> dict[str, _Owned]:
+def _owned(state: RankState) -> dict[str, _OwnedRun]:
     """Returns the runs trained by this rank's optimizer, by parameter."""
-    allocate_moments(trained.optimizer)
-    names = {id(p): name for name, p in trained.params.items()}
-    found = {}
-    for part in parts(trained.optimizer):
-        for p, master in masters(part):
-            run, adam = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
-            state = {MASTER: master, EXP_AVG: adam["exp_avg"], EXP_AVG_SQ: adam["exp_avg_sq"]}
-            values = {kind: trained.held(t.detach()) for kind, t in state.items()}
-            found[names[id(p)]] = _Owned((run.start, run.end), values)
-    return found
+    allocate_moments(state.optimizer)
+    names = {id(p): name for name, p in state.params.items()}
+    owned = {}
+    for inner in parts(state.optimizer):
+        for p, master in masters(inner):
+            run, adam = inner._get_model_param_range_map(p)["param"], inner.optimizer.state[master]
+            kinds = {MASTER: master, EXP_AVG: adam["exp_avg"], EXP_AVG_SQ: adam["exp_avg_sq"]}
+            values = {kind: state.held(t.detach()) for kind, t in kinds.items()}
+            owned[names[id(p)]] = _OwnedRun((run.start, run.end), values)
+    return owned
 
 
-def _frozen(trained: Trained) -> dict[str, Run]:
+def _frozen(state: RankState) -> dict[str, Run]:
     """Returns the run of each untrained parameter: all elements."""
-    return {name: (0, p.numel()) for name, p in trained.params.items() if not p.requires_grad}
+    return {name: (0, p.numel()) for name, p in state.params.items() if not p.requires_grad}
 
 
-def _parts(trained: Trained, pieces: Sequence[FlatPiece], owned: Mapping[str, _Owned]) -> list[Part]:
+def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[str, _OwnedRun]) -> list[Part]:
     """Returns each piece as a view of this rank's memory."""
-    found = []
+    parts = []
     for piece in pieces:
         if held := owned.get(piece.param):
             state, first = held.state, held.run[0]
         else:
-            state, first = {WEIGHT: trained.held(trained.params[piece.param].detach()).view(-1)}, 0
-        steps = strides(trained.shard.params[piece.param])[-len(piece.box.shape) :]
+            state, first = {WEIGHT: rank_state.held(rank_state.params[piece.param].detach()).view(-1)}, 0
+        steps = strides(rank_state.shard.params[piece.param])[-len(piece.box.shape) :]
         for kind, flat in state.items():
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)
-            found.append(Part(piece.tensor, piece.box, kind, values))
-    return found
+            parts.append(Part(piece.tensor, piece.box, kind, values))
+    return parts
 
 
-def _everywhere(do: Callable[[], Answer]) -> list[Answer]:
+def _on_all_ranks(do: Callable[[], Answer]) -> list[Answer]:
     """Calls `do` on every rank and returns all results. A collective: fails on all ranks or on none.
 
     Raises:
@@ -213,18 +213,18 @@ def _everywhere(do: Callable[[], Answer]) -> list[Answer]:
         RuntimeError: An OSError occurred on a rank; names the rank and the reason.
     """
     answer: Answer | None = None
-    fault: str | None = None
-    wrong: UserError | None = None
+    io_error: str | None = None
+    user_error: UserError | None = None
     try:
         answer = do()
     except UserError as error:
-        wrong = error
+        user_error = error
     except OSError as error:
-        fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (answer, fault, wrong))
-    if any(faults := [fault for _, fault, _ in told if fault]):
-        raise RuntimeError("; ".join(faults))
-    if first := next((wrong for _, _, wrong in told if wrong), None):
+        io_error = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (answer, io_error, user_error))
+    if any(io_errors := [io_error for _, io_error, _ in outcomes if io_error]):
+        raise RuntimeError("; ".join(io_errors))
+    if first := next((user_error for _, _, user_error in outcomes if user_error), None):
         raise first
-    return [answer for answer, _, _ in told]
+    return [answer for answer, _, _ in outcomes]

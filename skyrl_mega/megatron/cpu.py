@@ -59,33 +59,33 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `make` with CUDA devices mapped to the CPU, and without pinned memory."""
 
     @wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
         return make(*args, **kwargs)
 
-    return made
+    return wrapper
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Replaces `Tensor.type` and returns CUDA's type names, which megatron-core expects."""
     if args or kwargs:
-        return _own_type(tensor, *args, **kwargs)
-    return _TYPE_NAMES.get(tensor.dtype) or _own_type(tensor)
+        return _original_type(tensor, *args, **kwargs)
+    return _TYPE_NAMES.get(tensor.dtype) or _original_type(tensor)
 
 
-_own_type = torch.Tensor.type
+_original_type = torch.Tensor.type
 
 
-def _as_written(function: Any = None, **_: Any) -> Any:
+def _no_compile(function: Any = None, **_: Any) -> Any:
     """Replaces `torch.compile` during megatron-core's import and returns the function uncompiled.
 
     The compiler takes half of the import's time. The decorated functions called by layers of `policy.spec: local`
     compute the same uncompiled.
     """
-    return function if function is not None else _as_written
+    return function if function is not None else _no_compile
 
 
 def stand_in() -> None:
@@ -118,22 +118,22 @@ def stand_in() -> None:
     module: Any = torch.nn.Module
     module.cuda = lambda self, *_: self
 
-    whole: Any = torch
-    compiled, whole.compile = torch.compile, _as_written
+    torch_module: Any = torch
+    original_compile, torch_module.compile = torch.compile, _no_compile
     try:
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
-        whole.compile = compiled
+        torch_module.compile = original_compile
 
-    patch: Any = random
-    patch._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    patch._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    patch = moe_utils
+    module_to_patch: Any = random
+    module_to_patch._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    module_to_patch._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    module_to_patch = moe_utils
     if not hasattr(moe_utils, "te_general_gemm"):
-        patch.te_general_gemm = None  # used without a guard if Transformer Engine is absent
-    patch = token_dispatcher
-    patch.maybe_move_tensor_to_cpu = _to_host
+        module_to_patch.te_general_gemm = None  # used without a guard if Transformer Engine is absent
+    module_to_patch = token_dispatcher
+    module_to_patch.maybe_move_tensor_to_cpu = _to_host
 
 
 def _to_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -52,24 +52,24 @@ class EmulatedFp8:
         self, chunks: Sequence[Any], precision: PrecisionConfig, params: Mapping[str, Tensor], layout: Layout, rank: int
     ) -> None:
         names = quantised(layout.tensors)
-        number = {name: i for i, name in enumerate(sorted(names))}
+        index_of = {name: i for i, name in enumerate(sorted(names))}
         # A layer is numbered by the first tensor in its weight, the same on every rank.
         pieces = [piece for piece in layout.shards[rank].pieces if piece.tensor in names]
-        layers = {piece.param: number[piece.tensor] for piece in reversed(pieces)}
+        layers = {piece.param: index_of[piece.tensor] for piece in reversed(pieces)}
         device = next(iter(params.values())).device
         self._params = params
         self._magnitudes = Magnitudes(len(names), precision.history, device)
         self._delayed = precision.recipe == "fp8_delayed"
         self.linears: dict[str, Linear] = {}
         """Layers by the local name of their weight."""
-        for param, module in _modules(chunks, precision):
+        for param, module in _fp8_linears(chunks, precision):
             if param in layers:
                 self.linears[param] = Linear(precision.recipe, layers[param], self._magnitudes)
                 module._forward_impl = self.linears[param]
         self._scales: Scales | None = None
         if precision.recipe == "fp8_blockwise":
             scales = {name + SUFFIX for name in names}
-            self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _agree, device)
+            self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
 
     def begin(self) -> None:
         """Rounds the weights for the next pass. A collective of all ranks."""
@@ -94,7 +94,7 @@ class EmulatedFp8:
         for linear in self.linears.values():
             del linear.weight, linear.transposed
         if self._delayed and trained:
-            self._magnitudes.end(_agree)
+            self._magnitudes.end(_max_over_ranks)
         else:
             self._magnitudes.forget()
 
@@ -143,20 +143,20 @@ class Linear:
         else:
             self.weight = self.transposed = self._scaled(weight, WEIGHT)
 
-    def round(self, x: Tensor, what: int) -> Tensor:
-        """Rounds activations (`what` = INPUT) or gradients (GRADIENT)."""
+    def round(self, x: Tensor, tensor_kind: int) -> Tensor:
+        """Rounds activations (`tensor_kind` = INPUT) or gradients (GRADIENT)."""
         match self.recipe:
             case "fp8_blockwise":
                 return fp8_rounding.blocks(x)
             case "mxfp8":
                 return fp8_rounding.microscaled(x)
-        return self._scaled(x, what)
+        return self._scaled(x, tensor_kind)
 
-    def _scaled(self, x: Tensor, what: int) -> Tensor:
+    def _scaled(self, x: Tensor, tensor_kind: int) -> Tensor:
         amax = fp8_rounding.magnitude(x)
         if self.recipe == "fp8_delayed":
-            amax = self.magnitudes.before(self.number, what, amax)
-        kind = E5M2 if what == GRADIENT else E4M3
+            amax = self.magnitudes.recorded(self.number, tensor_kind, amax)
+        kind = E5M2 if tensor_kind == GRADIENT else E4M3
         return fp8_rounding.tensor(x, fp8_rounding.power(amax, kind), kind)
 
 
@@ -174,12 +174,12 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, transposed = ctx.saved_tensors
         rounded = ctx.linear.round(gradient, GRADIENT)
-        of_x = rounded @ transposed if ctx.needs_input_grad[0] else None
-        of_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None
+        grad_x = rounded @ transposed if ctx.needs_input_grad[0] else None
+        grad_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
-def _modules(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[tuple[str, Any]]:
+def _fp8_linears(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[tuple[str, Any]]:
     """Yields the linear layers of the decoder layers computed in FP8: local name of the weight, module."""
     for i, chunk in enumerate(chunks):
         fp8 = range(precision.first_layers, chunk.config.num_layers - precision.last_layers)
@@ -190,5 +190,5 @@ def _modules(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[tupl
                         yield f"{i}.decoder.layers.{local}.{name}.weight", module
 
 
-def _agree(values: Tensor) -> None:
+def _max_over_ranks(values: Tensor) -> None:
     dist.all_reduce(values, dist.ReduceOp.MAX)

@@ -45,7 +45,7 @@ class ExpertBalance:
             router.routing = partial(self._routing, layer, router.routing)
 
     @contextmanager
-    def counted(self, experts: int, device: torch.device) -> Iterator[None]:
+    def counting_choices(self, experts: int, device: torch.device) -> Iterator[None]:
         """Counts the choices of the forward passes inside the context. A collective of the ranks with the same layers.
 
         Args:
@@ -58,7 +58,7 @@ class ExpertBalance:
             yield
         finally:
             self.counting = False
-        dist.all_reduce(self.chosen, group=_ranks_with_these_layers())
+        dist.all_reduce(self.chosen, group=_same_layers_group())
         choices_M = self.chosen.sum(1, keepdim=True).clamp(min=1)
         self.share = experts * self.chosen / choices_M
         """[M, E]: E f_i; 1 if all experts are chosen equally often."""
@@ -68,7 +68,7 @@ class ExpertBalance:
     def value(self) -> float:
         """Returns the mean of E · Σ f_i P_i over all layers, after training on the mini-batch. A collective of all
         ranks."""
-        dist.all_reduce(self.scores, group=_ranks_with_these_layers())
+        dist.all_reduce(self.scores, group=_same_layers_group())
         sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
         dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
         return float(sums[0] / sums[1])
@@ -93,5 +93,5 @@ class ExpertBalance:
         return probs, chosen
 
 
-def _ranks_with_these_layers() -> dist.ProcessGroup:
+def _same_layers_group() -> dist.ProcessGroup:
     return mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)

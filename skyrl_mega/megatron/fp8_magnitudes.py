@@ -26,29 +26,29 @@ class Magnitudes:
 
     def __init__(self, layers: int, history: int, device: torch.device) -> None:
         self._past = torch.zeros(history, layers, 3, device=device)
-        self._largest = torch.zeros(layers, 3, device=device)
-        self._present = torch.zeros(layers, 3, device=device)
+        self._past_max = torch.zeros(layers, 3, device=device)
+        self._current = torch.zeros(layers, 3, device=device)
 
-    def before(self, layer: int, what: int, amax: Tensor) -> Tensor:
+    def recorded(self, layer: int, kind: int, amax: Tensor) -> Tensor:
         """Returns the magnitude for scaling a tensor, from past passes if any, else `amax` (float32 []).
 
         Records `amax` for later passes.
         """
-        torch.maximum(self._present[layer, what], amax, out=self._present[layer, what])
-        known = self._largest[layer, what]
-        return torch.where(known > 0, known, amax)
+        torch.maximum(self._current[layer, kind], amax, out=self._current[layer, kind])
+        past = self._past_max[layer, kind]
+        return torch.where(past > 0, past, amax)
 
-    def end(self, agree: Callable[[Tensor], None]) -> None:
+    def end(self, max_over_ranks: Callable[[Tensor], None]) -> None:
         """Ends a training pass: the recorded magnitudes join the history, and the oldest are dropped.
 
         Args:
-            agree: Replaces a tensor in place by the maximum over all ranks.
+            max_over_ranks: Replaces a tensor in place by the maximum over all ranks.
         """
-        agree(self._present)
-        self._past = torch.cat([self._present[None], self._past[:-1]])
-        self._largest = self._past.amax(0)
+        max_over_ranks(self._current)
+        self._past = torch.cat([self._current[None], self._past[:-1]])
+        self._past_max = self._past.amax(0)
         self.forget()
 
     def forget(self) -> None:
         """Ends a pass without training and discards the recorded magnitudes."""
-        self._present = torch.zeros_like(self._present)
+        self._current = torch.zeros_like(self._current)

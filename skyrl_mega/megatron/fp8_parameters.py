@@ -36,11 +36,11 @@ FORWARD = ("_rowwise_data", "_rowwise_scale_inv")
 ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
 
 
-def memory(params: Iterable[Tensor], of: tuple[str, ...] = ALL) -> Iterator[Tensor]:
+def memory(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL) -> Iterator[Tensor]:
     """Yields the tensors with the parameters' bytes; a parameter not in FP8 is yielded itself."""
     for p in params:
         if is_float8tensor(p):
-            yield from (t for name in of if (t := getattr(p, name)) is not None)
+            yield from (t for name in attributes if (t := getattr(p, name)) is not None)
         else:
             yield p
 
@@ -57,14 +57,14 @@ def together(params: Iterable[Tensor]) -> None:
         # and without any value every master weight would be a view of the whole parameter in float32.
         vars(p).pop("_high_precision_init_val", None)
         p.get_high_precision_init_val = partial(dequantised, p)
-        p.clear_high_precision_init_val = _nothing
+        p.clear_high_precision_init_val = _no_op
     for name in ALL[1:]:
-        held = [t for p in fp8 if (t := getattr(p, name)) is not None]
-        if len(held) != len(fp8) or not held:
+        tensors = [t for p in fp8 if (t := getattr(p, name)) is not None]
+        if len(tensors) != len(fp8) or not tensors:
             continue
-        flat = torch.cat([t.reshape(-1) for t in held])
-        for p, t, place in zip(fp8, held, flat.split([t.numel() for t in held]), strict=True):
-            setattr(p, name, place.view(t.shape))
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        for p, t, view in zip(fp8, tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            setattr(p, name, view.view(t.shape))
 
 
 def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,16 +73,16 @@ def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     A parameter in FP8 becomes E4M3 numbers [N, K] and float32 scales [⌈N/128⌉, ⌈K/128⌉]; other parameters stay
     unchanged.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, p in params.items():
         if not is_float8tensor(p):
-            found[name] = p.data
+            tensors[name] = p.data
             continue
-        blocks: Any = p
+        fp8: Any = p
         rows, columns = (-(-n // BLOCK) for n in p.shape)
-        found[name] = blocks._rowwise_data.view(FP8)
-        found[name + SUFFIX] = blocks._rowwise_scale_inv[:rows, :columns]  # without TE's padding to 4
-    return found
+        tensors[name] = fp8._rowwise_data.view(FP8)
+        tensors[name + SUFFIX] = fp8._rowwise_scale_inv[:rows, :columns]  # without TE's padding to 4
+    return tensors
 
 
 def plain(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def dequantised(p: Any) -> Tensor:
     return values
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """Does nothing: no high-precision copy is kept."""
 
 
@@ -137,18 +137,18 @@ def load(
     files.load(path, _part(shard, [n for n, p in params.items() if not is_float8tensor(p)]), params, optional)
     if optimizer is not None:
         optimizer.reload_model_params()
-    masters = Masters(optimizer, params) if optimizer is not None else None
+    master_weights = Masters(optimizer, params) if optimizer is not None else None
     fp8 = {name: p for name, p in params.items() if is_float8tensor(p)}
     for group in groups(fp8):
         values = {n: torch.zeros(fp8[n].shape, dtype=fp8[n].dtype, device=fp8[n].device) for n in group}
         files.load(path, _part(shard, group), values)
-        for name, of in values.items():
-            if masters is None:
-                round_into(fp8[name], of)
+        for name, loaded in values.items():
+            if master_weights is None:
+                round_into(fp8[name], loaded)
             else:
-                masters.write(name, of)
-    if fp8 and masters is not None:
-        masters.round(chunks)
+                master_weights.write(name, loaded)
+    if fp8 and master_weights is not None:
+        master_weights.round(chunks)
 
 
 def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
@@ -167,8 +167,8 @@ def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
 
 def _part(shard: Shard, names: Iterable[str]) -> Shard:
     """Returns the shard restricted to some local tensors."""
-    mine = {name: shard.params[name] for name in names}
-    return replace(shard, params=mine, pieces=tuple(piece for piece in shard.pieces if piece.param in mine))
+    selected = {name: shard.params[name] for name in names}
+    return replace(shard, params=selected, pieces=tuple(piece for piece in shard.pieces if piece.param in selected))
 
 
 def round_in_pieces(optimizer: MegatronOptimizer) -> None:
@@ -179,19 +179,19 @@ def round_in_pieces(optimizer: MegatronOptimizer) -> None:
     in the same order, hence the same pieces.
     """
     for part in parts(optimizer):
-        given, others = part._get_fp8_params_and_shard_fp32_from_fp8, part._copy_main_params_to_model_params
-        if given()[0]:
+        get_shards, copy_others = part._get_fp8_params_and_shard_fp32_from_fp8, part._copy_main_params_to_model_params
+        if get_shards()[0]:
             part._get_fp8_params_and_shard_fp32_from_fp8 = lambda: ([], [], [])  # leaves nothing for `others` to round
-            part._copy_main_params_to_model_params = partial(_round, part, given, others)
+            part._copy_main_params_to_model_params = partial(_round, part, get_shards, copy_others)
 
 
-def _round(part: Any, given: Callable[[], Sequence[Any]], others: Callable[[], None]) -> None:
+def _round(part: Any, get_shards: Callable[[], Sequence[Any]], copy_others: Callable[[], None]) -> None:
     """Replaces `_copy_main_params_to_model_params` of a distributed optimizer."""
-    every = dict(enumerate(zip(*given(), strict=True)))
-    for group in groups({number: p for number, (p, _, _) in every.items()}):
-        params, shards, starts = zip(*(every[number] for number in group), strict=True)
+    entries = dict(enumerate(zip(*get_shards(), strict=True)))
+    for group in groups({number: p for number, (p, _, _) in entries.items()}):
+        params, shards, starts = zip(*(entries[number] for number in group), strict=True)
         quantize_param_shard([*params], [*shards], [*starts], part.data_parallel_group)
-    others()
+    copy_others()
 
 
 class Masters:
@@ -207,7 +207,7 @@ class Masters:
         (`megatron.residency`)."""
         names = {id(p): name for name, p in params.items() if is_float8tensor(p)}
         self._optimizer, self._held = optimizer, held
-        self._of = {
+        self._runs = {
             names[id(p)]: (part._get_model_param_range_map(p)["param"], master)
             for part in parts(optimizer)
             for p, master in masters(part)
@@ -216,18 +216,18 @@ class Masters:
 
     def write(self, name: str, values: Tensor) -> None:
         """Copies this rank's run of a whole parameter's values into the master weight."""
-        if name in self._of:
-            run, master = self._of[name]
+        if name in self._runs:
+            run, master = self._runs[name]
             master.data.copy_(values.view(-1)[run.start : run.end])
 
     def copies(self) -> dict[str, Tensor]:
         """Returns copies of all master weights in host memory."""
-        return {name: self._held(master.detach()).to("cpu", copy=True) for name, (_, master) in self._of.items()}
+        return {name: self._held(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
         """Copies the result of `copies` back into the master weights of the same names."""
         for name, values in copies.items():
-            self._of[name][1].data.copy_(values)
+            self._runs[name][1].data.copy_(values)
 
     def round(self, chunks: Iterable[Any]) -> None:
         """Rounds the masters into the parameters and gathers the result, as after an optimizer step. A collective."""

@@ -38,10 +38,10 @@ def power(amax: Tensor, kind: torch.dtype) -> Tensor:
 
     Returns 1 for 0, infinity and NaN.
     """
-    room = torch.finfo(kind).max / amax
-    _, exponent = torch.frexp(room)  # room = fraction · 2^exponent, fraction from 1/2 to 1
-    found = torch.ldexp(torch.ones_like(amax), exponent - 1)
-    return torch.where((room > 0) & room.isfinite(), found, 1.0)
+    ratio = torch.finfo(kind).max / amax
+    _, exponent = torch.frexp(ratio)  # ratio = fraction · 2^exponent, fraction from 1/2 to 1
+    scale = torch.ldexp(torch.ones_like(amax), exponent - 1)
+    return torch.where((ratio > 0) & ratio.isfinite(), scale, 1.0)
 
 
 def tensor(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
@@ -52,8 +52,8 @@ def tensor(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
         scale: float32 []; from `power`.
         kind: E4M3 or E5M2.
     """
-    most = torch.finfo(kind).max
-    return ((x.float() * scale).clamp(-most, most).to(kind).float() / scale).to(x.dtype)
+    largest = torch.finfo(kind).max
+    return ((x.float() * scale).clamp(-largest, largest).to(kind).float() / scale).to(x.dtype)
 
 
 def blocks(x_RC: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def microscaled(x_RC: Tensor) -> Tensor:
     """Rounds to E4M3 with a power-of-two scale per 32 numbers of a row; the last block of a row may be shorter."""
     parts, width = _parts(x_RC, MICRO)
     fraction, exponent = torch.frexp(parts.abs().amax(-1, keepdim=True) / torch.finfo(E4M3).max)
-    up = exponent - (fraction == 0.5).int()  # fraction · 2^exponent, fraction from 1/2 to 1
-    scale = torch.ldexp(torch.ones_like(fraction), up.clamp(min=LOWEST))
+    rounded_up = exponent - (fraction == 0.5).int()  # fraction · 2^exponent, fraction from 1/2 to 1
+    scale = torch.ldexp(torch.ones_like(fraction), rounded_up.clamp(min=LOWEST))
     return _joined((parts / scale).to(E4M3).float() * scale, width, x_RC)
 
 

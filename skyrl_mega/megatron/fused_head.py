@@ -32,8 +32,8 @@ def fused_logprobs(
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)
-    found: tuple[Tensor, ...] = _Fused.apply(hidden_TH, weight_vH, targets_T, head, group, squares)
-    return found
+    outputs: tuple[Tensor, ...] = _Fused.apply(hidden_TH, weight_vH, targets_T, head, group, squares)
+    return outputs
 
 
 class _Fused(torch.autograd.Function):

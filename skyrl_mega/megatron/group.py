@@ -53,7 +53,7 @@ class TrainGroup:
 
     def hold(self, minis: Sequence[Sequences]) -> None:
         """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones."""
-        self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
+        self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
     def hold_parts(self, minis: Sequence[Referred], *, drawn: bool) -> None:
@@ -63,7 +63,7 @@ class TrainGroup:
             minis: The mini-batches.
             drawn: See `parts.read`.
         """
-        self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
+        self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
         self._send("hold_parts", lambda mini, rows: minis[mini].take(rows), drawn)
 
     def forget(self) -> None:
@@ -123,7 +123,7 @@ class TrainGroup:
         if not self._minis:
             raise ValueError("the driver knows of nothing that the ranks hold")
         minis = [tokens_of(mini) for mini in self._minis]
-        found = [torch.zeros(len(mini.tokens)) for mini in minis]
+        joined = [torch.zeros(len(mini.tokens)) for mini in minis]
         if all(answer is None for answer in answers):
             raise ValueError("no rank has computed what is asked for")
         for rank, answer in enumerate(answers):
@@ -131,10 +131,10 @@ class TrainGroup:
             if answer is None or at.tp or at.cp:
                 continue
             micros = iter(answer)
-            for mini, values, rows in zip(minis, found, self._rows, strict=True):
+            for mini, values, rows in zip(minis, joined, self._rows, strict=True):
                 for micro in rows[at.dp]:
                     values[mini.index(micro)] = torch.tensor(next(micros))
-        return found
+        return joined
 
     def train(
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
@@ -148,8 +148,8 @@ class TrainGroup:
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
             figures: Figures of the run for the loss.
         """
-        answers = self._call("train", mini, temperature, loss, figures)
-        return max(answers, key=len)  # only the last pipeline stage returns the loss's metrics
+        metrics_by_rank = self._call("train", mini, temperature, loss, figures)
+        return max(metrics_by_rank, key=len)  # only the last pipeline stage returns the loss's metrics
 
     def measure(
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
@@ -190,10 +190,10 @@ class TrainGroup:
             ray.put([[cut(mini, micro) for micro in rows[data]] for mini, rows in enumerate(self._rows)])
             for data in range(self.parallel.data)
         ]
-        mine = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
-        self._call(method, per_rank=[(held, *args) for held in mine])
+        per_rank = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
+        self._call(method, per_rank=[(held, *args) for held in per_rank])
 
-    def _deal(self, batch: Sequences | Referred) -> Rows:
+    def _micro_batch_rows(self, batch: Sequences | Referred) -> Rows:
         """Returns the rows of each data-parallel rank's micro-batches."""
         return dealt(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
 
@@ -209,11 +209,11 @@ def dealt(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> R
         tokens: Token budget of one micro-batch, over all context ranks; a single trajectory may exceed the budget.
     """
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-    rows = balance_together(batch.lengths.tolist(), _together(batch), parallel.data, tokens, multiple)
+    rows = balance_together(batch.lengths.tolist(), _group_numbers(batch), parallel.data, tokens, multiple)
     return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
 
 
-def _together(batch: Sequences | Referred) -> list[int]:
+def _group_numbers(batch: Sequences | Referred) -> list[int]:
     """Returns a number for each sequence; sequences with equal numbers share a micro-batch."""
     if TRAJECTORY not in batch.columns:
         return list(range(len(batch.lengths)))

@@ -41,18 +41,18 @@ def logprobs_of(
         squares: True to compute Σ_v p(v)².
     """
     weight = head_weight(model)
-    hidden, at = _whole(hidden, same_gradient=False), counted(micro)
+    hidden, positions = _gather_sequence(hidden, same_gradient=False), counted_positions(micro)
     values = vocab_parallel_logprobs(
-        hidden[at, 0].to(weight.dtype),
+        hidden[positions, 0].to(weight.dtype),
         weight,
-        micro.targets[at],
+        micro.targets[positions],
         vocab=vocab,
         temperature=temperature,
         chunk=chunk,
         group=mpu.get_tensor_model_parallel_group(),
         squares=squares,
     )
-    return tuple(v.new_zeros(len(micro.targets)).index_copy(0, at, v) for v in values)
+    return tuple(v.new_zeros(len(micro.targets)).index_copy(0, positions, v) for v in values)
 
 
 def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -68,21 +68,21 @@ def values_of(model: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
         micro: See `logprobs_of`.
     """
     weight = head_weight(model)
-    hidden, at = _whole(hidden, same_gradient=True), counted(micro)
-    values = (hidden[at, 0].float() @ weight.T)[:, 0]
-    return values.new_zeros(len(micro.targets)).index_copy(0, at, values)
+    hidden, positions = _gather_sequence(hidden, same_gradient=True), counted_positions(micro)
+    values = (hidden[positions, 0].float() @ weight.T)[:, 0]
+    return values.new_zeros(len(micro.targets)).index_copy(0, positions, values)
 
 
-def counted(micro: MicroBatch) -> Tensor:
+def counted_positions(micro: MicroBatch) -> Tensor:
     """Returns the positions of counted targets, int64: predicted, not masked out, and not of weight 0."""
-    wanted = micro.source >= 0
+    is_counted = micro.source >= 0
     for name in ("mask", "weights"):
         if name in micro.columns:
-            wanted = wanted & (micro.columns[name] != 0)
-    return wanted.nonzero()[:, 0]
+            is_counted = is_counted & (micro.columns[name] != 0)
+    return is_counted.nonzero()[:, 0]
 
 
-def _whole(hidden: Tensor, *, same_gradient: bool) -> Tensor:
+def _gather_sequence(hidden: Tensor, *, same_gradient: bool) -> Tensor:
     """Gathers the tensor ranks' parts along the sequence to [L, 1, H].
 
     Args:

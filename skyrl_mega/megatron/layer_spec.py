@@ -97,7 +97,7 @@ class PackedAttention(MegatronModule):
                 gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
                 for t in (key, value)
             )
-        if _takes_varlen(query):
+        if _can_use_varlen(query):
             return self._varlen(query, key, value, row)
         grouped = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
@@ -110,7 +110,7 @@ class PackedAttention(MegatronModule):
 
         size = self.context.size()
         lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
-        sequence, position = _places(lengths, len(key))
+        sequence, position = _run_positions(lengths, len(key))
         k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
 
         # A sequence's local tokens, in order, are its first and its last zigzag chunk; `nth` counts them.
@@ -135,8 +135,8 @@ class PackedAttention(MegatronModule):
             starts = cu_k[:-1].long()
             width = (cu_k[1:].long() - starts) // (2 * size)
             reads = torch.stack([width * (rank + 1), width * (2 * size - rank)], 1).flatten()
-            chunk, place = _places(reads, len(key) // (2 * size) * (2 * size + 1))
-            key, value = (t[starts[chunk // 2] + place] for t in (key, value))
+            chunk, position = _run_positions(reads, len(key) // (2 * size) * (2 * size + 1))
+            key, value = (t[starts[chunk // 2] + position] for t in (key, value))
             cu_q, cu_k = (F.pad(torch.cumsum(n, 0), (1, 0)).int() for n in (width.repeat_interleave(2), reads))
             longest_q = row.max_seqlen_q // (2 * size)
             longest_k = longest_q * (2 * size - rank)
@@ -147,7 +147,7 @@ class PackedAttention(MegatronModule):
         return out.flatten(1)
 
 
-def _takes_varlen(query: Tensor) -> bool:
+def _can_use_varlen(query: Tensor) -> bool:
     """Returns True if torch can run its variable-length kernel on `query`."""
     return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
@@ -165,7 +165,7 @@ def _causal(kernel: Any) -> dict[str, Any]:
 _VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {}
 
 
-def _places(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def _run_positions(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Returns for runs of `lengths` [n] (int64), laid end to end, each position's run and offset in the run: [total]
     each.
 

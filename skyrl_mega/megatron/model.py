@@ -160,14 +160,14 @@ def transformer_config(
     return with_options(TransformerConfig, ours, policy.options, "policy.options")
 
 
-def with_options(of: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
+def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
     """Builds a configuration of megatron-core, with the user's options over ours.
 
     Raises:
         UserError: megatron-core refuses the options under `key`; the message includes the reason.
     """
     try:
-        return of(**(ours | options))
+        return make(**(ours | options))
     except (AssertionError, ValueError, TypeError) as error:
         if not options:
             raise
@@ -266,8 +266,8 @@ def wrap_ddp(
     if overlap:
         # Without no_sync every micro-batch would reduce. Stages are not aligned with each other (`grad_sync_func`,
         # `param_sync_func`): each sends as soon as its data is ready.
-        waits = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        no_syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return wrapped
 
 

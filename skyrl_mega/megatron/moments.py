@@ -80,9 +80,9 @@ class SmallMoments(torch.optim.AdamW):
     @classmethod
     def instead_of(cls, inner: torch.optim.Optimizer) -> SmallMoments:
         """Replaces an Adam before its first step. The weights may be views, which Adam's constructor would refuse."""
-        made = cls([torch.zeros(())])
-        made.param_groups = inner.param_groups
-        return made
+        adam = cls([torch.zeros(())])
+        adam.param_groups = inner.param_groups
+        return adam
 
     def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:
         """Sets zero moments; called with the same arguments as Transformer Engine's method."""
@@ -91,18 +91,18 @@ class SmallMoments(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Takes one step of all weights with a gradient."""
-        kept = [
+        moments = [
             (state, kind, state[kind])
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None and (state := self.state[p])
             for kind in MOMENTS
         ]
-        for state, kind, small in kept:
-            state[kind] = small.float()
+        for state, kind, stored in moments:
+            state[kind] = stored.float()
         try:
             return super().step(closure)
         finally:
-            for state, kind, small in kept:
-                small.copy_(state[kind])
-                state[kind] = small
+            for state, kind, stored in moments:
+                stored.copy_(state[kind])
+                state[kind] = stored

@@ -36,14 +36,14 @@ def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = N
     """
     compute = find(loss)
 
-    def measured(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        anchored = inputs if figures is None else replace(inputs, figures=figures)
+    def with_mismatch(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        loss_inputs = inputs if figures is None else replace(inputs, figures=figures)
         if algorithm.old_logprobs == "engine" and inputs.rollout_L is not None:
-            anchored = replace(anchored, old_L=inputs.rollout_L)
-        value, metrics = compute(anchored, algorithm)
+            loss_inputs = replace(loss_inputs, old_L=inputs.rollout_L)
+        value, metrics = compute(loss_inputs, algorithm)
         return value, {**metrics, **mismatch_sums(inputs)}
 
-    return measured
+    return with_mismatch
 
 
 def value_objective(clip: float | None) -> ValueObjective:
@@ -69,7 +69,7 @@ def inputs_of(
         group: Context ranks sharing the sequences; None if a rank holds whole sequences.
     """
     columns = micro.columns
-    absent = torch.full_like(logprobs, torch.nan, requires_grad=False)  # NaN: makes a loss fail that reads it
+    missing = torch.full_like(logprobs, torch.nan, requires_grad=False)  # NaN: makes a loss fail that reads it
     old = columns.get("old_logprobs", logprobs.detach())
     rollout, drawn = columns.get("rollout_logprobs"), columns.get("drawn")
     if rollout is not None and drawn is not None:
@@ -78,7 +78,7 @@ def inputs_of(
         logprobs_L=logprobs,
         weights_L=columns["weights"],
         old_L=old,
-        advantages_L=columns.get("advantages", absent),
+        advantages_L=columns.get("advantages", missing),
         rollout_L=rollout,
         drawn_L=drawn,
         reference_L=columns.get("reference_logprobs"),

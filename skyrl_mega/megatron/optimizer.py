@@ -56,25 +56,25 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    small = config.moments == "bfloat16"
-    if small and not USING_PYTORCH_OPTIMIZER:
+    bfloat16_moments = config.moments == "bfloat16"
+    if bfloat16_moments and not USING_PYTORCH_OPTIMIZER:
         ours |= dict(use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
     gc.collect()  # frees the previous optimizer, kept alive by reference cycles: two do not fit
     settings = with_options(MegatronOptimizerConfig, ours, config.options, f"{key}.options")
     # Only the moments are bfloat16: master weights and gradients stay megatron-core's, as with FP8 weights.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks)
-    if small and USING_PYTORCH_OPTIMIZER:
+    if bfloat16_moments and USING_PYTORCH_OPTIMIZER:
         for part in parts(optimizer):
             part.optimizer = SmallMoments.instead_of(part.optimizer)
     if not config.streamed:
         allocate_moments(optimizer)
     round_in_pieces(optimizer)
-    _look_at_the_norm(optimizer)
+    _check_gradient_norm(optimizer)
     return optimizer
 
 
-def _look_at_the_norm(optimizer: MegatronOptimizer) -> None:
+def _check_gradient_norm(optimizer: MegatronOptimizer) -> None:
     """Makes a step raise `NotFinite` or `NoGradient` before changing any weight, if the gradient norm is not finite or
     0.
 
@@ -83,15 +83,15 @@ def _look_at_the_norm(optimizer: MegatronOptimizer) -> None:
     """
     norm_of = optimizer.get_grad_norm
 
-    def norm() -> float:
-        found = float(norm_of())
-        if not math.isfinite(found):
-            raise NotFinite(f"gradient norm is {found}")
-        if not found:
+    def checked_norm() -> float:
+        value = float(norm_of())
+        if not math.isfinite(value):
+            raise NotFinite(f"gradient norm is {value}")
+        if not value:
             raise NoGradient("gradient norm is 0")
-        return found
+        return value
 
-    optimizer.get_grad_norm = norm
+    optimizer.get_grad_norm = checked_norm
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -41,7 +41,7 @@ class RowRoutes:
 
     def to(self, device: torch.device) -> RowRoutes:
         """Returns a copy on a device."""
-        return replace(self, **_moved(self, device))
+        return replace(self, **_on_device(self, device))
 
 
 @dataclass
@@ -93,8 +93,8 @@ class MicroBatch:
         """Returns a copy on a device."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
         routes = self.row.routes.to(device) if self.row.routes else None
-        row = replace(self.row, routes=routes, **_moved(self.row, device))
-        return replace(self, columns=columns, row=row, **_moved(self, device))
+        row = replace(self.row, routes=routes, **_on_device(self.row, device))
+        return replace(self, columns=columns, row=row, **_on_device(self, device))
 
 
 def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
@@ -117,11 +117,11 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
     local = _zigzag(starts, padded, context, context_rank)
     sources = {"input": read[local], "target": predicted[local]}
 
-    def moved(values: Tensor, aligned: str = "target") -> Tensor:
+    def picked(values: Tensor, aligned: str = "target") -> Tensor:
         source = sources[aligned]
-        there = source >= 0
+        valid = source >= 0
         out = values.new_zeros(len(source), *values.shape[1:])
-        out[there] = values[source[there]]
+        out[valid] = values[source[valid]]
         return out
 
     answer, answers = batch.answers()
@@ -129,27 +129,27 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
     row = _packed_row(starts, padded, local, context)
     assert row.position_L is not None
     return MicroBatch(
-        tokens=moved(tokens, "input")[None],
+        tokens=picked(tokens, "input")[None],
         positions=row.position_L[None],
-        targets=moved(tokens),
-        columns={name: moved(c.values, c.aligned) for name, c in batch.columns.items() if name != TRAJECTORY},
+        targets=picked(tokens),
+        columns={name: picked(c.values, c.aligned) for name, c in batch.columns.items() if name != TRAJECTORY},
         row=row,
-        answer=moved(answer),
+        answer=picked(answer),
         answers=answers,
         source=sources["target"],
         read=sources["input"],
     )
 
 
-def _moved(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
+def _on_device(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
     """Returns the tensor fields of a record on a device.
 
     A tensor shared by several fields stays shared: if padded bounds and bounds are one tensor, Transformer Engine knows
     that no padding lies between the sequences.
     """
     tensors = {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
-    there = {key: value.to(device) for key, value in {id(value): value for value in tensors.values()}.items()}
-    return {name: there[id(value)] for name, value in tensors.items()}
+    moved = {key: value.to(device) for key, value in {id(value): value for value in tensors.values()}.items()}
+    return {name: moved[id(value)] for name, value in tensors.items()}
 
 
 def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) -> Tensor:

@@ -55,20 +55,20 @@ class RankProfiler:
                 torch.cuda.synchronize()  # running kernels belong to the step
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(raw))
-            with raw.open() as text:
-                tracks = Tracks(self.rank, os.getpid(), text, step.start)
-                whole = {
+            trace_file = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(trace_file))
+            with trace_file.open() as text:
+                events = RankEvents(self.rank, os.getpid(), text, step.start)
+                step_event = {
                     **dict(ph="X", cat="step", name=step.name, tid=threading.get_native_id()),
                     **dict(pid=RANKS + self.rank * PER_RANK, ts=round((self._start - step.start) * 1e6, 3)),
                     "dur": round((step.end - self._start) * 1e6, 3),
                 }
-                write_part(file, _first(whole, tracks))
-        return tracks.calls if tracks.gpus else {}
+                write_part(file, _prepend(step_event, events))
+        return events.calls if events.has_cuda_calls else {}
 
 
-class Tracks:
+class RankEvents:
     """A rank's events, with process ids and times converted to the trace's.
 
     Args:
@@ -80,8 +80,8 @@ class Tracks:
 
     def __init__(self, rank: int, pid: int, text: TextIO, zero: float) -> None:
         self.rank, self.text, self.zero = rank, text, zero
-        self.numbers: dict[int, int] = {pid: RANKS + rank * PER_RANK}
-        self.gpus = False
+        self.process_ids: dict[int, int] = {pid: RANKS + rank * PER_RANK}
+        self.has_cuda_calls = False
         self.launches = 0
         self.waits: list[float] = []
         self.end = math.inf
@@ -94,19 +94,19 @@ class Tracks:
             pid = event.get("pid")
             if not isinstance(pid, int) or event["name"] in ("process_name", "process_labels", "process_sort_index"):
                 continue  # events of the profiler, or names already set by `named`
-            if pid not in self.numbers:
-                self.numbers[pid] = RANKS + self.rank * PER_RANK + len(self.numbers)
-                yield from named(self.numbers[pid], f"policy-{self.rank} GPU {pid}")
+            if pid not in self.process_ids:
+                self.process_ids[pid] = RANKS + self.rank * PER_RANK + len(self.process_ids)
+                yield from named(self.process_ids[pid], f"policy-{self.rank} GPU {pid}")
             if event.get("cat") in ("cuda_runtime", "cuda_driver"):
                 self._call(event["name"], event["ts"])
             if event["name"] == END and event.get("cat") == "user_annotation":
                 self.end = event["ts"]
-            changed = {**event, "pid": self.numbers[pid]}
+            converted = {**event, "pid": self.process_ids[pid]}
             if "ts" in event:
-                changed["ts"] = round(event["ts"] + offset, 3)
+                converted["ts"] = round(event["ts"] + offset, 3)
             if "id" in event:  # arrows from calls to kernels; ranks reuse the same ids
-                changed["id"] = event["id"] + ((self.rank + 1) << 32)
-            yield changed
+                converted["id"] = event["id"] + ((self.rank + 1) << 32)
+            yield converted
 
     @property
     def calls(self) -> dict[str, float]:
@@ -115,7 +115,7 @@ class Tracks:
         return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
 
     def _call(self, name: str, at: float) -> None:
-        self.gpus = True
+        self.has_cuda_calls = True
         self.launches += name.startswith(LAUNCHES)
         if name in WAITS:
             self.waits.append(at)
@@ -155,6 +155,6 @@ def _events(text: TextIO) -> Iterator[dict[str, Any]]:
             lines.append(line)
 
 
-def _first(event: Mapping[str, Any], events: Iterator[Mapping[str, Any]] | Tracks) -> Iterator[Mapping[str, Any]]:
+def _prepend(event: Mapping[str, Any], events: Iterator[Mapping[str, Any]] | RankEvents) -> Iterator[Mapping[str, Any]]:
     yield event
     yield from events

@@ -25,10 +25,10 @@ class Reference:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._pieces = [
-            (piece, host_bytes(piece.numel(), piece.device)) for run in _runs(params) for piece in run.split(PIECE)
+            (piece, host_bytes(piece.numel(), piece.device)) for span in _runs(params) for piece in span.split(PIECE)
         ]
         self._buffer: Tensor | None = None
-        self._done = 0
+        self._copies_done = 0
         """Number of copies done, out of 6 per piece: 3 to swap the reference in and 3 to swap it out."""
 
     @property
@@ -41,7 +41,7 @@ class Reference:
         """Puts the reference into the parameters inside the context, then restores the policy's weights bit by bit."""
         self.put_back()
         try:
-            self._go(3 * len(self._pieces))
+            self._copy_until(3 * len(self._pieces))
             yield
         finally:
             self.put_back()
@@ -51,31 +51,33 @@ class Reference:
 
         If `put_back` itself is interrupted, another call continues.
         """
-        there, all_ = 3 * len(self._pieces), 6 * len(self._pieces)
-        if 0 < self._done < there:
-            self._go(-(-self._done // 3) * 3)  # a half-swapped piece can only be finished
-        if self._done:
-            self._done = max(self._done, all_ - self._done)  # swap back the pieces done so far, last piece first
-            self._go(all_)
-        self._done, self._buffer = 0, None
+        swapped_in, total = 3 * len(self._pieces), 6 * len(self._pieces)
+        if 0 < self._copies_done < swapped_in:
+            self._copy_until(-(-self._copies_done // 3) * 3)  # a half-swapped piece can only be finished
+        if self._copies_done:
+            self._copies_done = max(
+                self._copies_done, total - self._copies_done
+            )  # swap back the pieces done so far, last piece first
+            self._copy_until(total)
+        self._copies_done, self._buffer = 0, None
 
-    def _go(self, end: int) -> None:
+    def _copy_until(self, end: int) -> None:
         """Makes copies until `end` of them are done.
 
         A piece and its counterpart are swapped with three copies. Each copy may be made twice, so an interrupted copy
         is simply repeated.
         """
         count = len(self._pieces)
-        while self._done < end:
-            number, copy = divmod(self._done, 3)
-            live, held = self._pieces[number if number < count else 2 * count - 1 - number]
+        while self._copies_done < end:
+            number, copy = divmod(self._copies_done, 3)
+            device_bytes, host_bytes = self._pieces[number if number < count else 2 * count - 1 - number]
             if self._buffer is None:
                 size = max(piece.numel() for piece, _ in self._pieces)
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=live.device)
-            buffer = self._buffer.narrow(0, 0, live.numel())
-            to, source = ((buffer, held), (held, live), (live, buffer))[copy]
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=device_bytes.device)
+            buffer = self._buffer.narrow(0, 0, device_bytes.numel())
+            to, source = ((buffer, host_bytes), (host_bytes, device_bytes), (device_bytes, buffer))[copy]
             to.copy_(source, non_blocking=True)
-            self._done += 1
+            self._copies_done += 1
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:

@@ -62,11 +62,11 @@ class Part:
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
         """Starts copying the storages to host memory, unless offloaded; the device copy stays until `end_offload`."""
-        return 0 if self.away else self._take(tensors)
+        return 0 if self.away else self._start_offload(tensors)
 
     def end_offload(self) -> None:
         """Waits for the copies to host memory and frees the device memory."""
-        self._settle()
+        self._wait_for_copies()
         self.away = True
         for storage, _, _ in self._storages.values():
             if storage.nbytes():
@@ -93,18 +93,18 @@ class Part:
 
     def end_onload(self) -> None:
         """Waits until the storages are on the device."""
-        self._settle()
+        self._wait_for_copies()
         self.away = False
 
     def held(self, tensor: Tensor) -> Tensor | None:
         """Returns the tensor's values in host memory, with the same shape and strides; None if not offloaded here."""
-        known = self._storages.get(tensor.untyped_storage()._cdata)
-        if not self.away or self._host is None or known is None:
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        if not self.away or self._host is None or entry is None:
             return None
-        _, _, at = known
-        offset = at // tensor.itemsize + tensor.storage_offset()
-        there = self._host.flat.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(there, offset, tensor.shape, tensor.stride())
+        _, _, host_offset = entry
+        offset = host_offset // tensor.itemsize + tensor.storage_offset()
+        host_storage = self._host.flat.untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(host_storage, offset, tensor.shape, tensor.stride())
 
     def rest(self) -> None:
         """Marks tensors returned by `held` as unused from now on."""
@@ -122,7 +122,7 @@ class Part:
         """Drops the storages, so that offloaded contents never return. The host memory serves the next storages."""
         self._storages, self.away = {}, False
 
-    def _take(self, tensors: Iterable[Tensor]) -> int:
+    def _start_offload(self, tensors: Iterable[Tensor]) -> int:
         self._storages, size = {}, 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -143,22 +143,22 @@ class Part:
         So the link's two directions run independently of each other and of unrelated kernels on the current stream.
         """
         if self._device.type == "cpu":
-            return self._copies(host, back=back)
+            return self._copy_storages(host, back=back)
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return self._copies(host, back=back)
+            return self._copy_storages(host, back=back)
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Waits for the copies, so that device memory can be freed and host memory read."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._stream.synchronize()
 
-    def _copies(self, host: HostMemory, *, back: bool) -> int:
+    def _copy_storages(self, host: HostMemory, *, back: bool) -> int:
         for storage, size, at in self._storages.values():
-            there, here = host.flat.narrow(0, at, size), self._bytes(storage)
-            to, source = (here, there) if back else (there, here)
+            host_bytes, device_bytes = host.flat.narrow(0, at, size), self._bytes(storage)
+            to, source = (device_bytes, host_bytes) if back else (host_bytes, device_bytes)
             to.copy_(source, non_blocking=True)
             host.rest()
         return sum(size for _, size, _ in self._storages.values())
@@ -210,7 +210,7 @@ class Resident:
 
     def offload(self, parts: Iterable[str]) -> int:
         """Moves parts off the device and returns the bytes copied to host memory; no-op for offloaded parts."""
-        copied = sum(self._parts[name].offload(self._own(name)) for name in parts)
+        copied = sum(self._parts[name].offload(self._exclusive_tensors(name)) for name in parts)
         give_back(self.device)
         return copied
 
@@ -231,8 +231,8 @@ class Resident:
 
     def held(self, tensor: Tensor) -> Tensor:
         """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded."""
-        if self.streamed and (there := self.streamed.held(tensor)) is not None:
-            return there
+        if self.streamed and (values := self.streamed.held(tensor)) is not None:
+            return values
         for part in self._parts.values():
             if (held := part.held(tensor)) is not None:
                 return held
@@ -249,18 +249,18 @@ class Resident:
         """Drops a part's storages, so that new tensors can be created."""
         self._parts[part].forget()
 
-    def _own(self, part: str) -> Iterator[Tensor]:
+    def _exclusive_tensors(self, part: str) -> Iterator[Tensor]:
         """Yields a part's tensors on the device, except storages of earlier parts."""
-        before: set[int] = set()
+        earlier: set[int] = set()
         for name, tensors in self._tensors.items():
             if name == part:
                 yield from (
                     t
                     for t in tensors()
-                    if t.device.type == self.device.type and t.untyped_storage()._cdata not in before
+                    if t.device.type == self.device.type and t.untyped_storage()._cdata not in earlier
                 )
                 return
-            before.update(t.untyped_storage()._cdata for t in tensors())
+            earlier.update(t.untyped_storage()._cdata for t in tensors())
 
 
 def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:

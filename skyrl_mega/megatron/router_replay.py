@@ -72,12 +72,12 @@ class RouterReplay:
         for layer in layers:
             router = getattr(layer.mlp, "router", None)
             if isinstance(router, TopKRouter):
-                router.router_replay = _Choice(self, self._place(router))
-                layer.register_forward_pre_hook(partial(self._enter, self._place(layer)), with_kwargs=True)
-                layer.register_forward_hook(partial(self._leave, self._place(layer)))
-                router.register_forward_hook(partial(self._look, self._place(layer)))
+                router.router_replay = _ReplayHook(self, self._moe_index(router))
+                layer.register_forward_pre_hook(partial(self._enter, self._moe_index(layer)), with_kwargs=True)
+                layer.register_forward_hook(partial(self._leave, self._moe_index(layer)))
+                router.register_forward_hook(partial(self._check_output, self._moe_index(layer)))
 
-    def _place(self, module: Any) -> int:
+    def _moe_index(self, module: Any) -> int:
         """Returns the index of a layer or router among the MoE layers; megatron-core numbers all layers from 1."""
         return self.shape.layers.index(module.layer_number - 1)
 
@@ -116,14 +116,14 @@ class RouterReplay:
             expected[predicts] = batch[COLUMN][micro.source[predicts] - 1]
         assert micro.row.position_L is not None
         micro.row.routes = RowRoutes(
-            routes=self._seen(routes),
-            expected=self._seen(expected),
-            read=self._seen(micro.read),
-            position=self._seen(micro.row.position_L),
-            recorded=self._seen(none).clone() if self.recording else None,
+            routes=self._local_share(routes),
+            expected=self._local_share(expected),
+            read=self._local_share(micro.read),
+            position=self._local_share(micro.row.position_L),
+            recorded=self._local_share(none).clone() if self.recording else None,
         )
 
-    def _seen(self, values: Tensor) -> Tensor:
+    def _local_share(self, values: Tensor) -> Tensor:
         """Returns the part of a row seen by this rank's routers: an equal share under sequence parallelism."""
         return values.chunk(self.tensor)[mpu.get_tensor_model_parallel_rank()] if self.tensor > 1 else values
 
@@ -137,13 +137,13 @@ class RouterReplay:
             return
         for micro, row in zip(micros, (p.row.routes for p in packed), strict=True):
             if row is not None and row.recorded is not None:
-                there = row.read >= 0
+                is_token = row.read >= 0
                 routes = torch.zeros(len(micro.tokens), *row.recorded.shape[1:], dtype=self.dtype)
-                routes[row.read[there].cpu()] = row.recorded[there].cpu()
+                routes[row.read[is_token].cpu()] = row.recorded[is_token].cpu()
                 micro.add(COLUMN, Column(routes, "input"))
         dist.all_reduce(self.counts)
         if int(self.counts[:, Count._fields.index("wrong")].sum()):
-            raise WrongRoutes(self._complaint())
+            raise WrongRoutes(self._error_message())
 
     def metrics(self) -> dict[str, float]:
         """Returns sums over the finished pass, by names of `Count` and layer; {} if nothing was to be replayed."""
@@ -156,19 +156,19 @@ class RouterReplay:
             for name, count in zip(Count._fields, row, strict=True)
         }
 
-    def _complaint(self) -> str:
+    def _error_message(self) -> str:
         """Returns an error message about the first wrong token, gathered from all ranks. Called only after an error."""
-        told: list[Any] = [None] * dist.get_world_size()
-        mine = [(place, row) for place, row in enumerate(self.first.tolist()) if row[0] >= 0]
-        dist.all_gather_object(told, mine)
+        per_rank: list[Any] = [None] * dist.get_world_size()
+        local = [(place, row) for place, row in enumerate(self.first.tolist()) if row[0] >= 0]
+        dist.all_gather_object(per_rank, local)
         wrong = self.counts[:, Count._fields.index("wrong")].tolist()
-        if not any(told):
+        if not any(per_rank):
             layers = [layer for layer, count in zip(self.shape.layers, wrong, strict=True) if count]
             return (
                 f"router replay: the routers of layers {layers} ran without the routes of their tokens, as those do "
                 "that are computed again without their layers"
             )
-        place, (position, *row) = min(found for rank in told for found in rank)
+        place, (position, *row) = min(entry for rank in per_rank for entry in rank)
         expected, chosen = row[: self.shape.per_token], row[self.shape.per_token :]
         return (
             f"router replay: {sum(wrong)} tokens went to other experts than their routes say; first in layer "
@@ -186,29 +186,29 @@ class RouterReplay:
     def _leave(self, place: int, *_: Any) -> None:
         self.rows[place] = None
 
-    def choose(self, place: int, scores: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def choose(self, place: int, scores: Tensor, own_choice: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns scores and indices of the experts to use, [L, K] each.
 
         Args:
             place: Index of the MoE layer.
             scores: [L, E], the router's scores for choosing.
-            own: The router's own choice.
+            own_choice: The router's own choice.
         """
         row = self.rows[place]
         if row is None:
-            return own
-        chosen = own[1]
+            return own_choice
+        chosen = own_choice[1]
         if row.recorded is not None:
             row.recorded[:, place] = (chosen + 1).to(self.dtype)
-        wanted = row.routes[:, place].long() - 1
-        there = wanted[:, :1] >= 0
-        differs = there[:, 0] & (wanted.sort(-1).values != chosen.sort(-1).values).any(-1)
-        seen = torch.stack([row.read >= 0, there[:, 0], differs, torch.zeros_like(differs)])
+        routed = row.routes[:, place].long() - 1
+        has_route = routed[:, :1] >= 0
+        differs = has_route[:, 0] & (routed.sort(-1).values != chosen.sort(-1).values).any(-1)
+        seen = torch.stack([row.read >= 0, has_route[:, 0], differs, torch.zeros_like(differs)])
         self.counts[place] += seen.sum(1)
-        used = torch.where(there, wanted, chosen)
-        return scores.gather(1, used), used
+        chosen_experts = torch.where(has_route, routed, chosen)
+        return scores.gather(1, chosen_experts), chosen_experts
 
-    def _look(self, place: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
+    def _check_output(self, place: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
         """Compares a router's output, a map [L, E], with the expected routes; without a row all tokens are wrong."""
         row = self.rows[place]
         if row is None:
@@ -216,16 +216,18 @@ class RouterReplay:
                 self.counts[place, Count._fields.index("wrong")] += len(output[1])
             return
         chosen, wanted = output[1], row.expected[:, place].long()
-        there = wanted[:, 0] > 0
+        has_route = wanted[:, 0] > 0
         right = chosen.gather(1, (wanted - 1).clamp(min=0)).all(1) & (chosen.sum(1) == self.shape.per_token)
-        wrong = torch.where(there, ~right, row.routes[:, place, 0] > 0)
+        wrong = torch.where(has_route, ~right, row.routes[:, place, 0] > 0)
         self.counts[place, Count._fields.index("wrong")] += wrong.sum()
-        at = wrong.int().argmax(0, keepdim=True)  # a tensor of one element, so that the host does not wait
-        found = torch.cat([part.index_select(0, at).view(-1).long() for part in (row.position, wanted, chosen)])
-        self.first[place] = torch.where(wrong.any() & (self.first[place, 0] < 0), found, self.first[place])
+        first_index = wrong.int().argmax(0, keepdim=True)  # a tensor of one element, so that the host does not wait
+        first_wrong = torch.cat(
+            [part.index_select(0, first_index).view(-1).long() for part in (row.position, wanted, chosen)]
+        )
+        self.first[place] = torch.where(wrong.any() & (self.first[place, 0] < 0), first_wrong, self.first[place])
 
 
-class _Choice:
+class _ReplayHook:
     """The object that megatron-core's router calls instead of the built-in top-k.
 
     Replaces megatron-core's `RouterReplay`, which replays all tokens or none, and relies on the order of micro-batches
@@ -239,5 +241,5 @@ class _Choice:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
         """Chooses experts; the method name is megatron-core's."""
-        own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self.replay.choose(self.place, scores, own)
+        own_choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.replay.choose(self.place, scores, own_choice)

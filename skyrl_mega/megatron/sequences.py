@@ -109,8 +109,8 @@ class Sequences:
         counts = self["weights"] != 0
         if TRAJECTORY in self:
             trajectories, number = torch.unique(self[TRAJECTORY][counts], return_inverse=True)
-            found = torch.zeros(len(self.tokens), dtype=torch.int64).masked_scatter(counts, number)
-            return found, len(trajectories)
+            answer = torch.zeros(len(self.tokens), dtype=torch.int64).masked_scatter(counts, number)
+            return answer, len(trajectories)
         begins = counts.clone()
         begins[1:] &= ~counts[:-1]
         first = self.starts[self.lengths > 0]

@@ -54,39 +54,39 @@ class StreamedPart:
         for piece in self.pieces:
             allocate(part.optimizer, [master for _, master in piece.weights])
             piece.part.offload(piece.tensors(part.optimizer))
-        changed: Any = part
-        changed.optimizer.step = self.step
-        changed._copy_main_params_to_model_params = self.to_model
-        changed._copy_model_params_to_main_params = self.from_model
+        patched: Any = part
+        patched.optimizer.step = self.step
+        patched._copy_main_params_to_model_params = self.to_model
+        patched._copy_model_params_to_main_params = self.from_model
         self._stepped = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Takes one step of every weight and updates the model's weights."""
         groups = self.part.optimizer.param_groups
-        whole = [(group["params"], group.get("step")) for group in groups]
+        saved_groups = [(group["params"], group.get("step")) for group in groups]
         try:
-            with closing(self._through()) as pieces:
+            with closing(self._pieces_on_device()) as pieces:
                 for piece in pieces:
-                    self._take_back(whole)
-                    for group, own in zip(groups, self._by_group(piece), strict=True):
-                        group["params"] = own
+                    self._restore_step_counts(saved_groups)
+                    for group, group_params in zip(groups, self._by_group(piece), strict=True):
+                        group["params"] = group_params
                     self._inner_step(closure)
                     self._to_model(piece)
             if any("step" in group for group in groups):  # Transformer Engine counts calls; all pieces are one step
-                for group, (_, count) in zip(groups, whole, strict=True):
+                for group, (_, count) in zip(groups, saved_groups, strict=True):
                     group["step"] = (count or 0) + 1
         except BaseException:
-            self._take_back(whole)
+            self._restore_step_counts(saved_groups)
             raise
         finally:
-            for group, (params, _) in zip(groups, whole, strict=True):
+            for group, (params, _) in zip(groups, saved_groups, strict=True):
                 group["params"] = params
         self._stepped = True
 
-    def _take_back(self, whole: Sequence[tuple[Any, int | None]]) -> None:
+    def _restore_step_counts(self, saved_groups: Sequence[tuple[Any, int | None]]) -> None:
         """Restores the step counts of all groups."""
-        for group, (_, count) in zip(self.part.optimizer.param_groups, whole, strict=True):
+        for group, (_, count) in zip(self.part.optimizer.param_groups, saved_groups, strict=True):
             if count is None:
                 group.pop("step", None)
             else:
@@ -95,7 +95,7 @@ class StreamedPart:
     def to_model(self) -> None:
         """Copies masters into the model's weights; no-op after a step, which already did so."""
         if not self._stepped:
-            with closing(self._through()) as pieces:
+            with closing(self._pieces_on_device()) as pieces:
                 for piece in pieces:
                     self._to_model(piece)
         self._stepped = False
@@ -104,7 +104,7 @@ class StreamedPart:
     def from_model(self, state_dict: Any = None) -> None:
         """Copies the model's weights into the masters."""
         assert state_dict is None, "weights come from the model alone"
-        with closing(self._through()) as pieces:
+        with closing(self._pieces_on_device()) as pieces:
             for p, master in (pair for piece in pieces for pair in piece.weights):
                 if not _same_memory(p, master):
                     master.copy_(self._run(p))
@@ -117,33 +117,33 @@ class StreamedPart:
 
     def _by_group(self, piece: Piece) -> list[list[Tensor]]:
         """Returns the piece's masters by the optimizer's groups."""
-        found: list[list[Tensor]] = [[] for _ in self.part.optimizer.param_groups]
+        by_group: list[list[Tensor]] = [[] for _ in self.part.optimizer.param_groups]
         for _, master in piece.weights:
-            found[self._group_of[id(master)]].append(master)
-        return found
+            by_group[self._group_of[id(master)]].append(master)
+        return by_group
 
     def _run(self, p: Tensor) -> Tensor:
         """Returns this rank's run of a parameter, [n]."""
         run = self.part._get_model_param_range_map(p)["param"]
         return p.detach().view(-1)[run.start : run.end]
 
-    def _through(self) -> Generator[Piece, None, None]:
+    def _pieces_on_device(self) -> Generator[Piece, None, None]:
         """Yields each piece while on the device. On any exit, all pieces end up in host memory."""
-        before: Piece | None = None
+        previous: Piece | None = None
         try:
             if self.pieces:
                 self.pieces[0].part.begin_onload()
-            for piece, after in zip(self.pieces, [*self.pieces[1:], None], strict=True):
-                if after:
-                    after.part.begin_onload()
+            for piece, following in zip(self.pieces, [*self.pieces[1:], None], strict=True):
+                if following:
+                    following.part.begin_onload()
                 piece.part.end_onload()
                 yield piece
                 piece.part.begin_offload(piece.tensors(self.part.optimizer))
-                if before:
-                    before.part.end_offload()
-                before = piece
-            if before:
-                before.part.end_offload()
+                if previous:
+                    previous.part.end_offload()
+                previous = piece
+            if previous:
+                previous.part.end_offload()
         except BaseException:  # the loop over the pieces failed
             for piece in self.pieces:
                 piece.part.offload(piece.tensors(self.part.optimizer))
@@ -164,19 +164,19 @@ class StreamedOptimizer:
 
     def held(self, tensor: Tensor) -> Tensor | None:
         """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
-        return next((there for part in self._away() if (there := part.held(tensor)) is not None), None)
+        return next((values for part in self._storage_groups() if (values := part.held(tensor)) is not None), None)
 
     def rest(self) -> None:
         """Marks tensors returned by `held` as unused from now on."""
-        for part in self._away():
+        for part in self._storage_groups():
             part.rest()
 
     def close(self) -> None:
         """Frees the host memory; the optimizer is unusable afterwards."""
-        for part in self._away():
+        for part in self._storage_groups():
             part.close()
 
-    def _away(self) -> Iterator[Part]:
+    def _storage_groups(self) -> Iterator[Part]:
         return (piece.part for part in self.parts for piece in part.pieces)
 
 
@@ -185,12 +185,12 @@ def _cut(weights: Sequence[tuple[Tensor, Tensor]], size: int) -> Iterator[list[t
     piece: list[tuple[Tensor, Tensor]] = []
     total = 0
     for p, master in weights:
-        own = master.nbytes * (1 + len(MOMENTS))  # assumes three float32 tensors to move
-        if piece and total + own > size:
+        nbytes = master.nbytes * (1 + len(MOMENTS))  # assumes three float32 tensors to move
+        if piece and total + nbytes > size:
             yield piece
             piece, total = [], 0
         piece.append((p, master))
-        total += own
+        total += nbytes
     if piece:
         yield piece
 

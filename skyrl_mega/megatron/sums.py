@@ -20,12 +20,12 @@ def summed(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
     names = sorted(outputs[0])
     entries = [f"{n}.{i}" if outputs[0][n].ndim else n for n in names for i in range(outputs[0][n].numel())]
     table = torch.stack([torch.cat([o[n].float().reshape(-1) for n in names]) for o in outputs])
-    peaks = torch.tensor([n.endswith("_max") for n in entries], device=table.device)
-    sums, tops = table.sum(0), table.amax(0)
+    is_maximum = torch.tensor([n.endswith("_max") for n in entries], device=table.device)
+    sums, maxima = table.sum(0), table.amax(0)
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(sums, group=group)
-    dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
-    return dict(zip(entries, tops.where(peaks, sums).tolist(), strict=True))
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    return dict(zip(entries, maxima.where(is_maximum, sums).tolist(), strict=True))
 
 
 def scalars(metrics: dict[str, float]) -> dict[str, float]:

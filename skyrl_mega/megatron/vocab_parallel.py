@@ -51,12 +51,12 @@ def vocab_parallel_logprobs(
         squares_T, without a gradient.
     """
     if chunk is None:
-        told: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}
-        return fused_logprobs(hidden_TH, weight_vH, targets_T, **told)
-    found: tuple[Tensor, ...] = _LogProbs.apply(
+        settings: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}
+        return fused_logprobs(hidden_TH, weight_vH, targets_T, **settings)
+    outputs: tuple[Tensor, ...] = _LogProbs.apply(
         hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group, squares
     )
-    return found
+    return outputs
 
 
 class _LogProbs(torch.autograd.Function):

@@ -126,8 +126,10 @@ class ModelWorker:
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Creates a new optimizer and schedule, with zero moments. Master weights come from the model; masters of FP8
         parameters, which are rounded, come from the previous optimizer."""
-        away = self.resident.away & {"optimizer"}
-        exact = Masters(self.optimizer, self.params, self.resident.held).copies() if hasattr(self, "optimizer") else {}
+        offloaded = self.resident.away & {"optimizer"}
+        fp8_masters = (
+            Masters(self.optimizer, self.params, self.resident.held).copies() if hasattr(self, "optimizer") else {}
+        )
         self.resident.forget("optimizer")
         if self.resident.streamed:
             self.resident.streamed.close()
@@ -136,13 +138,13 @@ class ModelWorker:
             del self.optimizer, self.schedule  # memory does not fit two
         with self.resident.brought("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
-            Masters(self.optimizer, self.params).restore(exact)
+            Masters(self.optimizer, self.params).restore(fp8_masters)
             if config.streamed:
                 self.resident.streamed = StreamedOptimizer(self.optimizer, self.device, OPTIMIZER_PIECE)
         self.schedule = build_schedule(config, self.optimizer)
         self.from_zero = config.warmup_from_zero
-        if away:
-            self.resident.offload(away)
+        if offloaded:
+            self.resident.offload(offloaded)
 
     def load(self, path: Path) -> None:
         """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors.
@@ -151,7 +153,7 @@ class ModelWorker:
         one.
         """
         with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
-            self._whole()
+            self._gather_policy_weights()
             fp8_parameters.load(
                 path,
                 self.shard,
@@ -164,13 +166,13 @@ class ModelWorker:
     def weights(self) -> dict[str, Tensor]:
         """Returns this rank's parameters for the sync (`fp8_parameters.on_the_wire`). A collective after an optimizer
         step."""
-        self._whole()
+        self._gather_policy_weights()
         return fp8_parameters.on_the_wire(self.params)
 
     def keep_reference(self, path: Path) -> None:
         """Keeps other weights in host memory, for `logprobs(reference=True)`."""
         with self.resident.brought("parameters"):
-            self._whole()
+            self._gather_policy_weights()
             reference = Reference(fp8_parameters.memory(self.params.values(), fp8_parameters.FORWARD))
             with torch.no_grad(), reference.swapped():
                 fp8_parameters.load(path, self.shard, self.params)
@@ -182,7 +184,7 @@ class ModelWorker:
         parts = expanded(parts)
         leaving = {*parts} - self.resident.away
         if "parameters" in leaving:
-            self._whole()
+            self._gather_policy_weights()
         if "gradients" in leaving:
             self.optimizer.zero_grad()  # the optimizer's shards view or copy the gradients
         return self.resident.offload(parts)  # including half-loaded parts
@@ -191,9 +193,8 @@ class ModelWorker:
         """Moves parts back to the device: gradients as zeros, other parts bit by bit. Returns the bytes copied."""
         return self.resident.onload(expanded(parts))
 
-    def _own(self) -> None:
-        """Restores the policy's weights if a swap with the reference was interrupted. Call before reading or writing
-        weights.
+    def _restore_policy_weights(self) -> None:
+        """Restores the policy's weights after an interrupted swap. Call before reading or writing weights.
 
         Raises:
             Parked: The weights are not on the device.
@@ -202,12 +203,12 @@ class ModelWorker:
         if self._reference is not None:
             self._reference.put_back()
 
-    def _whole(self) -> None:
-        """Calls `_own` and finishes a pending gather of the weights. A collective after an optimizer step."""
-        self._own()
+    def _gather_policy_weights(self) -> None:
+        """Restores the policy's weights and finishes a pending gather. A collective after an optimizer step."""
+        self._restore_policy_weights()
         gathered(self.chunks)
 
-    def _weights(self, reference: bool) -> AbstractContextManager[None]:
+    def _active_weights(self, reference: bool) -> AbstractContextManager[None]:
         """Returns a context for computing with the reference's weights, or with the policy's."""
         if not reference:
             return nullcontext()
@@ -227,7 +228,7 @@ class ModelWorker:
         returns a tuple per micro-batch, other stages None. With `policy.moe.replay: policy` the routes of this rank's
         routers are added to the micro-batches for later passes; a reference routes by itself.
         """
-        self._own()
+        self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
 
@@ -236,18 +237,18 @@ class ModelWorker:
 
         recording = self.policy.moe.replay == "policy"
         mode = self.replay.mode(off=reference, recording=recording) if self.replay else nullcontext()
-        with self._weights(reference), mode:
-            found = self._per_token(micros, read)
-        return None if found is None else [tuple(of_micro) for of_micro in found]
+        with self._active_weights(reference), mode:
+            results = self._per_token(micros, read)
+        return None if results is None else [tuple(per_token) for per_token in results]
 
     def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
         """Returns a critic's value of the state before every token, float32 [T] each in host memory; 0 as in
         `logprobs`. The last pipeline stage returns a tensor per micro-batch, other stages None."""
-        self._own()
+        self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
-        found = self._per_token(micros, lambda *of: (values_of(*of),))
-        return None if found is None else [values for (values,) in found]
+        results = self._per_token(micros, lambda *of: (values_of(*of),))
+        return None if results is None else [values for (values,) in results]
 
     def _per_token(
         self, micros: Sequence[Sequences], read: Callable[[Any, Tensor, MicroBatch], tuple[Tensor, ...]]
@@ -256,10 +257,10 @@ class ModelWorker:
         stage."""
 
         def report(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            found = torch.stack(read(model, hidden, micro))
-            placed = torch.zeros(len(found), tokens, device=self.device)
-            known = micro.source >= 0
-            placed[:, micro.source[known]] = found[:, known]
+            results = torch.stack(read(model, hidden, micro))
+            placed = torch.zeros(len(results), tokens, device=self.device)
+            predicted = micro.source >= 0
+            placed[:, micro.source[predicted]] = results[:, predicted]
             return placed.new_zeros(()), {"placed": placed}
 
         with torch.no_grad():
@@ -281,14 +282,14 @@ class ModelWorker:
         the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
         """
         self.resident.need(*POLICY)
-        self._own()
+        self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.balance:
-            with torch.no_grad(), self.balance.counted(self.chunks[0].config.num_moe_experts, self.device):
-                self._run(micros, _nothing, forward_only=True)
+            with torch.no_grad(), self.balance.counting_choices(self.chunks[0].config.num_moe_experts, self.device):
+                self._run(micros, _no_loss, forward_only=True)
         metrics = summed(self._run(micros, self._compute(objective, temperature), forward_only=False))
         if self.balance:
             balance = self.balance.value()
@@ -318,7 +319,7 @@ class ModelWorker:
         self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
     ) -> dict[str, float]:
         """Returns the metrics of `train` available before the backward pass, without training."""
-        self._own()
+        self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -352,8 +353,8 @@ class ModelWorker:
         def loss(
             model: Any, micro: MicroBatch, tokens: int, hidden: Tensor
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            value, kept = finish(model, micro, tokens, hidden)
-            return value, torch.zeros((), dtype=torch.int, device=self.device), kept
+            value, reported = finish(model, micro, tokens, hidden)
+            return value, torch.zeros((), dtype=torch.int, device=self.device), reported
 
         def step(data: Iterator[tuple[MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             micro, tokens = next(data)
@@ -410,14 +411,14 @@ class ModelWorker:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
         memory."""
         if "parameters" not in self.resident.away:
-            self._whole()
+            self._gather_policy_weights()
         checkpoint.save(folder, self._trained())
         self.resident.rest()
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in any layout."""
         with self.resident.brought("parameters", "optimizer"):
-            self._whole()
+            self._gather_policy_weights()
             checkpoint.load(folder, self._trained())
         self.resident.rest()
 
@@ -438,10 +439,10 @@ class ModelWorker:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.brought("parameters"):
-            self._whole()
+            self._gather_policy_weights()
             files.save(path, source, layout, fp8_parameters.plain(self.params))
 
 
-def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _no_loss(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Finishes a forward pass without a loss, run only for side effects of the layers."""
     return hidden.new_zeros(()), {}

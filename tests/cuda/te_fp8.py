@@ -125,7 +125,7 @@ def go(case: Case) -> Answer:
             watch.look(f"step {step}")
         worker.keep_reference(case.folder / "other")
         watch.look("reference kept")
-        with worker._weights(reference=True):
+        with worker._active_weights(reference=True):
             watch.look("reference", deep=False)
         watch.look("reference gone")
         watch.park()

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from skyrl_mega.megatron import activation_offload
-from skyrl_mega.megatron.activation_offload import Pages, Pass, offload, spread
+from skyrl_mega.megatron.activation_offload import LayerPass, Pages, offload, spread
 from skyrl_mega.megatron.host_memory import HostMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -182,27 +182,27 @@ def test_passes_in_any_order_give_the_same_gradients(device: torch.device, seed:
                 assert torch.equal(found, plain)
     assert model.equal()
     waiting.clear()
-    if model.pages.leaving is not None:
-        model.pages.leaving.be_gone()
+    if model.pages.newest_pass is not None:
+        model.pages.newest_pass.free_device_memory()
     assert len(model.pages.free) == model.pages.count, "a page waits for Python's garbage collection, or is lost"
 
 
 def test_memory_that_is_let_go_of_too_early_is_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the stand-in sees what a GPU would do."""
-    own = Pass.be_gone
+    own = LayerPass.free_device_memory
 
-    def careless(self: Pass) -> None:
+    def careless(self: LayerPass) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Pages, "wait", lambda *_: None)
             own(self)
 
-    monkeypatch.setattr(Pass, "be_gone", careless)
+    monkeypatch.setattr(LayerPass, "free_device_memory", careless)
     with pytest.raises(AssertionError, match="it was let go of before it was copied"):
         Model(1, 4, 4, cuda).both(0, 64)[0].backward()
 
 
 def test_memory_that_is_read_before_it_is_back_is_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pass, "be_back", Pass.come)
+    monkeypatch.setattr(LayerPass, "wait_reloaded", LayerPass.start_reload)
     model = Model(1, 4, 4, cuda)
     for loss in model.both(0, 64):
         loss.backward()

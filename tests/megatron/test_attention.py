@@ -38,7 +38,7 @@ def both_ways(rank: int, address: str, ranks: int) -> Any:
     for kernel in (False, True):
         with (
             mock.patch.object(layer_spec, "varlen_attn", one_by_one),
-            mock.patch.object(layer_spec, "_takes_varlen", return_value=kernel),
+            mock.patch.object(layer_spec, "_can_use_varlen", return_value=kernel),
         ):
             out = attention(q, k, v, None, packed_seq_params=row)
         weights = torch.arange(out.numel()).view(out.shape).sin()

@@ -242,7 +242,7 @@ def looked_at(device: str) -> RouterReplay:
             replay.rows = [row]
             replay.counts.zero_()
             replay.choose(0, scores, (scores[:, :2], chosen))
-            replay._look(0, None, None, (scores, went))
+            replay._check_output(0, None, None, (scores, went))
     return replay
 
 
