@@ -203,7 +203,7 @@ def _optimizers(rank: ModelWorker) -> list[torch.optim.Optimizer]:
     from skyrl_mega.megatron import moments
 
     assert rank.optimizer is not None
-    return [part.optimizer for part in moments.parts(rank.optimizer)]
+    return [part.optimizer for part in moments.inner_optimizers(rank.optimizer)]
 
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:

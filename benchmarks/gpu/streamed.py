@@ -67,8 +67,8 @@ def _state(rank: ModelWorker) -> list[Any]:
 
     return [
         (master, *(part.optimizer.state[master][kind] for kind in moments.MOMENTS))
-        for part in moments.parts(rank.optimizer)
-        for p, master in moments.masters(part)
+        for part in moments.inner_optimizers(rank.optimizer)
+        for p, master in moments.master_weights(part)
         if p.dtype != torch.float32
     ]
 

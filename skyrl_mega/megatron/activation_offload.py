@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from skyrl_mega.megatron.fp8_parameters import memory
+from skyrl_mega.megatron.fp8_parameters import storage_tensors
 from skyrl_mega.megatron.host_memory import HostMemory
 
 ALIGNMENT = 512
@@ -125,10 +125,10 @@ class PageRange:
             yield self.pages[index].flat.narrow(0, start, length), done
             done += length
 
-    def rest(self) -> None:
-        """Marks the pages as unused for now; see `HostMemory.rest`."""
+    def release_pages(self) -> None:
+        """Marks the pages as unused for now; see `HostMemory.release_pages`."""
         for page in self.pages:
-            page.rest()
+            page.release_pages()
 
 
 @dataclass(eq=False)
@@ -224,7 +224,7 @@ class LayerPass:
                 saved.page_range, source = page_range, saved.bytes()
                 for piece, done in page_range.pieces(saved.host_offset, saved.size):
                     piece.copy_(source.narrow(0, done, len(piece)), non_blocking=True)
-        page_range.rest()
+        page_range.release_pages()
         self._copies_done = self.pages.record_copies()
         self._moved_refs = [weakref.ref(saved) for saved in self._offloading]
 
@@ -252,7 +252,7 @@ class LayerPass:
                 for piece, done in saved.page_range.pieces(saved.host_offset, saved.size):
                     destination.narrow(0, done, len(piece)).copy_(piece, non_blocking=True)
         for page_range in {saved.page_range for saved in alive if saved.page_range is not None}:
-            page_range.rest()
+            page_range.release_pages()
         self._copies_done = self.pages.record_copies()
 
     def wait_reloaded(self) -> None:
@@ -335,7 +335,7 @@ def _restored(kept: Tensor | SavedView) -> Tensor:
 
 def _weights(layer: torch.nn.Module) -> Iterator[Any]:
     """Yields a layer's own memory: parameters, and the FP8 copies kept by Transformer Engine between passes."""
-    yield from memory(layer.parameters())
+    yield from storage_tensors(layer.parameters())
     for module in layer.modules():
         for copy in getattr(module, "_fp8_workspaces", {}).values():
             yield from copy.get_data_tensors() if hasattr(copy, "get_data_tensors") else [copy]

@@ -36,8 +36,8 @@ from skyrl_mega.hf_checkpoint.box_files import (
     write_boxes,
 )
 from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
-from skyrl_mega.megatron.model import gather
-from skyrl_mega.megatron.moments import allocate_moments, masters, parts, set_step
+from skyrl_mega.megatron.model import gather_parameters
+from skyrl_mega.megatron.moments import allocate_moments, inner_optimizers, master_weights, set_step
 from skyrl_mega.models import dist_checkpoint, huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.box import Shard
@@ -62,7 +62,7 @@ class RankState:
     """Megatron's data-parallel model chunks with these parameters."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
-    held: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
     """Returns a tensor with the same values to read from: on the device, or in host memory (`megatron.residency`)."""
 
     @property
@@ -121,9 +121,9 @@ def load(folder: Path, state: RankState) -> None:
     if not all(compared for *_, compared in answers):
         _on_all_ranks(lambda: check_entries(_share(folder)))
     step, schedule, _ = answers[state.rank]
-    for inner in parts(state.optimizer):
+    for inner in inner_optimizers(state.optimizer):
         inner._copy_main_params_to_model_params()
-    gather(state.chunks)
+    gather_parameters(state.chunks)
     state.schedule.num_steps = 0  # load_state_dict adds to the present count
     state.schedule.load_state_dict(schedule)
     set_step(state.optimizer, step)
@@ -176,11 +176,11 @@ def _owned(state: RankState) -> dict[str, _OwnedRun]:
     allocate_moments(state.optimizer)
     names = {id(p): name for name, p in state.params.items()}
     owned = {}
-    for inner in parts(state.optimizer):
-        for p, master in masters(inner):
+    for inner in inner_optimizers(state.optimizer):
+        for p, master in master_weights(inner):
             run, adam = inner._get_model_param_range_map(p)["param"], inner.optimizer.state[master]
             kinds = {MASTER: master, EXP_AVG: adam["exp_avg"], EXP_AVG_SQ: adam["exp_avg_sq"]}
-            values = {kind: state.held(t.detach()) for kind, t in kinds.items()}
+            values = {kind: state.readable(t.detach()) for kind, t in kinds.items()}
             owned[names[id(p)]] = _OwnedRun((run.start, run.end), values)
     return owned
 
@@ -192,17 +192,17 @@ def _frozen(state: RankState) -> dict[str, Run]:
 
 def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[str, _OwnedRun]) -> list[Part]:
     """Returns each piece as a view of this rank's memory."""
-    parts = []
+    inner_optimizers = []
     for piece in pieces:
         if held := owned.get(piece.param):
             state, first = held.state, held.run[0]
         else:
-            state, first = {WEIGHT: rank_state.held(rank_state.params[piece.param].detach()).view(-1)}, 0
+            state, first = {WEIGHT: rank_state.readable(rank_state.params[piece.param].detach()).view(-1)}, 0
         steps = strides(rank_state.shard.params[piece.param])[-len(piece.box.shape) :]
         for kind, flat in state.items():
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)
-            parts.append(Part(piece.tensor, piece.box, kind, values))
-    return parts
+            inner_optimizers.append(Part(piece.tensor, piece.box, kind, values))
+    return inner_optimizers
 
 
 def _on_all_ranks(do: Callable[[], Answer]) -> list[Answer]:

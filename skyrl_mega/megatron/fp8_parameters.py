@@ -22,8 +22,8 @@ from torch import Tensor
 
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.kernels.block_fp8 import BLOCK
-from skyrl_mega.megatron.model import gather
-from skyrl_mega.megatron.moments import masters, parts
+from skyrl_mega.megatron.model import gather_parameters
+from skyrl_mega.megatron.moments import inner_optimizers, master_weights
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.fp8.format import FP8, SUFFIX
 
@@ -36,7 +36,7 @@ FORWARD = ("_rowwise_data", "_rowwise_scale_inv")
 ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
 
 
-def memory(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL) -> Iterator[Tensor]:
+def storage_tensors(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL) -> Iterator[Tensor]:
     """Yields the tensors with the parameters' bytes; a parameter not in FP8 is yielded itself."""
     for p in params:
         if is_float8tensor(p):
@@ -45,7 +45,7 @@ def memory(params: Iterable[Tensor], attributes: tuple[str, ...] = ALL) -> Itera
             yield p
 
 
-def together(params: Iterable[Tensor]) -> None:
+def merge_storages(params: Iterable[Tensor]) -> None:
     """Moves the backward pass's numbers, and the scales of both passes, into one contiguous tensor each.
 
     The forward pass's numbers already lie in data parallelism's buffers. So a thousand experts are four copies to host
@@ -67,7 +67,7 @@ def together(params: Iterable[Tensor]) -> None:
             setattr(p, name, view.view(t.shape))
 
 
-def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def sync_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors for the weight sync by local name, without copying.
 
     A parameter in FP8 becomes E4M3 numbers [N, K] and float32 scales [⌈N/128⌉, ⌈K/128⌉]; other parameters stay
@@ -85,7 +85,7 @@ def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def plain(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dequantised_values(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the parameters' values in the dtype of the model; parameters in FP8 are copied to the host."""
     return {name: dequantised(p).cpu() if is_float8tensor(p) else p.data for name, p in params.items()}
 
@@ -137,9 +137,9 @@ def load(
     files.load(path, _part(shard, [n for n, p in params.items() if not is_float8tensor(p)]), params, optional)
     if optimizer is not None:
         optimizer.reload_model_params()
-    master_weights = Masters(optimizer, params) if optimizer is not None else None
+    master_weights = MasterWeights(optimizer, params) if optimizer is not None else None
     fp8 = {name: p for name, p in params.items() if is_float8tensor(p)}
-    for group in groups(fp8):
+    for group in batches(fp8):
         values = {n: torch.zeros(fp8[n].shape, dtype=fp8[n].dtype, device=fp8[n].device) for n in group}
         files.load(path, _part(shard, group), values)
         for name, loaded in values.items():
@@ -151,7 +151,7 @@ def load(
         master_weights.round(chunks)
 
 
-def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
+def batches(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
     """Yields the parameters' names in order, in groups of at most `PIECE` numbers or of one larger parameter."""
     group: list[Name] = []
     size = 0
@@ -178,7 +178,7 @@ def round_in_pieces(optimizer: MegatronOptimizer) -> None:
     all masters of a rank at once: an unplanned peak of 2 bytes per weight. Data-parallel ranks hold the same parameters
     in the same order, hence the same pieces.
     """
-    for part in parts(optimizer):
+    for part in inner_optimizers(optimizer):
         get_shards, copy_others = part._get_fp8_params_and_shard_fp32_from_fp8, part._copy_main_params_to_model_params
         if get_shards()[0]:
             part._get_fp8_params_and_shard_fp32_from_fp8 = lambda: ([], [], [])  # leaves nothing for `others` to round
@@ -188,29 +188,29 @@ def round_in_pieces(optimizer: MegatronOptimizer) -> None:
 def _round(part: Any, get_shards: Callable[[], Sequence[Any]], copy_others: Callable[[], None]) -> None:
     """Replaces `_copy_main_params_to_model_params` of a distributed optimizer."""
     entries = dict(enumerate(zip(*get_shards(), strict=True)))
-    for group in groups({number: p for number, (p, _, _) in entries.items()}):
+    for group in batches({number: p for number, (p, _, _) in entries.items()}):
         params, shards, starts = zip(*(entries[number] for number in group), strict=True)
         quantize_param_shard([*params], [*shards], [*starts], part.data_parallel_group)
     copy_others()
 
 
-class Masters:
+class MasterWeights:
     """The optimizer's float32 master weights of FP8 parameters, by local name: this rank's run of each."""
 
     def __init__(
         self,
         optimizer: MegatronOptimizer,
         params: Mapping[str, Tensor],
-        held: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Maps names to master weights. `held` returns the present location of a tensor's values
+        """Maps names to master weights. `readable` returns the present location of a tensor's values
         (`megatron.residency`)."""
         names = {id(p): name for name, p in params.items() if is_float8tensor(p)}
-        self._optimizer, self._held = optimizer, held
+        self._optimizer, self._readable = optimizer, readable
         self._runs = {
             names[id(p)]: (part._get_model_param_range_map(p)["param"], master)
-            for part in parts(optimizer)
-            for p, master in masters(part)
+            for part in inner_optimizers(optimizer)
+            for p, master in master_weights(part)
             if id(p) in names
         }
 
@@ -222,7 +222,7 @@ class Masters:
 
     def copies(self) -> dict[str, Tensor]:
         """Returns copies of all master weights in host memory."""
-        return {name: self._held(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
+        return {name: self._readable(master.detach()).to("cpu", copy=True) for name, (_, master) in self._runs.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
         """Copies the result of `copies` back into the master weights of the same names."""
@@ -231,6 +231,6 @@ class Masters:
 
     def round(self, chunks: Iterable[Any]) -> None:
         """Rounds the masters into the parameters and gathers the result, as after an optimizer step. A collective."""
-        for part in parts(self._optimizer):
+        for part in inner_optimizers(self._optimizer):
             part._copy_main_params_to_model_params()
-        gather(chunks)
+        gather_parameters(chunks)

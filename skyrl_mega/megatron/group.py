@@ -195,10 +195,10 @@ class TrainGroup:
 
     def _micro_batch_rows(self, batch: Sequences | Referred) -> Rows:
         """Returns the rows of each data-parallel rank's micro-batches."""
-        return dealt(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
+        return split_micro_batches(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
 
 
-def dealt(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> Rows:
+def split_micro_batches(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> Rows:
     """Splits a mini-batch into micro-batches of the data-parallel ranks.
 
     With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.

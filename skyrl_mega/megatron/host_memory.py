@@ -11,8 +11,8 @@ from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3
 MAPPED = 2**20
-"""Size in bytes from which blocks on a CPU are mapped one by one, after the first call of `give_back`. By default, the
-C library raises this threshold to the largest block freed so far and keeps smaller blocks."""
+"""Size in bytes from which blocks on a CPU are mapped one by one, after the first call of `release_cached_memory`. By
+default, the C library raises this threshold to the largest block freed so far and keeps smaller blocks."""
 
 
 class HostMemory:
@@ -21,7 +21,7 @@ class HostMemory:
     For a GPU the memory is page-locked (cudaHostRegister), because a GPU reads pageable memory at a tenth of the link's
     rate. torch's own pinned memory rounds sizes up to a power of two, up to twice the need of a large model. For a CPU
     device the memory is an unnamed file, with pages that count as process memory only between the first access and
-    `rest`. So state moved off the "device" really leaves the process.
+    `release_pages`. So state moved off the "device" really leaves the process.
 
     Args:
         size: Bytes.
@@ -45,7 +45,7 @@ class HostMemory:
             # cudaHostRegister returns an error code instead of raising.
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)))
 
-    def rest(self) -> None:
+    def release_pages(self) -> None:
         """Marks the memory as unused for now; the contents are kept."""
         if self._cpu:
             self._memory.madvise(mmap.MADV_DONTNEED)
@@ -56,7 +56,7 @@ class HostMemory:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())))
 
 
-def give_back(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Returns memory cached by torch, or by the C library on a CPU, to the device."""
     if device.type == "cpu":
         library = ctypes.CDLL(None)

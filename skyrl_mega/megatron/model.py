@@ -249,7 +249,7 @@ def wrap_ddp(
     Args:
         overlap: Reduces gradients, bucket by bucket, during the last micro-batch's backward pass, and gathers the
             parameters of an optimizer step during the next forward pass. Code that reads parameters outside of a
-            module's forward pass must call `gathered` first.
+            module's forward pass must call `finish_gather` first.
         options: `policy.ddp_options`.
     """
     config = chunks[0].config
@@ -271,7 +271,7 @@ def wrap_ddp(
     return wrapped
 
 
-def gathered(chunks: list[Any]) -> None:
+def finish_gather(chunks: list[Any]) -> None:
     """Waits for the gather of parameters left to the next forward pass by an overlapping optimizer step.
 
     A collective of the data-parallel ranks if a gather is pending, otherwise a no-op.
@@ -282,7 +282,7 @@ def gathered(chunks: list[Any]) -> None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def gather(chunks: Iterable[Any]) -> None:
+def gather_parameters(chunks: Iterable[Any]) -> None:
     """Gathers the parameters from the ranks that train them, at once. A collective; no other gather may be under way.
 
     Also creates the backward pass's copies of FP8 parameters. With overlapping gathers, megatron-core creates the
@@ -299,13 +299,13 @@ def head_weight(chunk: Any) -> Tensor:
 
     The explicit wait is needed because the head runs after the model's forward pass, outside of DDP's hooks.
     """
-    weight = bare(chunk).head()
+    weight = unwrap_gpt(chunk).head()
     if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
         chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
     return weight
 
 
-def bare(module: Any) -> HiddenGPT:
+def unwrap_gpt(module: Any) -> HiddenGPT:
     """Returns the GPT model inside DDP and Float16Module."""
     while not isinstance(module, HiddenGPT):
         module = module.module

@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of the moments in Adam's state."""
 
 
-def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Returns the inner optimizers with parameters: one for dense and one for expert parameters.
 
     Chained optimizers without parameters are left out: a pipeline stage may train no parameter of a kind.
@@ -23,7 +23,7 @@ def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     return [part for part in every if not part.is_stub_optimizer]
 
 
-def masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def master_weights(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (model parameter, float32 [n] master weight of this rank's run) for each parameter trained on this rank.
 
     megatron-core's own map (`model_param_group_index_map`) counts parameters in buffer order, but Adam's groups start
@@ -43,8 +43,8 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
     Existing moments stay unchanged. The optimizer's next step is unchanged, too.
     """
-    for part in parts(optimizer):
-        allocate(part.optimizer, [weights for _, weights in masters(part)])
+    for part in inner_optimizers(optimizer):
+        allocate(part.optimizer, [weights for _, weights in master_weights(part)])
 
 
 def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
@@ -62,7 +62,7 @@ def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Sets the number of steps taken. torch's Adam counts per parameter, Transformer Engine's per group."""
-    for part in parts(optimizer):
+    for part in inner_optimizers(optimizer):
         inner = part.optimizer
         per_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         for group in inner.param_groups:
@@ -73,12 +73,12 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
                 inner.state[p]["step"] = torch.tensor(float(step))
 
 
-class SmallMoments(torch.optim.AdamW):
+class AdamWithBfloat16Moments(torch.optim.AdamW):
     """torch's AdamW with bfloat16 moments, like Transformer Engine's Adam (common/multi_tensor/adam.cu): a step
     computes in float32 and rounds the stored moments to the nearest value."""
 
     @classmethod
-    def instead_of(cls, inner: torch.optim.Optimizer) -> SmallMoments:
+    def replacing(cls, inner: torch.optim.Optimizer) -> AdamWithBfloat16Moments:
         """Replaces an Adam before its first step. The weights may be views, which Adam's constructor would refuse."""
         adam = cls([torch.zeros(())])
         adam.param_groups = inner.param_groups

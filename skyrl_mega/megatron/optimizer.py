@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from skyrl_mega.config.schema import OptimizerConfig
 from skyrl_mega.megatron.fp8_parameters import round_in_pieces
 from skyrl_mega.megatron.model import with_options
-from skyrl_mega.megatron.moments import SmallMoments, allocate_moments, parts
+from skyrl_mega.megatron.moments import AdamWithBfloat16Moments, allocate_moments, inner_optimizers
 
 
 class NotFinite(ArithmeticError):
@@ -65,8 +65,8 @@ def build_optimizer(
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks)
     if bfloat16_moments and USING_PYTORCH_OPTIMIZER:
-        for part in parts(optimizer):
-            part.optimizer = SmallMoments.instead_of(part.optimizer)
+        for part in inner_optimizers(optimizer):
+            part.optimizer = AdamWithBfloat16Moments.replacing(part.optimizer)
     if not config.streamed:
         allocate_moments(optimizer)
     round_in_pieces(optimizer)

@@ -88,7 +88,7 @@ class RankEvents:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from named(RANKS + self.rank * PER_RANK, f"policy-{self.rank}")
-        base, events = read(self.text)
+        base, events = open_trace(self.text)
         offset = (base - round(self.zero * 1e9)) / 1000
         for event in events:
             pid = event.get("pid")
@@ -121,7 +121,7 @@ class RankEvents:
             self.waits.append(at)
 
 
-def read(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
+def open_trace(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
     """Returns the time origin of a torch.profiler file, in nanoseconds since the epoch, and an iterator over the
     events.
 

@@ -39,17 +39,17 @@ class Reference:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Puts the reference into the parameters inside the context, then restores the policy's weights bit by bit."""
-        self.put_back()
+        self.restore_policy()
         try:
             self._copy_until(3 * len(self._pieces))
             yield
         finally:
-            self.put_back()
+            self.restore_policy()
 
-    def put_back(self) -> None:
+    def restore_policy(self) -> None:
         """Restores the policy's weights, no matter at which copy a swap was interrupted.
 
-        If `put_back` itself is interrupted, another call continues.
+        If `restore_policy` itself is interrupted, another call continues.
         """
         swapped_in, total = 3 * len(self._pieces), 6 * len(self._pieces)
         if 0 < self._copies_done < swapped_in:

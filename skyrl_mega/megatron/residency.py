@@ -18,8 +18,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from skyrl_mega.config.residency import POLICY
-from skyrl_mega.megatron.host_memory import HostMemory, give_back
-from skyrl_mega.megatron.moments import masters, parts
+from skyrl_mega.megatron.host_memory import HostMemory, release_cached_memory
+from skyrl_mega.megatron.moments import inner_optimizers, master_weights
 
 ALIGNMENT = 512
 """Alignment in bytes of every storage in host memory, the same as on a device."""
@@ -30,11 +30,11 @@ DROPPED = frozenset({"gradients"})
 Tensors = Callable[[], Iterable[Tensor]]
 
 
-class Parked(RuntimeError):
+class NotOnDevice(RuntimeError):
     """Error for access to a part not on the device."""
 
 
-class Part:
+class OffloadablePart:
     """Storages offloaded and onloaded together.
 
     An interrupted move can simply be repeated: the host copy is valid from the end of an offload until the end of the
@@ -51,7 +51,7 @@ class Part:
         self._storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
         """torch's storage number → the storage, size in bytes, and offset in host memory."""
         self._host: HostMemory | None = None
-        self.away = False
+        self.offloaded = False
         """True if the storages are not on the device."""
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
@@ -62,12 +62,12 @@ class Part:
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
         """Starts copying the storages to host memory, unless offloaded; the device copy stays until `end_offload`."""
-        return 0 if self.away else self._start_offload(tensors)
+        return 0 if self.offloaded else self._start_offload(tensors)
 
     def end_offload(self) -> None:
         """Waits for the copies to host memory and frees the device memory."""
         self._wait_for_copies()
-        self.away = True
+        self.offloaded = True
         for storage, _, _ in self._storages.values():
             if storage.nbytes():
                 storage.resize_(0)
@@ -80,7 +80,7 @@ class Part:
 
     def begin_onload(self) -> int:
         """Starts copying offloaded storages to the device; usable after `end_onload`."""
-        if not self.away:
+        if not self.offloaded:
             return 0
         for storage, size, _ in self._storages.values():
             if storage.nbytes() != size:
@@ -94,22 +94,22 @@ class Part:
     def end_onload(self) -> None:
         """Waits until the storages are on the device."""
         self._wait_for_copies()
-        self.away = False
+        self.offloaded = False
 
-    def held(self, tensor: Tensor) -> Tensor | None:
+    def host_view(self, tensor: Tensor) -> Tensor | None:
         """Returns the tensor's values in host memory, with the same shape and strides; None if not offloaded here."""
         entry = self._storages.get(tensor.untyped_storage()._cdata)
-        if not self.away or self._host is None or entry is None:
+        if not self.offloaded or self._host is None or entry is None:
             return None
         _, _, host_offset = entry
         offset = host_offset // tensor.itemsize + tensor.storage_offset()
         host_storage = self._host.flat.untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(host_storage, offset, tensor.shape, tensor.stride())
 
-    def rest(self) -> None:
-        """Marks tensors returned by `held` as unused from now on."""
+    def release_pages(self) -> None:
+        """Marks tensors returned by `host_view` as unused from now on."""
         if self._host is not None:
-            self._host.rest()
+            self._host.release_pages()
 
     def close(self) -> None:
         """Frees the host memory and discards the contents."""
@@ -120,7 +120,7 @@ class Part:
 
     def forget(self) -> None:
         """Drops the storages, so that offloaded contents never return. The host memory serves the next storages."""
-        self._storages, self.away = {}, False
+        self._storages, self.offloaded = {}, False
 
     def _start_offload(self, tensors: Iterable[Tensor]) -> int:
         self._storages, size = {}, 0
@@ -160,7 +160,7 @@ class Part:
             host_bytes, device_bytes = host.flat.narrow(0, at, size), self._bytes(storage)
             to, source = (device_bytes, host_bytes) if back else (host_bytes, device_bytes)
             to.copy_(source, non_blocking=True)
-            host.rest()
+            host.release_pages()
         return sum(size for _, size, _ in self._storages.values())
 
     def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
@@ -170,11 +170,11 @@ class Part:
 class Streamed(Protocol):
     """State kept in host memory all the time (`megatron.streamed_optimizer`)."""
 
-    def held(self, tensor: Tensor) -> Tensor | None:
+    def host_view(self, tensor: Tensor) -> Tensor | None:
         """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
 
-    def rest(self) -> None:
-        """Marks tensors returned by `held` as unused from now on."""
+    def release_pages(self) -> None:
+        """Marks tensors returned by `host_view` as unused from now on."""
 
     def close(self) -> None:
         """Frees the host memory."""
@@ -193,25 +193,25 @@ class Resident:
     def __init__(self, name: str, device: torch.device, tensors: Mapping[str, Tensors]) -> None:
         self.name, self.device = name, device
         self._tensors = tensors
-        self._parts = {part: Part(device, dropped=part in DROPPED) for part in tensors}
+        self._parts = {part: OffloadablePart(device, dropped=part in DROPPED) for part in tensors}
         self.streamed: Streamed | None = None
         """State outside of all parts, never on the device as a whole."""
 
     @property
-    def away(self) -> frozenset[str]:
+    def offloaded(self) -> frozenset[str]:
         """Names of the parts not on the device."""
-        return frozenset(name for name, part in self._parts.items() if part.away)
+        return frozenset(name for name, part in self._parts.items() if part.offloaded)
 
-    def need(self, *parts: str) -> None:
-        """Raises `Parked` unless all of the parts are on the device."""
+    def require(self, *parts: str) -> None:
+        """Raises `NotOnDevice` unless all of the parts are on the device."""
         for name in parts:
-            if self._parts[name].away:
-                raise Parked(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
+            if self._parts[name].offloaded:
+                raise NotOnDevice(f"{self.name}: {name} is not on the device; onload([{name!r}]) brings it back")
 
     def offload(self, parts: Iterable[str]) -> int:
         """Moves parts off the device and returns the bytes copied to host memory; no-op for offloaded parts."""
         copied = sum(self._parts[name].offload(self._exclusive_tensors(name)) for name in parts)
-        give_back(self.device)
+        release_cached_memory(self.device)
         return copied
 
     def onload(self, parts: Iterable[str]) -> int:
@@ -219,31 +219,31 @@ class Resident:
         return sum(self._parts[name].onload() for name in parts)
 
     @contextmanager
-    def brought(self, *parts: str) -> Iterator[None]:
+    def onloaded(self, *parts: str) -> Iterator[None]:
         """Onloads the parts inside the context and afterwards offloads the parts offloaded before."""
-        away = [name for name in parts if self._parts[name].away]
-        self.onload(away)
+        offloaded_names = [name for name in parts if self._parts[name].offloaded]
+        self.onload(offloaded_names)
         try:
             yield
         finally:
-            if away:
-                self.offload(away)
+            if offloaded_names:
+                self.offload(offloaded_names)
 
-    def held(self, tensor: Tensor) -> Tensor:
+    def readable(self, tensor: Tensor) -> Tensor:
         """Returns a tensor with the current values of `tensor`: itself, or a view of host memory if offloaded."""
-        if self.streamed and (values := self.streamed.held(tensor)) is not None:
+        if self.streamed and (values := self.streamed.host_view(tensor)) is not None:
             return values
         for part in self._parts.values():
-            if (held := part.held(tensor)) is not None:
-                return held
+            if (values := part.host_view(tensor)) is not None:
+                return values
         return tensor
 
-    def rest(self) -> None:
-        """Marks tensors returned by `held` as unused from now on."""
+    def release_pages(self) -> None:
+        """Marks tensors returned by `readable` as unused from now on."""
         for part in self._parts.values():
-            part.rest()
+            part.release_pages()
         if self.streamed:
-            self.streamed.rest()
+            self.streamed.release_pages()
 
     def forget(self, part: str) -> None:
         """Drops a part's storages, so that new tensors can be created."""
@@ -272,14 +272,14 @@ def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yields master weights and moments, on or off the device."""
-    for part in parts(optimizer):
-        for _, master in masters(part):
+    for part in inner_optimizers(optimizer):
+        for _, master in master_weights(part):
             if master is not None:  # Transformer Engine's Adam may keep it in its state
                 yield master.detach()
         for state in part.optimizer.state.values():
             yield from (t for t in state.values() if isinstance(t, Tensor) and t.ndim)
 
 
-def expanded(parts: Iterable[str]) -> list[str]:
+def expand_critic(parts: Iterable[str]) -> list[str]:
     """Replaces "critic" by the critic's three parts in a list of parts from `config.residency`."""
     return [part for name in parts for part in (POLICY if name == "critic" else (name,))]

@@ -17,8 +17,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from skyrl_mega.megatron.moments import MOMENTS, allocate, masters, parts
-from skyrl_mega.megatron.residency import Part
+from skyrl_mega.megatron.moments import MOMENTS, allocate, inner_optimizers, master_weights
+from skyrl_mega.megatron.residency import OffloadablePart
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Piece:
 
     weights: list[tuple[Tensor, Tensor]]
     """Pairs of a model parameter and the float32 [n] master weight of this rank's run."""
-    part: Part
+    part: OffloadablePart
     """Masters and moments, on or off the device."""
 
     def tensors(self, inner: Any) -> Iterator[Tensor]:
@@ -50,7 +50,7 @@ class StreamedPart:
     def __init__(self, part: DistributedOptimizer, device: torch.device, size: int) -> None:
         self.part, self._inner_step = part, part.optimizer.step
         self._group_of = {id(w): i for i, group in enumerate(part.optimizer.param_groups) for w in group["params"]}
-        self.pieces = [Piece(weights, Part(device)) for weights in _cut(list(masters(part)), size)]
+        self.pieces = [Piece(weights, OffloadablePart(device)) for weights in _cut(list(master_weights(part)), size)]
         for piece in self.pieces:
             allocate(part.optimizer, [master for _, master in piece.weights])
             piece.part.offload(piece.tensors(part.optimizer))
@@ -160,23 +160,23 @@ class StreamedOptimizer:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, device: torch.device, size: int) -> None:
-        self.parts = [StreamedPart(part, device, size) for part in parts(optimizer)]
+        self.parts = [StreamedPart(part, device, size) for part in inner_optimizers(optimizer)]
 
-    def held(self, tensor: Tensor) -> Tensor | None:
+    def host_view(self, tensor: Tensor) -> Tensor | None:
         """Returns the values of an offloaded tensor in host memory; None for any other tensor."""
-        return next((values for part in self._storage_groups() if (values := part.held(tensor)) is not None), None)
+        return next((values for part in self._storage_groups() if (values := part.host_view(tensor)) is not None), None)
 
-    def rest(self) -> None:
-        """Marks tensors returned by `held` as unused from now on."""
+    def release_pages(self) -> None:
+        """Marks tensors returned by `host_view` as unused from now on."""
         for part in self._storage_groups():
-            part.rest()
+            part.release_pages()
 
     def close(self) -> None:
         """Frees the host memory; the optimizer is unusable afterwards."""
         for part in self._storage_groups():
             part.close()
 
-    def _storage_groups(self) -> Iterator[Part]:
+    def _storage_groups(self) -> Iterator[OffloadablePart]:
         return (piece.part for part in self.parts for piece in part.pieces)
 
 

@@ -30,15 +30,15 @@ from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import activation_offload, checkpoint, fp8_parameters
 from skyrl_mega.megatron.emulated_fp8 import EmulatedFp8
 from skyrl_mega.megatron.expert_balance import ExpertBalance
-from skyrl_mega.megatron.fp8_parameters import Masters
+from skyrl_mega.megatron.fp8_parameters import MasterWeights
 from skyrl_mega.megatron.heads import logprobs_of, values_of
-from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
+from skyrl_mega.megatron.model import build_model, finish_gather, wrap_ddp
 from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
 from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer, build_schedule
 from skyrl_mega.megatron.packing import MicroBatch, pack
-from skyrl_mega.megatron.precision import forget_copies
+from skyrl_mega.megatron.precision import drop_fp8_copies
 from skyrl_mega.megatron.reference import Reference
-from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
+from skyrl_mega.megatron.residency import Resident, expand_critic, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
@@ -83,7 +83,7 @@ class ModelWorker:
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
         self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
-        fp8_parameters.together(self.params.values())
+        fp8_parameters.merge_storages(self.params.values())
         self._reference: Reference | None = None
         self.fp8: EmulatedFp8 | None = None
         if policy.precision.recipe != "model" and not chunks[0].config.fp8:
@@ -93,7 +93,7 @@ class ModelWorker:
             self.name,
             device,
             {
-                "parameters": lambda: fp8_parameters.memory(self.params.values()),
+                "parameters": lambda: fp8_parameters.storage_tensors(self.params.values()),
                 "gradients": lambda: gradients(self.chunks if trainable else ()),
                 "optimizer": lambda: (
                     optimizer_state(self.optimizer) if trainable and not self.resident.streamed else ()
@@ -126,9 +126,11 @@ class ModelWorker:
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Creates a new optimizer and schedule, with zero moments. Master weights come from the model; masters of FP8
         parameters, which are rounded, come from the previous optimizer."""
-        offloaded = self.resident.away & {"optimizer"}
+        offloaded = self.resident.offloaded & {"optimizer"}
         fp8_masters = (
-            Masters(self.optimizer, self.params, self.resident.held).copies() if hasattr(self, "optimizer") else {}
+            MasterWeights(self.optimizer, self.params, self.resident.readable).copies()
+            if hasattr(self, "optimizer")
+            else {}
         )
         self.resident.forget("optimizer")
         if self.resident.streamed:
@@ -136,9 +138,9 @@ class ModelWorker:
             self.resident.streamed = None
         if hasattr(self, "optimizer"):
             del self.optimizer, self.schedule  # memory does not fit two
-        with self.resident.brought("parameters"):
+        with self.resident.onloaded("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
-            Masters(self.optimizer, self.params).restore(fp8_masters)
+            MasterWeights(self.optimizer, self.params).restore(fp8_masters)
             if config.streamed:
                 self.resident.streamed = StreamedOptimizer(self.optimizer, self.device, OPTIMIZER_PIECE)
         self.schedule = build_schedule(config, self.optimizer)
@@ -152,7 +154,7 @@ class ModelWorker:
         A value head stays unchanged if the directory lacks one, such as a policy's; a reward model's directory contains
         one.
         """
-        with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
+        with torch.no_grad(), self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
             fp8_parameters.load(
                 path,
@@ -164,16 +166,16 @@ class ModelWorker:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters for the sync (`fp8_parameters.on_the_wire`). A collective after an optimizer
+        """Returns this rank's parameters for the sync (`fp8_parameters.sync_tensors`). A collective after an optimizer
         step."""
         self._gather_policy_weights()
-        return fp8_parameters.on_the_wire(self.params)
+        return fp8_parameters.sync_tensors(self.params)
 
     def keep_reference(self, path: Path) -> None:
         """Keeps other weights in host memory, for `logprobs(reference=True)`."""
-        with self.resident.brought("parameters"):
+        with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
-            reference = Reference(fp8_parameters.memory(self.params.values(), fp8_parameters.FORWARD))
+            reference = Reference(fp8_parameters.storage_tensors(self.params.values(), fp8_parameters.FORWARD))
             with torch.no_grad(), reference.swapped():
                 fp8_parameters.load(path, self.shard, self.params)
             self._reference = reference
@@ -181,8 +183,8 @@ class ModelWorker:
     def offload(self, parts: Sequence[str]) -> int:
         """Moves parts of `config.residency` off the device, and returns torch's cached memory to the device. A
         collective if parameters leave. Returns the bytes copied to host memory."""
-        parts = expanded(parts)
-        leaving = {*parts} - self.resident.away
+        parts = expand_critic(parts)
+        leaving = {*parts} - self.resident.offloaded
         if "parameters" in leaving:
             self._gather_policy_weights()
         if "gradients" in leaving:
@@ -191,7 +193,7 @@ class ModelWorker:
 
     def onload(self, parts: Sequence[str]) -> int:
         """Moves parts back to the device: gradients as zeros, other parts bit by bit. Returns the bytes copied."""
-        return self.resident.onload(expanded(parts))
+        return self.resident.onload(expand_critic(parts))
 
     def _restore_policy_weights(self) -> None:
         """Restores the policy's weights after an interrupted swap. Call before reading or writing weights.
@@ -199,21 +201,21 @@ class ModelWorker:
         Raises:
             Parked: The weights are not on the device.
         """
-        self.resident.need("parameters")
+        self.resident.require("parameters")
         if self._reference is not None:
-            self._reference.put_back()
+            self._reference.restore_policy()
 
     def _gather_policy_weights(self) -> None:
         """Restores the policy's weights and finishes a pending gather. A collective after an optimizer step."""
         self._restore_policy_weights()
-        gathered(self.chunks)
+        finish_gather(self.chunks)
 
     def _active_weights(self, reference: bool) -> AbstractContextManager[None]:
         """Returns a context for computing with the reference's weights, or with the policy's."""
         if not reference:
             return nullcontext()
         assert self._reference is not None, "keep_reference comes first"
-        gathered(self.chunks)  # a pending gather would overwrite the reference with the policy's weights
+        finish_gather(self.chunks)  # a pending gather would overwrite the reference with the policy's weights
         return self._reference.swapped()
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class ModelWorker:
         here, and the result does not depend on the cut of the mini-batch. With a gradient of 0 no weight moves. Returns
         the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
         """
-        self.resident.need(*POLICY)
+        self.resident.require(*POLICY)
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.train()
@@ -345,7 +347,7 @@ class ModelWorker:
         if self.replay:
             self.replay.begin(micros, self.device)
         if self.fp8:
-            gathered(self.chunks)
+            finish_gather(self.chunks)
             self.fp8.begin()
         packed = [self._pack(m) for m in micros]
         sizes = [len(m.tokens) for m in micros]
@@ -374,7 +376,7 @@ class ModelWorker:
         )
         if self.fp8:
             self.fp8.end(trained=not forward_only)
-        forget_copies(self.chunks)
+        drop_fp8_copies(self.chunks)
         if self.replay:
             self.replay.end(micros, packed)
         return outputs
@@ -410,20 +412,20 @@ class ModelWorker:
     def save(self, folder: Path) -> None:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
         memory."""
-        if "parameters" not in self.resident.away:
+        if "parameters" not in self.resident.offloaded:
             self._gather_policy_weights()
         checkpoint.save(folder, self._trained())
-        self.resident.rest()
+        self.resident.release_pages()
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in any layout."""
-        with self.resident.brought("parameters", "optimizer"):
+        with self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
             checkpoint.load(folder, self._trained())
-        self.resident.rest()
+        self.resident.release_pages()
 
-    def _trained(self) -> checkpoint.Trained:
-        return checkpoint.Trained(
+    def _trained(self) -> checkpoint.RankState:
+        return checkpoint.RankState(
             self.architecture.describe(self.hf),
             self.parallel,
             dist.get_rank(),
@@ -432,15 +434,15 @@ class ModelWorker:
             chunks=self.chunks,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            held=self.resident.held,
+            readable=self.resident.readable,
         )
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
-        with self.resident.brought("parameters"):
+        with self.resident.onloaded("parameters"):
             self._gather_policy_weights()
-            files.save(path, source, layout, fp8_parameters.plain(self.params))
+            files.save(path, source, layout, fp8_parameters.dequantised_values(self.params))
 
 
 def _no_loss(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -83,7 +83,7 @@ KERNELS = {each.__name__: each for each in (multi_tensor_adam, multi_tensor_l2no
 def go(case: Case) -> Answer:
     """Steps the optimizer of a bfloat16 model on one rank."""
     from skyrl_mega.megatron import model as build
-    from skyrl_mega.megatron.moments import MOMENTS, masters, parts
+    from skyrl_mega.megatron.moments import MOMENTS, inner_optimizers, master_weights
     from skyrl_mega.megatron.optimizer import build_optimizer
     from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
     from tests.cuda.ranks import fake_rank
@@ -111,10 +111,10 @@ def go(case: Case) -> Answer:
         names = {id(p): name for name, p in named.items()}
 
         def held(t: Tensor) -> Tensor:
-            there = streamed.held(t) if streamed else None
+            there = streamed.host_view(t) if streamed else None
             return (t if there is None else there).clone()
 
-        state = [(part, p, master) for part in parts(optimizer) for p, master in masters(part)]
+        state = [(part, p, master) for part in inner_optimizers(optimizer) for p, master in master_weights(part)]
         moments = {
             names[id(p)]: {kind: held(part.optimizer.state[master][kind]) for kind in MOMENTS}
             for part, p, master in state

@@ -161,8 +161,8 @@ class Watch:
 
     def look(self, moment: str, *, deep: bool = True) -> None:
         """Now; `deep`: masters and what a backward pass reads too."""
-        from skyrl_mega.megatron.fp8_parameters import memory
-        from skyrl_mega.megatron.moments import masters, parts
+        from skyrl_mega.megatron.fp8_parameters import storage_tensors
+        from skyrl_mega.megatron.moments import inner_optimizers, master_weights
 
         def plain(t: Tensor) -> Any:
             t = t.detach()
@@ -178,13 +178,13 @@ class Watch:
         names = {id(p): name for name, p in worker.params.items()}
         answer.masters[moment] = {
             names[id(p)]: master.detach().clone().numpy()
-            for part in parts(worker.optimizer)
-            for p, master in masters(part)
+            for part in inner_optimizers(worker.optimizer)
+            for p, master in master_weights(part)
         }
-        every = [master for part in parts(worker.optimizer) for _, master in masters(part)]
+        every = [master for part in inner_optimizers(worker.optimizer) for _, master in master_weights(part)]
         answer.excess += sum(m.untyped_storage().nbytes() - m.nbytes for m in every)
         answer.backward[moment] = all(_agree(p) for p in self.fp8.values())
-        held = [t.untyped_storage() for t in memory(worker.params.values())]
+        held = [t.untyped_storage() for t in storage_tensors(worker.params.values())]
         answer.bytes["parameters"] = sum({s._cdata: s.nbytes() for s in held}.values())
         answer.copies = len({s._cdata for s in held})
         if worker._reference is not None:
@@ -209,18 +209,18 @@ class Watch:
 
     def park(self) -> None:
         """Parameters and optimizer leave, and come back after others had the memory."""
-        from skyrl_mega.megatron.fp8_parameters import memory
+        from skyrl_mega.megatron.fp8_parameters import storage_tensors
 
         worker = self.worker
         worker.offload(["parameters", "gradients", "optimizer"])
-        self.answer.away = sum(t.untyped_storage().nbytes() for t in memory(worker.params.values()))
+        self.answer.away = sum(t.untyped_storage().nbytes() for t in storage_tensors(worker.params.values()))
         worker.onload(["parameters", "gradients", "optimizer"])
 
 
 def _taken(worker: Any) -> dict[str, Tensor]:
-    from skyrl_mega.megatron.fp8_parameters import on_the_wire
+    from skyrl_mega.megatron.fp8_parameters import sync_tensors
 
-    return on_the_wire(worker.params)
+    return sync_tensors(worker.params)
 
 
 def _agree(p: Any) -> bool:

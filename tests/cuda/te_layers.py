@@ -113,7 +113,7 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
     import torch
 
     from skyrl_mega.megatron import model
-    from skyrl_mega.megatron.fp8_parameters import memory
+    from skyrl_mega.megatron.fp8_parameters import storage_tensors
     from skyrl_mega.megatron.packing import pack
     from skyrl_mega.megatron.worker import ModelWorker
     from tests.cuda.syncs import Counted, CudaAsCpu, mark_device
@@ -128,9 +128,9 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
         opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
         opened.load(case.model)
         for_backward(opened)
-    chunk = model.bare(opened.chunks[0]).train()
+    chunk = model.unwrap_gpt(opened.chunks[0]).train()
     chunk.requires_grad_()
-    mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
+    mark_device([*chunk.parameters(), *storage_tensors(chunk.parameters()), *chunk.buffers()])
     with waits.pause():
         gradient = drawn(~micro.padding.view(-1), chunk.config.hidden_size).chunk(parallel.tensor)[at.tp]
     return Ready(opened, chunk, micro, gradient)
@@ -191,11 +191,11 @@ def keeping(chunk: Any) -> Iterator[Kept]:
     """Notes what the last layer saves for its backward pass, each storage once, in a forward pass inside."""
     import torch
 
-    from skyrl_mega.megatron.fp8_parameters import memory
+    from skyrl_mega.megatron.fp8_parameters import storage_tensors
 
     found, inside = Kept(), False
     layer = chunk.decoder.layers[-1]
-    parameters = {t.untyped_storage().data_ptr() for t in memory(chunk.parameters())}
+    parameters = {t.untyped_storage().data_ptr() for t in storage_tensors(chunk.parameters())}
 
     def enter(*_: Any) -> None:
         nonlocal inside

@@ -80,11 +80,11 @@ def watching(chunk: Any) -> Iterator[Watch]:
     import torch
 
     from skyrl_mega.megatron import activation_offload
-    from skyrl_mega.megatron.fp8_parameters import memory
+    from skyrl_mega.megatron.fp8_parameters import storage_tensors
     from tests.cuda.syncs import AsCuda
 
     layers = chunk.decoder.layers
-    watch = Watch({t.untyped_storage().data_ptr() for t in memory(chunk.parameters())}, [{} for _ in layers])
+    watch = Watch({t.untyped_storage().data_ptr() for t in storage_tensors(chunk.parameters())}, [{} for _ in layers])
     own = torch.autograd.graph.saved_tensors_hooks
 
     class Hooks(own):

@@ -48,7 +48,7 @@ def go(case: Case, waits: Any) -> list[Answer]:
     import torch
 
     from skyrl_mega.megatron import model, objectives
-    from skyrl_mega.megatron.fp8_parameters import memory
+    from skyrl_mega.megatron.fp8_parameters import storage_tensors
     from skyrl_mega.megatron.worker import ModelWorker
     from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, mark_device
     from tests.megatron import layouts
@@ -64,8 +64,8 @@ def go(case: Case, waits: Any) -> list[Answer]:
         with CudaAsCpu(), Counted(waits):
             opened = ModelWorker(hf, policy, case.parallel, dtype=torch.bfloat16, device=layouts.CPU)
             opened.load(case.model)
-        for chunk in map(model.bare, opened.chunks):
-            mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
+        for chunk in map(model.unwrap_gpt, opened.chunks):
+            mark_device([*chunk.parameters(), *storage_tensors(chunk.parameters()), *chunk.buffers()])
         _, micros = layouts.deal(batch(case.model), opened)
         with AsCuda():
             steps = [opened.train(micros, objectives.supervised) for _ in range(STEPS)]

@@ -53,7 +53,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert ran.returncode == 0, ran.stderr.decode()[-3000:]
     found: dict[str, Answer] = dict(zip(KINDS, pickle.loads(file.read_bytes()), strict=True))
     assert {a.adam for name, a in found.items() if "bfloat16" in name} == {
-        "FusedAdam" if request.param else "SmallMoments"
+        "FusedAdam" if request.param else "AdamWithBfloat16Moments"
     }
     return found
 

@@ -78,7 +78,7 @@ def test_only_linear_layers_have_numbers_of_their_own(answers: dict[str, dict[st
     found = answers[recipe]
     assert found["linear"] == ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"]
     assert found["attention"] is False
-    assert found["copies"], "what `megatron.precision.forget_copies` empties is called otherwise"
+    assert found["copies"], "what `megatron.precision.drop_fp8_copies` empties is called otherwise"
     assert found["padded"] == ["quantization_padding", "quantization_unpadding"]
     assert found["routed_padding"] is False
     assert found["types"] == ["torch.bfloat16"]

@@ -137,7 +137,7 @@ def test_after_an_error_anywhere_the_weights_are_the_policys_own(pair: Any) -> N
             # An error on the way back leaves that to whoever wants the weights next.
             while bits(params) != own:
                 try:
-                    held.put_back()
+                    held.restore_policy()
                 except KeyboardInterrupt:
                     continue
                 break

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_mega.megatron.residency import Part, Resident
+from skyrl_mega.megatron.residency import OffloadablePart, Resident
 from skyrl_mega.megatron.streamed_optimizer import StreamedPart
 from tests.cuda import streams
 from tests.cuda.fake_cuda import CUDA, CpuAsCuda
@@ -139,7 +139,7 @@ def test_what_is_refused_is_an_error(told: list[Any], monkeypatch: pytest.Monkey
     resident = Resident("policy", CUDA, {"parameters": lambda: [parameter]})
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         resident.offload(["parameters"])
-    assert not resident.away and parameter.tolist() == [1.0] * 10
+    assert not resident.offloaded and parameter.tolist() == [1.0] * 10
 
 
 # ---- an optimizer in pieces ------------------------------------------------------------------------------------------
@@ -182,14 +182,14 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
     words = {"begin_onload": "comes", "end_onload": "here", "begin_offload": "leaves", "end_offload": "gone"}
 
     def noting(of: Any, word: str) -> Any:
-        def noted(self: Part, *args: Any) -> Any:
+        def noted(self: OffloadablePart, *args: Any) -> Any:
             said.append((word, number[id(self)]))
             return of(self, *args)
 
         return noted
 
     for name, word in words.items():
-        monkeypatch.setattr(Part, name, noting(getattr(Part, name), word))
+        monkeypatch.setattr(OffloadablePart, name, noting(getattr(OffloadablePart, name), word))
     assert not any(m.untyped_storage().nbytes() for m in masters), "from the beginning on"
     for step in (1, 2):
         for m in masters:
@@ -207,7 +207,7 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
         assert {event[2] for event in said if event[0] == "step"} == {step}, "one step, not one for each piece"
         assert [w[0].item() for w in weights] == [i + step for i in range(4)]
     assert not any(m.untyped_storage().nbytes() for m in masters)
-    there = [part.pieces[i].part.held(part.part.optimizer.state[m]["exp_avg"]) for i, m in enumerate(masters)]
+    there = [part.pieces[i].part.host_view(part.part.optimizer.state[m]["exp_avg"]) for i, m in enumerate(masters)]
     assert all(values is not None and values.tolist() == [2.0] * 300 for values in there)
 
 
@@ -229,7 +229,7 @@ def test_a_fault_half_way_leaves_nothing_on_the_device_and_no_step_counted(told:
         part.step()
     assert [(group["step"], len(group["params"])) for group in groups] == [(1, 2), (1, 2)]
     assert not any(m.untyped_storage().nbytes() for m in masters)
-    assert [part.pieces[i].part.held(m).tolist()[0] for i, m in enumerate(masters)] == [2.0, 3.0, 3.0, 4.0]
+    assert [part.pieces[i].part.host_view(m).tolist()[0] for i, m in enumerate(masters)] == [2.0, 3.0, 3.0, 4.0]
 
 
 def test_pieces_are_copied_beside_the_main_stream_from_locked_memory(told: list[Any]) -> None:

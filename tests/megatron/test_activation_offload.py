@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from skyrl_mega.megatron import activation_offload
-from skyrl_mega.megatron.activation_offload import LayerPass, Pages, offload, spread
+from skyrl_mega.megatron.activation_offload import HostPages, LayerPass, offload, spread
 from skyrl_mega.megatron.host_memory import HostMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -141,7 +141,7 @@ class Model:
         torch.manual_seed(layers)
         self.chunks = [nn.ModuleList(Layer(again=again) for _ in range(layers)) for _ in range(chunks)]
         self.plain = copy.deepcopy(self.chunks)
-        self.pages: Pages = offload([[*layers] for layers in self.chunks], count, device)
+        self.pages: HostPages = offload([[*layers] for layers in self.chunks], count, device)
 
     def both(self, chunk: int, rows: int) -> tuple[Tensor, Tensor]:
         """The sum of squares of a pass's result, and the same of the others."""
@@ -193,7 +193,7 @@ def test_memory_that_is_let_go_of_too_early_is_found(cuda: torch.device, monkeyp
 
     def careless(self: LayerPass) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Pages, "wait", lambda *_: None)
+            patch.setattr(HostPages, "wait", lambda *_: None)
             own(self)
 
     monkeypatch.setattr(LayerPass, "free_device_memory", careless)

@@ -21,7 +21,7 @@ from skyrl_mega.config.schema import MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.megatron import moments, objectives
-from skyrl_mega.megatron.model import gathered
+from skyrl_mega.megatron.model import finish_gather
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
@@ -55,9 +55,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 def held(rank: ModelWorker) -> Held:
     """What a rank's optimizer and model hold. A float32 parameter's master is the one that lies where it lies."""
-    gathered(rank.chunks)
+    finish_gather(rank.chunks)
     names, runs = {id(p): name for name, p in rank.params.items()}, {}
-    for part in moments.parts(rank.optimizer):
+    for part in moments.inner_optimizers(rank.optimizer):
         at = {t.data_ptr(): t for group in part.optimizer.param_groups for t in group["params"]}
         for p in part.model_param_group_index_map:
             run = part._get_model_param_range_map(p)["param"]
@@ -131,7 +131,7 @@ def after(rank: int, address: str, path: Path, parallel: ParallelDims, options: 
     opened.restore(folder)
     restored, steps = held(opened), opened.schedule.num_steps
     assert steps == 2 and all(
-        s["step"] == 2 for p in moments.parts(opened.optimizer) for s in p.optimizer.state.values()
+        s["step"] == 2 for p in moments.inner_optimizers(opened.optimizer) for s in p.optimizer.state.values()
     )
     row = opened.train(micros, objectives.supervised) if trains(parallel) else {}
     return restored, row, held(opened)

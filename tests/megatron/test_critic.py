@@ -192,7 +192,7 @@ def after(rank: int, address: str, path: Path, parallel: ParallelDims, folder: P
     opened.train(micros, objectives.value_objective(0.2))
     opened.restore(folder)
     assert opened.schedule.num_steps == 2
-    assert all(s["step"] == 2 for p in moments.parts(opened.optimizer) for s in p.optimizer.state.values())
+    assert all(s["step"] == 2 for p in moments.inner_optimizers(opened.optimizer) for s in p.optimizer.state.values())
     return held(opened), opened.train(micros, objectives.value_objective(0.2))
 
 

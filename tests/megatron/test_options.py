@@ -103,8 +103,8 @@ def built(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
     ddp = opened.chunks[0]
     inner = [part.optimizer for part in model_parts(opened.optimizer)]
     return {
-        "granularity": model.bare(ddp).config.recompute_granularity,
-        "modules": model.bare(ddp).config.recompute_modules,
+        "granularity": model.unwrap_gpt(ddp).config.recompute_granularity,
+        "modules": model.unwrap_gpt(ddp).config.recompute_modules,
         "buckets": len(ddp.buffers[0].buckets),
         "adam": {type(one).__name__ for one in inner},
         "step": opened.train(micros, objectives.supervised),
@@ -112,9 +112,9 @@ def built(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
 
 
 def model_parts(optimizer: Any) -> list[Any]:
-    from skyrl_mega.megatron.moments import parts
+    from skyrl_mega.megatron.moments import inner_optimizers
 
-    return parts(optimizer)
+    return inner_optimizers(optimizer)
 
 
 def test_options_are_in_the_built_model(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from skyrl_mega.megatron import fp8_rounding as fp8
 from skyrl_mega.megatron.emulated_fp8 import Linear
 from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, Magnitudes
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.precision import forget_copies
+from skyrl_mega.megatron.precision import drop_fp8_copies
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -262,5 +262,5 @@ def test_copies_of_weights_are_let_go_after_a_pass() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     held = {"weight": torch.zeros(2)}
     vars(layer[0])["_fp8_workspaces"] = held
-    forget_copies([layer])
+    drop_fp8_copies([layer])
     assert held == {} and vars(layer[0])["_fp8_workspaces"] is held

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from skyrl_mega.megatron.profile import END, RankProfiler, Tracks, read
+from skyrl_mega.megatron.profile import END, RankEvents, RankProfiler, open_trace
 from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, TraceWriter
 from tests.telemetry.trace_format import properly_nested, tracks, within
 
@@ -78,7 +78,7 @@ def test_gpus_have_tracks_of_their_own_and_calls_are_counted(tmp_path: Path) -> 
         ],
     )
     with file.open() as text:
-        found = Tracks(1, 900, text, 1_700_000_000.001)
+        found = RankEvents(1, 900, text, 1_700_000_000.001)
         events = list(found)
     own, gpu = RANKS + PER_RANK, RANKS + PER_RANK + 1
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -96,4 +96,4 @@ def test_a_file_that_does_not_say_what_it_counts_from_is_refused(tmp_path: Path)
     file = tmp_path / "x.json"
     file.write_text('{"traceEvents": [\n]}')
     with file.open() as text, pytest.raises(ValueError, match="baseTimeNanoseconds"):
-        read(text)
+        open_trace(text)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_mega.config.residency import NEEDS, POLICY, resident
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import moments, objectives
-from skyrl_mega.megatron.residency import Parked, Part, Resident, gradients
+from skyrl_mega.megatron.residency import NotOnDevice, OffloadablePart, Resident, gradients
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -65,21 +65,21 @@ def some_storages() -> tuple[list[Tensor], list[Tensor]]:
 def test_storages_leave_and_come_back_bit_by_bit() -> None:
     buffers, views = some_storages()
     before = bits(buffers), bits(views)
-    part = Part(CPU)
+    part = OffloadablePart(CPU)
     for _ in range(3):
         assert part.offload(views) == sum(b.nbytes for b in buffers)
         assert [v.untyped_storage().nbytes() for v in views] == [0] * 4
-        assert bits(part.held(v) for v in views) == before[1]
+        assert bits(part.host_view(v) for v in views) == before[1]
         assert part.offload(views) == 0, "it is away"
         assert part.onload() == sum(b.nbytes for b in buffers)
         assert (bits(buffers), bits(views)) == before
-        assert part.onload() == 0 and part.held(views[0]) is None
+        assert part.onload() == 0 and part.host_view(views[0]) is None
         views[0] += 1
         before = bits(buffers), bits(views)
 
 
 def test_what_is_dropped_comes_back_as_zeros() -> None:
-    part, view = Part(CPU, dropped=True), torch.ones(50)[10:]
+    part, view = OffloadablePart(CPU, dropped=True), torch.ones(50)[10:]
     assert part.offload([view]) == 0 and not view.untyped_storage().nbytes()
     part.onload()
     assert view.tolist() == [0.0] * 40
@@ -108,17 +108,17 @@ class Broken(TorchDispatchMode):
 @pytest.mark.parametrize("copy", [1, 2, 3])
 def test_a_move_that_was_broken_off_is_made_again(copy: int, late: bool) -> None:
     _, views = some_storages()
-    part, before = Part(CPU), bits(views)
+    part, before = OffloadablePart(CPU), bits(views)
     with pytest.raises(KeyboardInterrupt), Broken(copy, late):
         part.offload(views)
-    assert not part.away and bits(views) == before, "nothing is lost"
+    assert not part.offloaded and bits(views) == before, "nothing is lost"
     views[0] += 1
     before = bits(views)
     part.offload(views)
     with pytest.raises(KeyboardInterrupt), Broken(copy, late):
         part.onload()
-    assert part.away, "it is not there until all of it is"
-    assert bits(part.held(v) for v in views) == before
+    assert part.offloaded, "it is not there until all of it is"
+    assert bits(part.host_view(v) for v in views) == before
     part.offload(views)
     assert [v.untyped_storage().nbytes() for v in views] == [0] * 4
     part.onload()
@@ -127,7 +127,7 @@ def test_a_move_that_was_broken_off_is_made_again(copy: int, late: bool) -> None
 
 def test_a_device_without_room_keeps_what_is_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _, views = some_storages()
-    part, before = Part(CPU), bits(views)
+    part, before = OffloadablePart(CPU), bits(views)
     part.offload(views)
 
     def full(storage: object, size: int) -> None:
@@ -149,7 +149,7 @@ def test_a_storage_of_two_parts_belongs_to_the_first() -> None:
     both.offload(["optimizer"])
     assert shared.untyped_storage().nbytes() and not own.untyped_storage().nbytes()
     both.offload(["parameters"])
-    assert both.held(view).tolist() == [2, 3, 4, 5, 6, 7] and both.held(own).tolist() == [0, 1, 2]
+    assert both.readable(view).tolist() == [2, 3, 4, 5, 6, 7] and both.readable(own).tolist() == [0, 1, 2]
     both.onload(["optimizer"])
     assert not shared.untyped_storage().nbytes() and own.tolist() == [0, 1, 2]
 
@@ -191,8 +191,8 @@ def buffers(chunk: Any) -> list[Any]:
 def moments_and_masters(rank: ModelWorker) -> list[Tensor]:
     return [
         t
-        for part in moments.parts(rank.optimizer)
-        for _, master in moments.masters(part)
+        for part in moments.inner_optimizers(rank.optimizer)
+        for _, master in moments.master_weights(part)
         for t in (master, *(part.optimizer.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")))
     ]
 
@@ -248,14 +248,14 @@ def a_run(
     phase("generate")
     opened.restore(folder)
     opened.keep_reference(paths[1])
-    assert not turns or opened.resident.away == set(POLICY), "what was away is away again"
+    assert not turns or opened.resident.offloaded == set(POLICY), "what was away is away again"
     phase("logprobs")
     found.append(logprobs(reference=True))
     phase("train")
     found.append(opened.train(micros, objectives.supervised))
     phase("generate")
     opened.reset_optimizer(policy.optimizer)
-    assert not turns or opened.resident.away == set(POLICY)
+    assert not turns or opened.resident.offloaded == set(POLICY)
     phase("train")
     found.append(opened.train(micros, objectives.supervised))
     opened.load(paths[1])
@@ -270,11 +270,11 @@ def a_run(
 def runs_of(rank: ModelWorker) -> dict[str, Any]:
     """Parameter → first and last element that this rank's optimizer trains, and what it has of them."""
     names, found = {id(p): name for name, p in rank.params.items()}, {}
-    for part in moments.parts(rank.optimizer):
-        for p, master in moments.masters(part):
+    for part in moments.inner_optimizers(rank.optimizer):
+        for p, master in moments.master_weights(part):
             run, state = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
             kinds = {"master": master.detach(), **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")}}
-            kinds = {kind: rank.resident.held(t) for kind, t in kinds.items()}
+            kinds = {kind: rank.resident.readable(t) for kind, t in kinds.items()}
             found[names[id(p)]] = run.start, run.end, kinds
     return found
 
@@ -310,7 +310,7 @@ def refusals(rank: int, address: str, path: Path) -> Any:
     micros, said = [BATCH], []
 
     def refused(what: Any) -> None:
-        with pytest.raises(Parked) as caught:
+        with pytest.raises(NotOnDevice) as caught:
             what()
         said.append(str(caught.value))
 

@@ -12,7 +12,7 @@ import torch
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.config.schema import MoeConfig, PolicyConfig
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.group import dealt
+from skyrl_mega.megatron.group import split_micro_batches
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
@@ -52,7 +52,7 @@ def train(
         batch, settings = samples(mean, unit), replace(algorithm(loss), sequence_unit=unit)
         for name, parts in token_selections([batch], settings, [7]).items():
             batch[name] = parts[0]
-        micros = [batch.take(rows) for rows in dealt(batch, parallel, tokens * parallel.context)[data]]
+        micros = [batch.take(rows) for rows in split_micro_batches(batch, parallel, tokens * parallel.context)[data]]
         figures = Figures(importance_mean=mean_importance_weight(batch, settings))
         objective = objectives.objective(loss, settings, figures)
         found[loss] = [opened.train(micros, objective), opened.measure(micros, objective)]

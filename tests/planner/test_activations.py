@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import layer_spec
-from skyrl_mega.megatron.model import bare
+from skyrl_mega.megatron.model import unwrap_gpt
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture
@@ -85,7 +85,7 @@ def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> i
         return t
 
     model = opened.chunks[0].train()
-    for part in (*bare(model).decoder.layers, bare(model).decoder.final_layernorm):
+    for part in (*unwrap_gpt(model).decoder.layers, unwrap_gpt(model).decoder.final_layernorm):
         part.register_forward_pre_hook(lambda *_: found.append({}))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)

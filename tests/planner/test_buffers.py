@@ -130,7 +130,7 @@ def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -
 
 def with_largest(rank: int, address: str, path: Path, parallel: ParallelDims, policy: Any, dtype: torch.dtype) -> Any:
     opened = layouts.open_rank(rank, address, path, parallel, policy, dtype)
-    own = [m for part in moments.parts(opened.optimizer) for _, m in moments.masters(part)]
+    own = [m for part in moments.inner_optimizers(opened.optimizer) for _, m in moments.master_weights(part)]
     element = 4 + 4 * (dtype == torch.bfloat16)
     return *bytes_of(opened), max(m.numel() for m in own) * element
 

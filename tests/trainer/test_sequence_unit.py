@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
 from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
-from skyrl_mega.megatron.group import dealt
+from skyrl_mega.megatron.group import split_micro_batches
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout.renderer import Renderer
@@ -106,7 +106,7 @@ def published(groups: list[Group], of: Policies, name: str, mean: str) -> tuple[
 
 def by_batch(mini: Sequences, of: Policies, a: AlgorithmConfig, ranks: int, most: int) -> tuple[float, Tensor, int]:
     """The project's loss over micro-batches as they are dealt to ranks, with the number of micro-batches."""
-    rows = list(chain(*dealt(mini, layout(ranks), most)))
+    rows = list(chain(*split_micro_batches(mini, layout(ranks), most)))
     assert sorted(row for micro in rows for row in micro.tolist()) == list(range(len(mini)))
     total, gradient = 0.0, torch.zeros_like(of.now)
     for micro in rows:
