@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
         shard = megatron.shard(d, parallel, rank, "te")
         everything = {param: (0, prod(shape)) for param, shape in shard.params.items()}
         parts = []
-        for piece in flat_pieces(shard, dist_checkpoint.written(d, parallel, rank, shard, {}, everything)):
+        for piece in flat_pieces(shard, dist_checkpoint.runs_to_write(d, parallel, rank, shard, {}, everything)):
             shift = int(torch.randint(len(random) - piece.box.numel + 1, ()))
             values = random[shift : shift + piece.box.numel].view(piece.box.shape)
             parts.append(Part(piece.tensor, piece.box, WEIGHT, values))

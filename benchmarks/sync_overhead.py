@@ -126,7 +126,7 @@ def without_a_gpu() -> Iterator[None]:
     """The CPU goes the way of a GPU, with nothing at its end."""
     kernel = Kernel()
     with (
-        patch.object(boxes, "TABLED", {"cpu"}),
+        patch.object(boxes, "TABLE_DEVICES", {"cpu"}),
         patch.multiple(boxes_triton, _copy=kernel, _sum=kernel),
         patch.multiple(torch.cuda, Stream=Queue, Event=Queue, current_stream=Queue, stream=lambda _: nullcontext()),
     ):

@@ -80,16 +80,16 @@ def _place(rows, columns, row_in, col_in):
     stack = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * _BLOCK - row_in + tl.arange(0, _BLOCK)[:, None]
     col = tl.program_id(2) * _BLOCK - col_in + tl.arange(0, _BLOCK)[None, :]
-    there = (row >= 0) & (row < rows) & (col >= 0) & (col < columns)
+    inside = (row >= 0) & (row < rows) & (col >= 0) & (col < columns)
     block = (stack * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
-    return stack, row.to(tl.int64), col.to(tl.int64), there, block
+    return stack, row.to(tl.int64), col.to(tl.int64), inside, block
 
 
 @triton.jit
 def _amax(weight, amax, rows, columns, row_in, col_in, stack_stride, row_stride, col_stride):
-    stack, row, col, there, block = _place(rows, columns, row_in, col_in)
+    stack, row, col, inside, block = _place(rows, columns, row_in, col_in)
     at = weight + stack * stack_stride + row * row_stride + col * col_stride
-    magnitude = tl.abs(tl.load(at, mask=there, other=0.0).to(tl.float32))
+    magnitude = tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32))
     # As integers, magnitudes keep their order and NaN is above infinity, so NaN is propagated as in torch.
     largest = tl.max(tl.max(magnitude.to(tl.int32, bitcast=True), axis=1), axis=0)
     tl.store(amax + block, largest.to(tl.float32, bitcast=True))
@@ -97,9 +97,9 @@ def _amax(weight, amax, rows, columns, row_in, col_in, stack_stride, row_stride,
 
 @triton.jit
 def _quantise(weight, inverse, numbers, rows, columns, row_in, col_in, stack_stride, row_stride, col_stride):
-    stack, row, col, there, block = _place(rows, columns, row_in, col_in)
+    stack, row, col, inside, block = _place(rows, columns, row_in, col_in)
     at = weight + stack * stack_stride + row * row_stride + col * col_stride
-    scaled = tl.load(at, mask=there, other=0.0).to(tl.float32) * tl.load(inverse + block)
+    scaled = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.load(inverse + block)
     bits = scaled.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # Normal numbers: exponent bias 127 → 7, round 23 bits of mantissa to 3, ties to even.
@@ -109,18 +109,18 @@ def _quantise(weight, inverse, numbers, rows, columns, row_in, col_in, stack_str
     number = tl.where(size < (121 << 23), small, normal)
     number = tl.where(size < (1087 << 20), number, 0x7F)  # 480 and more would be NaN; NaN is
     number = number | ((bits >> 24) & 0x80)
-    tl.store(numbers + (stack * rows + row) * columns + col, number.to(tl.uint8), mask=there)
+    tl.store(numbers + (stack * rows + row) * columns + col, number.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _dequantise(numbers, scales, weight, rows, columns, row_in, col_in, stack_stride, row_stride, col_stride):
-    stack, row, col, there, block = _place(rows, columns, row_in, col_in)
+    stack, row, col, inside, block = _place(rows, columns, row_in, col_in)
     at = numbers + stack * stack_stride + row * row_stride + col * col_stride
-    number = tl.load(at, mask=there, other=0).to(tl.int32)
+    number = tl.load(at, mask=inside, other=0).to(tl.int32)
     size = number & 0x7F
     small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # multiples of 2^-9
     bits = tl.where(size < 8, small, (size << 20) + (120 << 23))
     bits = tl.where(size == 0x7F, 0x7FC00000, bits) | ((number & 0x80) << 24)  # zero keeps its sign
     scaled = bits.to(tl.float32, bitcast=True) * tl.load(scales + block)
     out = weight + (stack * rows + row) * columns + col
-    tl.store(out, scaled.to(weight.dtype.element_ty), mask=there)
+    tl.store(out, scaled.to(weight.dtype.element_ty), mask=inside)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyrl_mega.kernels import checksum
 
-TABLED = {"cuda"}
+TABLE_DEVICES = {"cuda"}
 """Device types with a table of boxes; on other devices the reference handles boxes one by one."""
 
 
@@ -84,7 +84,7 @@ class Boxes:
         self.nbytes = max(region.offset + region.nbytes for region in regions)
         """Minimum size of the flat buffer in bytes."""
         self._table = None
-        if device.type in TABLED:
+        if device.type in TABLE_DEVICES:
             from skyrl_mega.kernels.boxes_triton import Table
 
             self._table = Table(self.regions, device)
@@ -131,23 +131,23 @@ class Boxes:
 def pack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
     """Packs with a copy per box."""
     for region in regions:
-        box, place = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
-        if place.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
-            place.copy_(box.contiguous().view(-1).view(torch.uint8))
+        box, target = region.of(owners[region.owner]), flat[region.offset : region.offset + region.nbytes]
+        if target.storage_offset() % region.dtype.itemsize:  # not aligned for a view with the box's dtype
+            target.copy_(box.contiguous().view(-1).view(torch.uint8))
         else:
-            place.view(region.dtype).view(region.shape).copy_(box)
+            target.view(region.dtype).view(region.shape).copy_(box)
 
 
 def unpack_reference(regions: Sequence[Region], owners: Sequence[Tensor], flat: Tensor) -> None:
     """Unpacks with a copy per box."""
     for region in regions:
-        place = flat[region.offset : region.offset + region.nbytes]
-        if place.storage_offset() % region.dtype.itemsize:
-            place = place.clone()
-        region.of(owners[region.owner]).copy_(place.view(region.dtype).view(region.shape))
+        source = flat[region.offset : region.offset + region.nbytes]
+        if source.storage_offset() % region.dtype.itemsize:
+            source = source.clone()
+        region.of(owners[region.owner]).copy_(source.view(region.dtype).view(region.shape))
 
 
 def checksums_reference(regions: Sequence[Region], owners: Sequence[Tensor]) -> Tensor:
     """Computes the checksums one after the other."""
-    found = [checksum.checksum(region.of(owners[region.owner])) for region in regions]
-    return torch.from_numpy(np.array(found, np.uint64).view(np.int64)).to(owners[0].device)
+    sums = [checksum.checksum(region.of(owners[region.owner])) for region in regions]
+    return torch.from_numpy(np.array(sums, np.uint64).view(np.int64)).to(owners[0].device)

@@ -89,26 +89,26 @@ class Table:
 
     def _bind(self, owners: Sequence[Tensor]) -> tuple[Tensor, _Tiles]:
         """Returns the owners' addresses on the device, int64 [owners], and the tiles for the owners' alignment."""
-        told = tuple([owner.data_ptr() for owner in owners])
-        known = self._addresses.get(told)
-        if known is not None and self._tiles is not None:
-            return known, self._tiles
-        aligned = tuple([address % WORD for address in told])
+        pointers = tuple([owner.data_ptr() for owner in owners])
+        cached = self._addresses.get(pointers)
+        if cached is not None and self._tiles is not None:
+            return cached, self._tiles
+        aligned = tuple([address % WORD for address in pointers])
         if self._tiles is None or aligned != self._aligned:
             self._tiles = self._lay_out(np.array(aligned, np.int64))
             self._aligned = aligned
             self._addresses.clear()
         while len(self._addresses) >= ADDRESSES:
             del self._addresses[next(iter(self._addresses))]
-        self._addresses[told] = known = upload(np.array(told, np.int64), self._device)
-        return known, self._tiles
+        self._addresses[pointers] = cached = upload(np.array(pointers, np.int64), self._device)
+        return cached, self._tiles
 
-    def _lay_out(self, aligned: Ints) -> _Tiles:
+    def _lay_out(self, remainders: Ints) -> _Tiles:
         """Returns the tiles for owners with these addresses modulo 8."""
         runs = self._runs
         places = runs[:, [_AT, _STEP, _ROW, _PLACE, _INSIDE]]
-        together = np.bitwise_or.reduce(places, axis=1) | aligned[runs[:, _OWNER]]
-        widest = np.minimum(together & -together, WORD)
+        common = np.bitwise_or.reduce(places, axis=1) | remainders[runs[:, _OWNER]]
+        widest = np.minimum(common & -common, WORD)
         order = np.argsort(-widest, kind="stable")
         rows, widest = runs[order], widest[order]
         rows[:, _WIDTH] = widest
@@ -129,10 +129,10 @@ class Table:
 
 def _runs(regions: Sequence[Region]) -> Ints:
     """Returns the regions as rows of contiguous bytes, [runs, 9], without the last column; see `_Tiles.rows`."""
-    alike = [_rows(region.shape, region.stride, region.dtype.itemsize) for region in regions]
-    count = [len(rows) for rows in alike]
+    rows_of_region = [_rows(region.shape, region.stride, region.dtype.itemsize) for region in regions]
+    count = [len(rows) for rows in rows_of_region]
     table = np.zeros((sum(count), 9), np.int64)
-    table[:, [_AT, _STEP, _ROWS, _ROW, _INSIDE]] = np.concatenate(alike)
+    table[:, [_AT, _STEP, _ROWS, _ROW, _INSIDE]] = np.concatenate(rows_of_region)
     box = np.repeat(np.arange(len(regions)), count)
     each = np.array([(r.owner, r.at * r.dtype.itemsize, r.offset) for r in regions], np.int64)[box]
     table[:, _OWNER], table[:, _BOX] = each[:, 0], box
@@ -182,30 +182,30 @@ def _tile(addresses, run, of_tile, WORD: tl.constexpr, TILE: tl.constexpr):
     step, rows, row = tl.load(run + 2), tl.load(run + 3), tl.load(run + 4)
     # 32 bits are enough within a run (`Table` refuses larger runs), and 64-bit division is slow.
     word = tl.load(of_tile + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
-    there = word < (rows * row).to(tl.int32)
+    exists = word < (rows * row).to(tl.int32)
     length = row.to(tl.int32)
     at_row = word // length
     owner = tl.load(addresses + tl.load(run)).to(tl.pointer_type(WORD))
-    return word, there, owner + tl.load(run + 1) + at_row * step + (word - at_row * length)
+    return word, exists, owner + tl.load(run + 1) + at_row * step + (word - at_row * length)
 
 
 @triton.jit
 def _copy(addresses, table, of_tile, flat, PACK: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr):
     run = _run(table, of_tile)
-    word, there, local = _tile(addresses, run, of_tile, WORD, TILE)
+    word, exists, local = _tile(addresses, run, of_tile, WORD, TILE)
     packed = flat.to(tl.pointer_type(WORD)) + tl.load(run + 5) + word
     if PACK:
-        tl.store(packed, tl.load(local, mask=there), mask=there)
+        tl.store(packed, tl.load(local, mask=exists), mask=exists)
     else:
-        tl.store(local, tl.load(packed, mask=there), mask=there)
+        tl.store(local, tl.load(packed, mask=exists), mask=exists)
 
 
 @triton.jit
 def _summed(addresses, run, of_tile, WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Returns Σ value · (2i + 1) over this program's words, i being the index of the 64-bit word around each."""
-    word, there, local = _tile(addresses, run, of_tile, WORD, TILE)
+    word, exists, local = _tile(addresses, run, of_tile, WORD, TILE)
     byte = tl.load(run + 7) + word.to(tl.int64) * SIZE  # from the box's first byte
-    value = tl.load(local, mask=there, other=0).to(tl.int64)
+    value = tl.load(local, mask=exists, other=0).to(tl.int64)
     if SIZE < 8:
         value = (value & ((1 << SIZE * 8) - 1)) << (byte % 8 * 8)
     return tl.sum(value * (byte // 8 * 2 + 1), axis=0)

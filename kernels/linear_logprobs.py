@@ -76,11 +76,12 @@ class Inputs:
 
     def __post_init__(self) -> None:
         """Raises ValueError if shapes or dtypes do not match."""
-        (tokens, width), (columns, other) = self.hidden_TH.shape, self.weight_vH.shape
-        if width != other or self.hidden_TH.dtype != self.weight_vH.dtype or self.targets_T.shape != (tokens,):
+        (tokens, width), (columns, weight_width) = self.hidden_TH.shape, self.weight_vH.shape
+        if width != weight_width or self.hidden_TH.dtype != self.weight_vH.dtype or self.targets_T.shape != (tokens,):
             raise ValueError(
-                f"hidden states {list(self.hidden_TH.shape)} {self.hidden_TH.dtype}, a weight {[columns, other]} "
-                f"{self.weight_vH.dtype} and targets {list(self.targets_T.shape)} are no head's inputs"
+                f"hidden states {list(self.hidden_TH.shape)} {self.hidden_TH.dtype}, a weight "
+                f"{[columns, weight_width]} {self.weight_vH.dtype} and targets {list(self.targets_T.shape)} "
+                "are no head's inputs"
             )
         if not 0 <= self.head.valid <= columns:
             raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
@@ -161,7 +162,7 @@ def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
 
 
 def gradients(
-    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None = None
+    inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the hidden states (this rank's part of a sum over ranks) and of the weight, in their
     dtypes.
@@ -169,8 +170,8 @@ def gradients(
     Args:
         inputs: The inputs of the forward pass.
         saved: Results over the whole vocabulary.
-        of_logprobs_T, of_entropy_T: Incoming gradients of each log-prob and entropy, with the dtype of `saved`; None
-            for the latter means no gradient through the entropy.
+        grad_logprobs_T, grad_entropy_T: Incoming gradients of each log-prob and entropy, in the dtype of `saved`;
+            without the latter no gradient flows through the entropy.
     """
     hidden, weight = inputs.hidden_TH, inputs.weight_vH
     tokens, columns = len(hidden), chunk_columns(*weight.shape)
@@ -178,26 +179,26 @@ def gradients(
     grad_hidden = torch.zeros(hidden.shape, dtype=precise(hidden.dtype), device=hidden.device)
     grad_weight = torch.empty_like(weight)
     for part in _chunks(len(weight), columns):
-        some = inputs.columns(part)
-        width = len(some.weight_vH)
+        chunk = inputs.columns(part)
+        width = len(chunk.weight_vH)
         grad_logits = buffer[: tokens * width].view(tokens, width)
-        logit_gradients(some, saved, of_logprobs_T, of_entropy_T, out_Tv=grad_logits)
+        logit_gradients(chunk, saved, grad_logprobs_T, grad_entropy_T, out_Tv=grad_logits)
         torch.mm(grad_logits.T, hidden, out=grad_weight[part])
-        _add_product(grad_hidden, grad_logits, some.weight_vH)
+        _add_product(grad_hidden, grad_logits, chunk.weight_vH)
     del buffer, grad_logits
     return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def logit_gradients(
-    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+    inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
     """Computes the gradient of the products hidden · weight into `out_Tv` [T, v]; see `gradients`."""
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
 
-        linear_logprobs_triton.logit_gradients(inputs, saved, of_logprobs_T, of_entropy_T, out_Tv=out_Tv)
+        linear_logprobs_triton.logit_gradients(inputs, saved, grad_logprobs_T, grad_entropy_T, out_Tv=out_Tv)
     else:
-        logit_gradients_reference(inputs, saved, of_logprobs_T, of_entropy_T, out_Tv=out_Tv)
+        logit_gradients_reference(inputs, saved, grad_logprobs_T, grad_entropy_T, out_Tv=out_Tv)
 
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
@@ -258,7 +259,7 @@ def _chunks(total: int, chunk: int) -> Iterator[slice]:
 
 def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
     """Computes `partial_sums` in torch, with several copies of a split's logits in memory."""
-    width, found = len(inputs.weight_vH), []
+    width, parts = len(inputs.weight_vH), []
     for part in _chunks(width, split_columns(width)):
         logits, is_target, _ = _logits(inputs.columns(part))
         peak_T = logits.amax(-1).clamp(min=LOWEST)
@@ -267,23 +268,23 @@ def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
         # For probability 0, 0 · -∞ must not become nan.
         moment_T = (exp * shifted.masked_fill(exp == 0, 0.0)).sum(-1)
         rows = [peak_T, exp.sum(-1), moment_T, logits.masked_fill(~is_target, 0.0).sum(-1)]
-        found.append(torch.stack([*rows, exp.square().sum(-1)] if squares else rows))
-    return torch.stack(found, 1)
+        parts.append(torch.stack([*rows, exp.square().sum(-1)] if squares else rows))
+    return torch.stack(parts, 1)
 
 
 def logit_gradients_reference(
-    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+    inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
     """Computes `logit_gradients` in torch, with several copies of the logits in memory."""
     logits, is_target, slope = _logits(inputs)
     # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
     logprobs = logits - saved.peak_T[:, None] - saved.log_sum_T[:, None]
     probs = logprobs.exp()
-    pull = of_logprobs_T[:, None].expand_as(probs)
-    if of_entropy_T is not None:
+    pull = grad_logprobs_T[:, None].expand_as(probs)
+    if grad_entropy_T is not None:
         surprise = logprobs.masked_fill(probs == 0, 0.0) + saved.entropy_T[:, None]
-        pull = pull + of_entropy_T[:, None] * surprise
-    out_Tv.copy_((of_logprobs_T[:, None] * is_target - pull * probs) * slope)
+        pull = pull + grad_entropy_T[:, None] * surprise
+    out_Tv.copy_((grad_logprobs_T[:, None] * is_target - pull * probs) * slope)
 
 
 def _logits(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | float]:

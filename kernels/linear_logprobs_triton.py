@@ -48,16 +48,16 @@ def tile(hidden: Tensor) -> Tile:
     return HALF if loads(HALF) <= _shared_memory(hidden.device) else SMALL
 
 
-def loads(of: Tile) -> int:
+def loads(candidate: Tile) -> int:
     """Returns the bytes of shared memory of a tile with 2-byte numbers."""
-    return of.stages * (of.tokens + of.columns) * of.depth * 2
+    return candidate.stages * (candidate.tokens + candidate.columns) * candidate.depth * 2
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Returns the shared memory available to a thread block on a device; always enough in the interpreter."""
-    found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(found, "shared_memory_per_block_optin", loads(HALF)))
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", loads(HALF)))
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
@@ -66,27 +66,27 @@ def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
     count = splits(width)
     shape = (5 if squares else 4, count, tokens)
     sums = torch.empty(shape, dtype=precise(inputs.hidden_TH.dtype), device=inputs.hidden_TH.device)
-    used, given = _arguments(inputs)
-    grid = (triton.cdiv(tokens, used.tokens), count)
-    _sums[grid](*given.values(), sums, split_columns(width), SQUARES=squares, **_constants(inputs, used))
+    chosen, arguments = _arguments(inputs)
+    grid = (triton.cdiv(tokens, chosen.tokens), count)
+    _sums[grid](*arguments.values(), sums, split_columns(width), SQUARES=squares, **_constants(inputs, chosen))
     return sums
 
 
 def logit_gradients(
-    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+    inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
     """Computes `linear_logprobs.logit_gradients` on a GPU. `out_Tv` is contiguous."""
     tokens, width = out_Tv.shape
-    used, given = _arguments(inputs)
-    grid = (triton.cdiv(tokens, used.tokens), triton.cdiv(width, used.columns))
-    of_entropy = of_logprobs_T if of_entropy_T is None else of_entropy_T
-    rows = (saved.peak_T, saved.log_sum_T, saved.entropy_T, of_logprobs_T, of_entropy)
+    chosen, arguments = _arguments(inputs)
+    grid = (triton.cdiv(tokens, chosen.tokens), triton.cdiv(width, chosen.columns))
+    grad_entropy = grad_logprobs_T if grad_entropy_T is None else grad_entropy_T
+    rows = (saved.peak_T, saved.log_sum_T, saved.entropy_T, grad_logprobs_T, grad_entropy)
     _gradient[grid](
-        *given.values(),
+        *arguments.values(),
         *(row.contiguous() for row in rows),
         out_Tv,
-        ENTROPY=of_entropy_T is not None,
-        **_constants(inputs, used),
+        ENTROPY=grad_entropy_T is not None,
+        **_constants(inputs, chosen),
     )
 
 
@@ -106,20 +106,20 @@ def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
     }
 
 
-def _constants(inputs: Inputs, used: Tile) -> dict[str, Any]:
+def _constants(inputs: Inputs, chosen: Tile) -> dict[str, Any]:
     """Returns the compile-time constants of the kernels."""
     head = inputs.head
     return {
         "TEMPERATURE": head.temperature,
         "CAP": 0.0 if head.soft_cap is None else head.soft_cap,
         "FLOOR": inputs.floor_T is not None,
-        "EVEN": inputs.hidden_TH.shape[1] % used.depth == 0,
+        "EVEN": inputs.hidden_TH.shape[1] % chosen.depth == 0,
         "DOUBLE": inputs.hidden_TH.dtype == torch.float64,
-        "BT": used.tokens,
-        "BV": used.columns,
-        "BK": used.depth,
-        "num_warps": used.warps,
-        "num_stages": used.stages,
+        "BT": chosen.tokens,
+        "BV": chosen.columns,
+        "BK": chosen.depth,
+        "num_warps": chosen.warps,
+        "num_stages": chosen.stages,
     }
 
 
@@ -129,17 +129,17 @@ def _products(hidden, weight, row, col, width, EVEN: tl.constexpr, TYPE: tl.cons
     k = tl.arange(0, BK)
     left = hidden + row.to(tl.int64)[:, None] * width + k[None, :]
     right = weight + col.to(tl.int64)[:, None] * width + k[None, :]
-    found = tl.zeros((row.shape[0], col.shape[0]), TYPE)
+    product = tl.zeros((row.shape[0], col.shape[0]), TYPE)
     for start in range(0, width, BK):
         if EVEN:
             h, w = tl.load(left), tl.load(right)
         else:
-            there = k[None, :] < width - start
-            h, w = tl.load(left, mask=there, other=0.0), tl.load(right, mask=there, other=0.0)
-        found = tl.dot(h, tl.trans(w), found, input_precision="ieee", out_dtype=TYPE)
+            inside = k[None, :] < width - start
+            h, w = tl.load(left, mask=inside, other=0.0), tl.load(right, mask=inside, other=0.0)
+        product = tl.dot(h, tl.trans(w), product, input_precision="ieee", out_dtype=TYPE)
         left += BK
         right += BK
-    return found
+    return product
 
 
 @triton.jit
@@ -179,9 +179,9 @@ def _sums(
     for at in range(begin, end, BV):
         col = at + tl.arange(0, BV)
         products = _products(hidden, weight, row, tl.minimum(col, columns - 1), width, EVEN, TYPE, BK)
-        there = col < tl.minimum(valid, end)
-        is_target = (col[None, :] == local[:, None]) & there[None, :]
-        x, _ = _logits(products, least, is_target, there[None, :], TEMPERATURE, CAP, FLOOR)
+        exists = col < tl.minimum(valid, end)
+        is_target = (col[None, :] == local[:, None]) & exists[None, :]
+        x, _ = _logits(products, least, is_target, exists[None, :], TEMPERATURE, CAP, FLOOR)
         target += tl.sum(tl.where(is_target, x, 0.0), axis=1)
         higher = tl.maximum(peak, tl.max(x, axis=1))
         shift = peak - higher
@@ -208,7 +208,7 @@ def _sums(
 @triton.jit
 def _gradient(
     hidden, weight, targets, floor, tokens, columns, width, first, valid,
-    peak, log_sum, entropy, of_logprobs, of_entropy, out,
+    peak, log_sum, entropy, grad_logprobs, grad_entropy, out,
     ENTROPY: tl.constexpr, TEMPERATURE: tl.constexpr, CAP: tl.constexpr, FLOOR: tl.constexpr, EVEN: tl.constexpr,
     DOUBLE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -219,18 +219,20 @@ def _gradient(
     products = _products(hidden, weight, row, tl.minimum(col, columns - 1), width, EVEN, TYPE, BK)
     local = (tl.load(targets + row) - first).to(tl.int32)
     least = tl.load(floor + row) if FLOOR else row
-    there = col < valid
-    is_target = (col[None, :] == local[:, None]) & there[None, :]
-    x, tanh = _logits(products, least, is_target, there[None, :], TEMPERATURE, CAP, FLOOR)
+    exists = col < valid
+    is_target = (col[None, :] == local[:, None]) & exists[None, :]
+    x, tanh = _logits(products, least, is_target, exists[None, :], TEMPERATURE, CAP, FLOOR)
     logprob = x - tl.load(peak + row)[:, None] - tl.load(log_sum + row)[:, None]
     p = tl.exp(logprob)
-    own = tl.load(of_logprobs + row)[:, None]
+    grad_logprob = tl.load(grad_logprobs + row)[:, None]
     # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
     if ENTROPY:
         surprise = tl.where(p > 0, logprob, 0.0) + tl.load(entropy + row)[:, None]
-        grad = tl.where(is_target, own, 0.0) - p * (own + tl.load(of_entropy + row)[:, None] * surprise)
+        grad = tl.where(is_target, grad_logprob, 0.0) - p * (
+            grad_logprob + tl.load(grad_entropy + row)[:, None] * surprise
+        )
     else:
-        grad = own * (tl.where(is_target, 1.0, 0.0) - p)
+        grad = grad_logprob * (tl.where(is_target, 1.0, 0.0) - p)
     if CAP > 0:
         grad = grad * (1.0 - tanh * tanh)
     if TEMPERATURE != 1.0:

@@ -88,7 +88,9 @@ def save(folder: Path, state: RankState) -> None:
     """
     owned, frozen = _owned(state), _frozen(state)
     owned_runs = {param: part.run for param, part in owned.items()}
-    runs_to_write = dist_checkpoint.written(state.decoder, state.parallel, state.rank, state.shard, owned_runs, frozen)
+    runs_to_write = dist_checkpoint.runs_to_write(
+        state.decoder, state.parallel, state.rank, state.shard, owned_runs, frozen
+    )
     pieces = flat_pieces(state.shard, runs_to_write)
     files = _on_all_ranks(lambda: write_boxes(folder / file_name(state.rank), _parts(state, pieces, owned)))
     header = Header(

@@ -65,8 +65,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         hidden_TH, weight_vH, targets_T, *rows = ctx.saved_tensors
-        saved, (of_logprobs_T, of_entropy_T, *_) = Saved(*rows), grads
-        if of_logprobs_T is None:
-            of_logprobs_T = torch.zeros_like(saved.peak_T)
+        saved, (grad_logprobs_T, grad_entropy_T, *_) = Saved(*rows), grads
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(saved.peak_T)
         inputs = Inputs(hidden_TH, weight_vH, targets_T, ctx.head)
-        return *gradients(inputs, saved, of_logprobs_T, of_entropy_T), None, None, None, None
+        return *gradients(inputs, saved, grad_logprobs_T, grad_entropy_T), None, None, None, None

@@ -16,7 +16,7 @@ from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.parts import Referred
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
-from skyrl_mega.parallel.balance import balance_together
+from skyrl_mega.parallel.balance import balance_groups
 from skyrl_mega.parallel.dims import ParallelDims
 
 Rows = list[list[Tensor]]
@@ -209,7 +209,7 @@ def split_micro_batches(batch: Sequences | Referred, parallel: ParallelDims, tok
         tokens: Token budget of one micro-batch, over all context ranks; a single trajectory may exceed the budget.
     """
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-    rows = balance_together(batch.lengths.tolist(), _group_numbers(batch), parallel.data, tokens, multiple)
+    rows = balance_groups(batch.lengths.tolist(), _group_numbers(batch), parallel.data, tokens, multiple)
     return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
 
 

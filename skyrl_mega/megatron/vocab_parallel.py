@@ -111,22 +111,22 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         hidden_TH, weight_vH, targets_T, norm_T, entropy_T = ctx.saved_tensors
-        of_logprobs_T, of_entropy_T, *_ = grads
-        if of_logprobs_T is None:
-            of_logprobs_T = torch.zeros_like(norm_T)
+        grad_logprobs_T, grad_entropy_T, *_ = grads
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(norm_T)
         grad_hidden = torch.empty_like(hidden_TH)
         grad_weight = torch.zeros(weight_vH.shape, dtype=_precise(weight_vH.dtype), device=weight_vH.device)
         for part in _chunks(len(hidden_TH), ctx.chunk):
             # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
             logprobs = _logits(hidden_TH[part], weight_vH, ctx.valid, ctx.temperature) - norm_T[part, None]
-            scale = of_logprobs_T[part]
-            if of_entropy_T is None:
+            scale = grad_logprobs_T[part]
+            if grad_entropy_T is None:
                 grad_logits = logprobs.exp_().mul_(-scale[:, None])
             else:
                 probs = logprobs.exp()
                 # A padded column has probability 0; 0 · -inf must not become nan.
                 pull = logprobs.masked_fill_(probs == 0, 0.0).add_(entropy_T[part, None])
-                grad_logits = pull.mul_(of_entropy_T[part, None]).add_(scale[:, None]).mul_(probs).neg_()
+                grad_logits = pull.mul_(grad_entropy_T[part, None]).add_(scale[:, None]).mul_(probs).neg_()
             local, inside = _local(targets_T[part], ctx.first, ctx.valid)
             grad_logits.scatter_add_(1, local[:, None], torch.where(inside, scale, 0.0)[:, None])
             grad_logits = grad_logits.div_(ctx.temperature).to(weight_vH.dtype)

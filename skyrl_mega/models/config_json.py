@@ -14,12 +14,12 @@ Hf = Mapping[str, Any]
 
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults shared by the transformers classes of all families."""
-LARGEST = 2**31 - 1
-MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
+DEFAULT_UPPER_BOUND = 2**31 - 1
+UPPER_BOUNDS = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
 """Upper bounds of whole numbers, by key: far above any model, and low enough to list the model's tensors."""
 
 
-def filled(hf: Hf, **defaults: Any) -> Hf:
+def with_defaults(hf: Hf, **defaults: Any) -> Hf:
     """Returns the configuration with absent keys filled from `defaults`, the defaults of the family's transformers
     class.
 
@@ -33,9 +33,9 @@ def integer(hf: Hf, key: str) -> int:
     value = hf.get(key)
     if key not in hf:
         raise UserError(f"config.json: {key} is missing; a {hf.get('model_type')} checkpoint has it")
-    most = MOST.get(key, LARGEST)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise unsupported(hf, key, f"a positive integer of at most {most}")
+    upper_bound = UPPER_BOUNDS.get(key, DEFAULT_UPPER_BOUND)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= upper_bound:
+        raise unsupported(hf, key, f"a positive integer of at most {upper_bound}")
     return value
 
 
@@ -55,7 +55,7 @@ def number(hf: Hf, key: str) -> float:
     return float(value)
 
 
-def only(hf: Hf, key: str, allowed: Any) -> None:
+def require(hf: Hf, key: str, allowed: Any) -> None:
     """Raises UserError for any value of `key` other than `allowed`, null or absent."""
     if hf.get(key, allowed) not in (allowed, None):
         raise unsupported(hf, key, f"{allowed!r}")

@@ -68,10 +68,10 @@ class Decoder:
     @property
     def facts(self) -> dict[str, int]:
         """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …), from the first block with each name."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for block in reversed(self.blocks):
-            found |= block.facts()
-        return found
+            sizes |= block.facts()
+        return sizes
 
     @property
     def heads(self) -> int:
@@ -109,7 +109,7 @@ class Decoder:
     def counted(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
         """Returns every kind of layer among `layers` (None: all layers), with the number of layers of this kind."""
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
-        return [(kind, kinds.count(number)) for number, kind in enumerate(self.kinds) if number in kinds]
+        return [(kind, kinds.count(index)) for index, kind in enumerate(self.kinds) if index in kinds]
 
     @property
     def critic(self) -> Decoder:

@@ -20,13 +20,18 @@ from skyrl_mega.parallel.flat import Run
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def written(
-    d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, owned: Mapping[str, Run], frozen: Mapping[str, Run]
+def runs_to_write(
+    decoder: Decoder,
+    parallel: ParallelDims,
+    rank: int,
+    shard: Shard,
+    owned: Mapping[str, Run],
+    frozen: Mapping[str, Run],
 ) -> dict[str, Run]:
     """Returns the run of each parameter for this rank to write.
 
     Args:
-        d: The model.
+        decoder: The model.
         parallel: The layout.
         rank: The rank in the layout.
         shard: The rank's shard (`megatron.shard`).
@@ -34,27 +39,27 @@ def written(
         frozen: Untrained parameter → all elements.
     """
     at = parallel.coordinates(rank)
-    whole = uncut(d, shard) if parallel.tensor > 1 else set()
+    uncut = whole_params(decoder, shard) if parallel.tensor > 1 else set()
     dense, expert = (at.dp * parallel.context + at.cp, parallel.data * parallel.context), (at.edp, parallel.expert_data)
-    found = {}
+    runs = {}
     for param, run in (*owned.items(), *frozen.items()):
         index, count = 0, 1
-        dealt_experts = MEGATRON_EXPERTS in param and parallel.expert > 1
-        if param in whole and not dealt_experts:
+        is_dealt_expert = MEGATRON_EXPERTS in param and parallel.expert > 1
+        if param in uncut and not is_dealt_expert:
             index, count = at.tp, parallel.tensor
-        if d.tied and parallel.pipeline > 1 and param.partition(".")[2] in _VOCABULARY:
+        if decoder.tied and parallel.pipeline > 1 and param.partition(".")[2] in _VOCABULARY:
             index, count = 2 * index + param.endswith("output_layer.weight"), 2 * count
         if param in frozen:
-            place, replicas = expert if dealt_experts else dense
-            index, count = index * replicas + place, count * replicas
+            replica, replicas = expert if is_dealt_expert else dense
+            index, count = index * replicas + replica, count * replicas
         start, size = run[0], run[1] - run[0]
-        found[param] = (start + size * index // count, start + size * (index + 1) // count)
-    return found
+        runs[param] = (start + size * index // count, start + size * (index + 1) // count)
+    return runs
 
 
-def uncut(d: Decoder, shard: Shard) -> set[str]:
+def whole_params(decoder: Decoder, shard: Shard) -> set[str]:
     """Returns the parameters with whole tensors."""
-    tensors = huggingface.tensors(d)
+    tensors = huggingface.tensors(decoder)
     missing: dict[str, int] = dict.fromkeys(shard.params, 0)
     for piece in shard.pieces:
         missing[piece.param] += prod(tensors[piece.tensor]) - piece.box.numel

@@ -20,21 +20,25 @@ BLOCK = 128
 """Rows and columns per scale in an FP8 checkpoint (`kernels.block_fp8`)."""
 
 
-def check(d: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1) -> None:
+def check(
+    decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
+) -> None:
     """Refuses engine sizes that vLLM cannot split this model into: tensor parallel, and data parallel for experts.
 
     Raises:
         UserError: Names `key`, the value and the allowed values.
     """
     cut = EngineCut(tensor, expert_parallel, data)
-    for block in d.parts:
+    for block in decoder.parts:
         block.check_engine(cut, key)
-    for what, total in (each for block in (*d.blocks, d.embedding) for each in block.engine_cuts(cut)):
+    for name, total in (each for block in (*decoder.blocks, decoder.embedding) for each in block.engine_cuts(cut)):
         if total % tensor:
-            raise UserError(f"{key}: {tensor} does not divide the model's {total} {what}; choose a divisor of {total}")
+            raise UserError(f"{key}: {tensor} does not divide the model's {total} {name}; choose a divisor of {total}")
 
 
-def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1) -> None:
+def check_blocks(
+    decoder: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1
+) -> None:
     """Refuses engine sizes that cut through the scaled blocks of an FP8 checkpoint's parameters.
 
     With such sizes, vLLM fails in a dense layer, and uses smaller blocks for experts, without matching scales on any
@@ -43,44 +47,44 @@ def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rol
     Raises:
         UserError: Names `key`, the value and the allowed values.
     """
-    lacking = cut_blocks(d, EngineCut(tensor, expert_parallel, data))
-    if lacking is None:
+    misaligned = cut_blocks(decoder, EngineCut(tensor, expert_parallel, data))
+    if misaligned is None:
         return
-    allowed = whole_sizes(d, EngineCut(tensor, expert_parallel, data))
+    allowed = whole_sizes(decoder, EngineCut(tensor, expert_parallel, data))
     allows = f"{key} {', '.join(map(str, allowed))}" if allowed else f"no {key} with this model"
     raise UserError(
-        f"{key}: {tensor} leaves {lacking} to a worker, and engines with the parameters of an FP8 checkpoint "
+        f"{key}: {tensor} leaves {misaligned} to a worker, and engines with the parameters of an FP8 checkpoint "
         f"(rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}; allowed is {allows}, or "
         "rollout.options.quantization=fp8_per_block without hf_overrides"
     )
 
 
-def whole_sizes(d: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
+def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
     """Returns the tensor-parallel sizes supported by vLLM for this model that cut through no block; see
     `cut_blocks`."""
-    found = []
-    for size in range(1, d.hidden + 1):
+    sizes = []
+    for size in range(1, decoder.hidden + 1):
         try:
-            check(d, size, cut.expert_parallel, data=cut.data)
+            check(decoder, size, cut.expert_parallel, data=cut.data)
         except UserError:
             continue
-        if cut_blocks(d, replace(cut, tensor=size), online) is None:
-            found.append(size)
-    return found
+        if cut_blocks(decoder, replace(cut, tensor=size), online) is None:
+            sizes.append(size)
+    return sizes
 
 
-def cut_blocks(d: Decoder, cut: EngineCut, online: bool = False) -> str | None:
+def cut_blocks(decoder: Decoder, cut: EngineCut, online: bool = False) -> str | None:
     """Returns a description of a worker's part with a size other than a multiple of a block, or None.
 
     `online`: vLLM quantises the weights itself; then an expert held whole by a worker starts a new block.
     """
-    blocks = [block for block in d.parts if not (online and cut.whole_experts and isinstance(block, Experts))]
+    blocks = [block for block in decoder.parts if not (online and cut.whole_experts and isinstance(block, Experts))]
     parts = (part for block in blocks for part in block.engine_columns(cut).items())
     return next((f"{size} {name}" for name, size in parts if size % BLOCK), None)
 
 
 def shard(
-    d: Decoder,
+    decoder: Decoder,
     tensor: int,
     rank: int,
     expert_parallel: bool = False,
@@ -89,13 +93,13 @@ def shard(
 ) -> Shard:
     """Returns the parameters of worker `rank` of an engine (`EngineCut`).
 
-    `tensors` is `huggingface.tensors(d)`, for callers with the result at hand.
+    `tensors` is `huggingface.tensors(decoder)`, for callers with the result at hand.
     """
-    b = ShardBuilder(tensors or huggingface.tensors(d))
+    builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     cut = EngineCut(tensor, expert_parallel, data)
-    d.embedding.engine_pieces(b, cut, rank, "model")
-    for index in range(d.layers):
-        for block in d.layer(index):
-            block.engine_pieces(b, cut, rank, f"model.layers.{index}")
-    d.head.engine_pieces(b, cut, rank, "model")
-    return b.shard()
+    decoder.embedding.engine_pieces(builder, cut, rank, "model")
+    for index in range(decoder.layers):
+        for block in decoder.layer(index):
+            block.engine_pieces(builder, cut, rank, f"model.layers.{index}")
+    decoder.head.engine_pieces(builder, cut, rank, "model")
+    return builder.shard()

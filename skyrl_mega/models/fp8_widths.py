@@ -11,7 +11,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def check(
-    d: Decoder, parallel: ParallelDims, precision: PrecisionConfig, spec: Spec, key: str = "policy.layout"
+    decoder: Decoder, parallel: ParallelDims, precision: PrecisionConfig, spec: Spec, key: str = "policy.layout"
 ) -> None:
     """Refuses a model, or a cut of the model, with widths not supported by the recipe.
 
@@ -19,7 +19,7 @@ def check(
     part would get a different scale, and results would depend on the layout.
 
     Args:
-        d: The model.
+        decoder: The model.
         parallel: The layout.
         precision: `policy.precision`.
         spec: The kind of layers.
@@ -28,25 +28,25 @@ def check(
     Raises:
         UserError: Names the setting, the value, the width and the allowed values.
     """
-    found = needs(precision)
-    if found is None:
+    need = needs(precision)
+    if need is None:
         return
-    check_layers(precision, d.layers, parallel.pipeline)
+    check_layers(precision, decoder.layers, parallel.pipeline)
     recipe = f"policy.precision.recipe = {precision.recipe}"
-    if spec == "te" and d.hidden % found.width:
+    if spec == "te" and decoder.hidden % need.width:
         raise UserError(
-            f"{recipe}: Transformer Engine multiplies FP8 by multiples of {found.width}, and the model's hidden size "
-            f"is {d.hidden}; give policy.precision.recipe=model, or another model"
+            f"{recipe}: Transformer Engine multiplies FP8 by multiples of {need.width}, and the model's hidden size "
+            f"is {decoder.hidden}; give policy.precision.recipe=model, or another model"
         )
-    width = found.width if spec == "te" else 1
-    for cut in dict.fromkeys(cut for block in d.blocks for cut in block.megatron_widths()):
+    width = need.width if spec == "te" else 1
+    for cut in dict.fromkeys(cut for block in decoder.blocks for cut in block.megatron_widths()):
         size = getattr(parallel, cut.dimension)
-        if not _fits(cut, size, width, found.block):
-            fit = [str(n) for n in range(1, cut.total + 1) if _fits(cut, n, width, found.block)]
-            fix = f"{key}.{cut.dimension} of {', '.join(fit)}, or " if fit else ""
+        if not _fits(cut, size, width, need.block):
+            allowed_sizes = [str(n) for n in range(1, cut.total + 1) if _fits(cut, n, width, need.block)]
+            fix = f"{key}.{cut.dimension} of {', '.join(allowed_sizes)}, or " if allowed_sizes else ""
             raise UserError(
                 f"{recipe}: {key}.{cut.dimension} = {size} leaves {cut.total // size} of the model's {cut.total} "
-                f"{cut.what} to a rank; it needs multiples of {max(width, found.block if size > 1 else 1)}, as "
+                f"{cut.what} to a rank; it needs multiples of {max(width, need.block if size > 1 else 1)}, as "
                 f"{'the cut would part numbers that share a scale' if size > 1 else 'Transformer Engine does'}; "
                 f"allowed is {fix}policy.precision.recipe=model"
             )

@@ -6,10 +6,10 @@ from skyrl_mega.models.blocks.base import Tensors
 from skyrl_mega.models.decoder import Decoder
 
 
-def tensors(d: Decoder) -> Tensors:
+def tensors(decoder: Decoder) -> Tensors:
     """Returns name → shape. Linear weights are [out, in]; experts are separate tensors; a tied head adds no tensor."""
-    found = d.embedding.hf_tensors("model")
-    for index in range(d.layers):
-        for block in d.layer(index):
-            found |= block.hf_tensors(f"model.layers.{index}")
-    return found | d.head.hf_tensors("model")
+    shapes = decoder.embedding.hf_tensors("model")
+    for index in range(decoder.layers):
+        for block in decoder.layer(index):
+            shapes |= block.hf_tensors(f"model.layers.{index}")
+    return shapes | decoder.head.hf_tensors("model")

@@ -23,14 +23,14 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
 because the compiled module lies in the Python package's folder and is found only after importing the Python package."""
 
 
-def layer_spec(asked: str, device: str) -> Spec:
+def layer_spec(setting: str, device: str) -> Spec:
     """Returns the spec meant by `policy.spec` (`auto`, `te` or `local`) on a device (`cpu` or `cuda`).
 
     The result depends on the settings alone, so that driver, ranks and plans agree, independent of installed packages.
     """
-    if asked == "auto":
+    if setting == "auto":
         return "te" if device == "cuda" else "local"
-    return "te" if asked == "te" else "local"
+    return "te" if setting == "te" else "local"
 
 
 def require_transformer_engine() -> None:
@@ -52,56 +52,56 @@ def require_transformer_engine() -> None:
         ) from error
 
 
-def settings(d: Decoder) -> MegatronSettings:
+def settings(decoder: Decoder) -> MegatronSettings:
     """Returns the keyword arguments for megatron-core to compute this model.
 
     Raises:
         UserError: Two layers need different values of an argument that megatron-core sets for all layers.
     """
     transformer: dict[str, Any] = {
-        "num_layers": d.layers,
-        "hidden_size": d.hidden,
+        "num_layers": decoder.layers,
+        "hidden_size": decoder.hidden,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": d.norm_eps,
+        "layernorm_epsilon": decoder.norm_eps,
         "add_bias_linear": False,
     }
-    gpt: dict[str, Any] = {"max_sequence_length": d.max_length}
-    for block in d.parts:
-        args = block.megatron_args([block in d.layer(index) for index in range(d.layers)])
-        for found, more in ((transformer, args.transformer), (gpt, args.gpt)):
-            for key, value in more.items():
-                if found.setdefault(key, value) != value:
+    gpt: dict[str, Any] = {"max_sequence_length": decoder.max_length}
+    for block in decoder.parts:
+        args = block.megatron_args([block in decoder.layer(index) for index in range(decoder.layers)])
+        for merged, added in ((transformer, args.transformer), (gpt, args.gpt)):
+            for key, value in added.items():
+                if merged.setdefault(key, value) != value:
                     raise UserError(
-                        f"config.json: layers differ in what megatron-core calls {key}: {found[key]} and {value}; it "
+                        f"config.json: layers differ in what megatron-core calls {key}: {merged[key]} and {value}; it "
                         "takes one value for all layers; choose another model"
                     )
     return MegatronSettings(transformer, gpt)
 
 
-def check(d: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
+def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
     """Refuses a layout that this model cannot be split into, or that trains incorrectly.
 
     Raises:
         UserError: Names the setting under `key`, the value and the allowed values.
     """
 
-    for cut in (cut for block in (*d.blocks, d.embedding, d.head) for cut in block.megatron_cuts()):
+    for cut in (cut for block in (*decoder.blocks, decoder.embedding, decoder.head) for cut in block.megatron_cuts()):
         size = getattr(parallel, cut.dimension)
         if cut.total % size:
             raise UserError(
                 f"{key}.{cut.dimension}: {size} does not divide the model's {cut.total} {cut.what}; choose a divisor "
                 f"of {cut.total}"
             )
-    _check_stages(d, parallel, key)
-    for block in d.parts:
+    _check_stages(decoder, parallel, key)
+    for block in decoder.parts:
         block.check_megatron(parallel, key)
     if parallel.expert > 1 and not any(
-        cut.dimension == "expert" for block in d.blocks for cut in block.megatron_cuts()
+        cut.dimension == "expert" for block in decoder.blocks for cut in block.megatron_cuts()
     ):
         raise UserError(f"{key}.expert: {parallel.expert} needs a model with experts; give 1")
 
 
-def _check_stages(d: Decoder, parallel: ParallelDims, key: str) -> None:
+def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
     """Checks the pipeline stages: no empty stage, middle stages of equal size, whole chunks."""
     uneven = [
         f"{name} {layers}"
@@ -109,42 +109,43 @@ def _check_stages(d: Decoder, parallel: ParallelDims, key: str) -> None:
         if (layers := getattr(parallel, name)) is not None
     ]
     try:
-        parallel.stage_sizes(d.layers)
+        parallel.stage_sizes(decoder.layers)
     except ValueError as error:
         if uneven:
             raise UserError(
-                f"{key}.{uneven[0].split()[0]}: {' and '.join(uneven)} do not fit the model's {d.layers} layers on "
-                f"pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: {error}; choose others"
+                f"{key}.{uneven[0].split()[0]}: {' and '.join(uneven)} do not fit the model's {decoder.layers} layers "
+                f"on pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: {error}; "
+                "choose others"
             ) from None
-        if d.layers % parallel.pipeline:
+        if decoder.layers % parallel.pipeline:
             raise UserError(
-                f"{key}.pipeline: {parallel.pipeline} does not divide the model's {d.layers} layers; choose a divisor "
-                f"of {d.layers}, or give {key}.first_stage_layers or last_stage_layers"
+                f"{key}.pipeline: {parallel.pipeline} does not divide the model's {decoder.layers} layers; choose a "
+                f"divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers"
             ) from None
         slices = parallel.pipeline * parallel.virtual_pipeline
         raise UserError(
             f"{key}.virtual_pipeline: {parallel.virtual_pipeline} × pipeline {parallel.pipeline} = {slices} does not "
-            f"divide the model's {d.layers} layers; choose sizes whose product divides {d.layers}"
+            f"divide the model's {decoder.layers} layers; choose sizes whose product divides {decoder.layers}"
         ) from None
 
 
 def shard(
-    d: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
+    decoder: Decoder, parallel: ParallelDims, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
     """Returns the parameters of `rank`, named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 
-    Ranks with different dp, cp or edp only hold the same parameters. `tensors` is `huggingface.tensors(d)`, for callers
-    with the result at hand.
+    Ranks with different dp, cp or edp only hold the same parameters. `tensors` is `huggingface.tensors(decoder)`, for
+    callers with the result at hand.
     """
-    b = ShardBuilder(tensors or huggingface.tensors(d))
+    builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     coords = parallel.coordinates(rank)
     for chunk in range(parallel.virtual_pipeline):
         place = MegatronPlace(parallel, coords, chunk, spec)
         if place.first:
-            d.embedding.megatron_pieces(b, place, str(chunk), "model")
-        for local, index in enumerate(parallel.stage_layers(d.layers, coords.pp, chunk)):
-            for block in d.layer(index):
-                block.megatron_pieces(b, place, f"{chunk}.decoder.layers.{local}", f"model.layers.{index}")
+            decoder.embedding.megatron_pieces(builder, place, str(chunk), "model")
+        for local, index in enumerate(parallel.stage_layers(decoder.layers, coords.pp, chunk)):
+            for block in decoder.layer(index):
+                block.megatron_pieces(builder, place, f"{chunk}.decoder.layers.{local}", f"model.layers.{index}")
         if place.last:
-            d.head.megatron_pieces(b, place, str(chunk), "model")
-    return b.shard()
+            decoder.head.megatron_pieces(builder, place, str(chunk), "model")
+    return builder.shard()

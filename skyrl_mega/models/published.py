@@ -68,7 +68,7 @@ _SMOLLM2 = _sizes(30, 576, 1536, 9, 3) | {
     "torch_dtype": "bfloat16",
 }
 
-_LONGER = {"max_position_embeddings": 40960}
+_POST_TRAINED = {"max_position_embeddings": 40960}
 """Context length of Qwen3 after post-training."""
 _BASE = {"eos_token_id": 151643}
 
@@ -78,18 +78,18 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B-Instruct": _2_5_7B,
     "Qwen/Qwen2.5-Coder-7B-Instruct": _2_5_7B,
     "Qwen/Qwen2.5-Math-7B": _2_5_7B | _BASE | {"max_position_embeddings": 4096, "rope_theta": 10000.0},
-    "Qwen/Qwen3-1.7B": _3_1B | _LONGER,
+    "Qwen/Qwen3-1.7B": _3_1B | _POST_TRAINED,
     "Qwen/Qwen3-1.7B-Base": _3_1B | _BASE,
-    "Qwen/Qwen3-4B": _3_4B | _LONGER,
+    "Qwen/Qwen3-4B": _3_4B | _POST_TRAINED,
     "Qwen/Qwen3-4B-Base": _3_4B | _BASE,
-    "Qwen/Qwen3-30B-A3B": _3_30B | _LONGER,
+    "Qwen/Qwen3-30B-A3B": _3_30B | _POST_TRAINED,
     "Qwen/Qwen3-30B-A3B-Base": _3_30B | _BASE,
-    "Qwen/Qwen3-235B-A22B": _3_235B | _LONGER,
+    "Qwen/Qwen3-235B-A22B": _3_235B | _POST_TRAINED,
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2,
 }
 """Name on the Hugging Face hub → config.json."""
 
-MADE_HERE = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+BUILT_LOCALLY = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Folder of the CPU recipes' model, built by `skyrl_mega.models.smollm2` → the model's name on the hub."""
 
 
@@ -99,12 +99,12 @@ def hub_name(path: str | PurePath) -> str | None:
     `models/Qwen3-30B-A3B` gives `Qwen/Qwen3-30B-A3B`.
     """
     last = PurePath(path).name
-    return next((name for name in KNOWN if name.partition("/")[2] == last), MADE_HERE.get(last))
+    return next((name for name in KNOWN if name.partition("/")[2] == last), BUILT_LOCALLY.get(last))
 
 
 def how_to_get(path: str | PurePath) -> str:
     """Returns the command to download or build the known model at this path."""
-    if PurePath(path).name in MADE_HERE:
+    if PurePath(path).name in BUILT_LOCALLY:
         return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
     return f"`hf download {hub_name(path)} --local-dir {path}` fetches it"
 
@@ -115,7 +115,7 @@ def known(name: str | PurePath) -> dict[str, Any]:
     Raises:
         UserError: The model is unknown.
     """
-    found = hub_name(name)
-    if found is None:
+    known_name = hub_name(name)
+    if known_name is None:
         raise UserError(f"{name}: no known model; known are {', '.join(KNOWN)}")
-    return dict(KNOWN[found])
+    return dict(KNOWN[known_name])

@@ -60,10 +60,10 @@ class Architecture:
         """Returns the shards of all policy ranks. Replicas share one shard."""
         self.check_layout(hf, parallel)
         decoder, tensors = self.describe(hf), self.tensors(hf)
-        seats = [parallel.coordinates(rank) for rank in range(parallel.ranks)]
-        distinct = {(at.tp, at.pp, at.ep, at.etp): rank for rank, at in reversed(list(enumerate(seats)))}
+        coordinates = [parallel.coordinates(rank) for rank in range(parallel.ranks)]
+        distinct = {(at.tp, at.pp, at.ep, at.etp): rank for rank, at in reversed(list(enumerate(coordinates)))}
         shards = {key: megatron.shard(decoder, parallel, rank, spec, tensors) for key, rank in distinct.items()}
-        return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in seats))
+        return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in coordinates))
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
         """Returns the shard of worker `rank` of an engine; parameters are named as in vLLM at load time."""
@@ -105,10 +105,10 @@ def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
     Raises:
         UserError: The type is not supported.
     """
-    found = ARCHITECTURES.get(str(hf.get("model_type", "")))
-    if found is None:
+    arch = ARCHITECTURES.get(str(hf.get("model_type", "")))
+    if arch is None:
         raise UserError(
             f"config.json: model_type is {hf.get('model_type')!r}; supported are {', '.join(ARCHITECTURES)}; "
             "choose a model of one of these"
         )
-    return found if head == "vocab" else replace(found, describe=lambda hf: found.describe(hf).critic)
+    return arch if head == "vocab" else replace(arch, describe=lambda hf: arch.describe(hf).critic)

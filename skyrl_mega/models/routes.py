@@ -77,8 +77,8 @@ class RouteShape:
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if (wrong := outside | twice).any():
             token, layer = np.argwhere(wrong)[0]
-            found = (routes[token, layer].astype(int) - 1).tolist()
+            experts = (routes[token, layer].astype(int) - 1).tolist()
             raise WrongRoutes(
-                f"{what}: token {token} in layer {self.layers[layer]} has experts {found} (-1: none); allowed are "
+                f"{what}: token {token} in layer {self.layers[layer]} has experts {experts} (-1: none); allowed are "
                 f"{self.per_token} different ones of 0 to {self.experts - 1}"
             )

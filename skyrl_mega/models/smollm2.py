@@ -49,10 +49,10 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output
-    with whole_folder(output, f"--output {output}", last="config.json") as part:
+    with whole_folder(output, f"--output {output}", last="config.json") as partial:
         source = gguf_file()
-        _write_model(source, part, dtype)
-        _write_tokenizer(source, part)
+        _write_model(source, partial, dtype)
+        _write_tokenizer(source, partial)
     return output
 
 

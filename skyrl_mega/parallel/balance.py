@@ -8,22 +8,22 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def balance_together(
-    lengths: Sequence[int], together: Sequence[int], ranks: int, budget: int, multiple: int = 1
+def balance_groups(
+    lengths: Sequence[int], group_of: Sequence[int], ranks: int, budget: int, multiple: int = 1
 ) -> list[list[list[int]]]:
     """Splits sequences as `balance` does, keeping sequences with the same number in one micro-batch even above the
     budget.
 
     Args:
         lengths, ranks, budget, multiple: See `balance`.
-        together: A number for each sequence.
+        group_of: A number for each sequence.
     """
     members: dict[int, list[int]] = {}
-    for sequence, number in enumerate(together):
+    for sequence, number in enumerate(group_of):
         members.setdefault(number, []).append(sequence)
     units = list(members.values())
-    dealt = balance([sum(lengths[i] for i in unit) for unit in units], ranks, budget, multiple)
-    return [[sorted(i for unit in micro for i in units[unit]) for micro in micros] for micros in dealt]
+    assigned = balance([sum(lengths[i] for i in unit) for unit in units], ranks, budget, multiple)
+    return [[sorted(i for unit in micro for i in units[unit]) for micro in micros] for micros in assigned]
 
 
 def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
@@ -48,15 +48,15 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     oversize = sum(length > budget for length in lengths)
     fitting = sum(length for length in lengths if length <= budget)
-    least = oversize + -(-fitting // budget)
-    micros = max(1, -(-least // (ranks * multiple))) * multiple
+    lower_bound = oversize + -(-fitting // budget)
+    micros = max(1, -(-lower_bound // (ranks * multiple))) * multiple
     packed: list[list[int]] = []
     while True:
         count = ranks * micros
         bins = _even(order, lengths, count, budget)
         if bins is None:
             packed = packed or _first_fit(order, lengths, budget)
-            bins = _halved(packed, lengths, count) if len(packed) <= count else None
+            bins = _split_fullest(packed, lengths, count) if len(packed) <= count else None
         if bins is not None:
             return _deal(bins, lengths, ranks, micros)
         micros += multiple
@@ -79,19 +79,19 @@ def _even(order: list[int], lengths: Sequence[int], count: int, budget: int) -> 
 def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Puts each sequence into the first bin with enough space, in as many bins as needed (first-fit decreasing)."""
     bins: list[list[int]] = []
-    room = np.zeros(len(order), np.int64)  # vectorized: thousands of bins and sequences
+    free = np.zeros(len(order), np.int64)  # vectorized: thousands of bins and sequences
     for i in order:
-        fits = room[: len(bins)] >= lengths[i]
+        fits = free[: len(bins)] >= lengths[i]
         b = int(fits.argmax()) if fits.any() else len(bins)
         if b == len(bins):
             bins.append([])
-            room[b] = budget
+            free[b] = budget
         bins[b].append(i)
-        room[b] -= lengths[i]
+        free[b] -= lengths[i]
     return bins
 
 
-def _halved(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+def _split_fullest(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
     """Splits the fullest bins in halves until there are `count` bins; adds empty bins if no bin can be split."""
     bins = list(bins)
     heap = [(-sum(lengths[i] for i in whole), b) for b, whole in enumerate(bins) if len(whole) > 1]
@@ -113,11 +113,11 @@ def _halved(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[l
 def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int, micros: int) -> list[list[list[int]]]:
     """Gives every rank `micros` bins, the heaviest bin to the lightest rank with a free slot."""
     weight = {id(b): sum(lengths[i] for i in b) for b in bins}
-    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    assigned: list[list[list[int]]] = [[] for _ in range(ranks)]
     heap = [(0, 0, rank) for rank in range(ranks)]
     for b in sorted(bins, key=lambda b: (-weight[id(b)], b)):
         load, used, rank = heapq.heappop(heap)
-        dealt[rank].append(sorted(b))
+        assigned[rank].append(sorted(b))
         if used + 1 < micros:
             heapq.heappush(heap, (load + weight[id(b)], used + 1, rank))
-    return dealt
+    return assigned

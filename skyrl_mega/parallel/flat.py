@@ -54,24 +54,28 @@ def flat_pieces(shard: Shard, runs: Mapping[str, Run]) -> list[FlatPiece]:
         runs: Local tensor → elements; other local tensors hold nothing.
     """
     boxes = {param: list(run_boxes(shard.params[param], run)) for param, run in runs.items()}
-    found = []
+    pieces = []
     for piece in shard.pieces:
         stack = len(piece.offset) - len(piece.box.shape)
         local = Box(piece.offset, (1,) * stack + piece.box.shape)
         for box in boxes.get(piece.param, ()):
-            if common := box.intersect(local):
-                shift = zip(piece.box.start, common.start[stack:], piece.offset[stack:], strict=True)
-                here = Box(tuple(a + b - c for a, b, c in shift), common.shape[stack:])
-                found.append(FlatPiece(piece.tensor, here, piece.param, index(shard.params[piece.param], common.start)))
-    return found
+            if overlap := box.intersect(local):
+                shift = zip(piece.box.start, overlap.start[stack:], piece.offset[stack:], strict=True)
+                global_box = Box(tuple(a + b - c for a, b, c in shift), overlap.shape[stack:])
+                pieces.append(
+                    FlatPiece(
+                        piece.tensor, global_box, piece.param, flat_index(shard.params[piece.param], overlap.start)
+                    )
+                )
+    return pieces
 
 
-def index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
+def flat_index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
     """Returns the flat index of the element at position `at`, in C order."""
-    flat = 0
+    position = 0
     for size, i in zip(shape, at, strict=True):
-        flat = flat * size + i
-    return flat
+        position = position * size + i
+    return position
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def test_kernels_compile_for_numbers_that_are_one(module: str, name: str, ones: 
     pointers = {"amax": "*i32", "numbers": "*u8", "targets": "*i64"}
     pointers |= dict.fromkeys(("weight", "hidden", "out"), "*bf16")
     pointers |= dict.fromkeys(("inverse", "scales", "floor", "sums", "peak", "log_sum"), "*fp32")
-    pointers |= dict.fromkeys(("entropy", "of_logprobs", "of_entropy"), "*fp32")
+    pointers |= dict.fromkeys(("entropy", "grad_logprobs", "grad_entropy"), "*fp32")
     constants = {"TEMPERATURE": 0.7, "CAP": 30.0, "FLOOR": True, "EVEN": False, "DOUBLE": False, "SQUARES": True}
     constants |= {"ENTROPY": True, "BT": 32, "BV": 32, "BK": 32}
     given = {key: value for key, value in constants.items() if key in kernel.arg_names}

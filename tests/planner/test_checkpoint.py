@@ -74,7 +74,7 @@ def plan(d: Decoder, parallel: ParallelDims, rank: int, spec: Spec, freeze: bool
     """The boxes that a rank writes, and which of its parameters are frozen."""
     shard = megatron.shard(d, parallel, rank, spec, huggingface.tensors(d))
     trained, frozen = owned(d, parallel, rank, shard, freeze)
-    return flat_pieces(shard, dist_checkpoint.written(d, parallel, rank, shard, trained, frozen)), set(frozen)
+    return flat_pieces(shard, dist_checkpoint.runs_to_write(d, parallel, rank, shard, trained, frozen)), set(frozen)
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])

@@ -82,8 +82,8 @@ class Head(Block):
 
     def hf_tensors(self, source: str) -> Tensors:
         """Returns the tensors on disk; a tied head adds no tensor for the projection."""
-        found: Tensors = {FINAL_NORM: (self.hidden,)}
-        return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
+        shapes: Tensors = {FINAL_NORM: (self.hidden,)}
+        return shapes if self.tied else shapes | {HEAD: (self.vocab, self.hidden)}
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         return MegatronSettings(gpt={"share_embeddings_and_output_weights": self.tied})

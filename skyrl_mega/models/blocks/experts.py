@@ -65,10 +65,10 @@ class Experts(Block):
         return {"experts": self.count, "experts_per_token": self.per_token}
 
     def hf_tensors(self, source: str) -> Tensors:
-        found: Tensors = {f"{source}.{NORM}": (self.hidden,), source + ROUTER: (self.count, self.hidden)}
+        shapes: Tensors = {f"{source}.{NORM}": (self.hidden,), source + ROUTER: (self.count, self.hidden)}
         for expert in range(self.count):
-            found |= gated_tensors(f"{source}.mlp.experts.{expert}", self.width, self.hidden)
-        return found
+            shapes |= gated_tensors(f"{source}.mlp.experts.{expert}", self.width, self.hidden)
+        return shapes
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         transformer = {
@@ -77,7 +77,7 @@ class Experts(Block):
             "moe_ffn_hidden_size": self.width,
             # A softmax over all experts, renormalised over the chosen ones, is the softmax of the chosen logits.
             "moe_router_pre_softmax": not self.renormalize,
-            "moe_layer_freq": [int(here) for here in layers],
+            "moe_layer_freq": [int(has_experts) for has_experts in layers],
         }
         return MegatronSettings(transformer | gated_args())
 
@@ -117,8 +117,8 @@ class Experts(Block):
             for fc1, _ in names:  # a grouped layer holds all experts' weights, before the next grouped layer
                 b.param(fc1, 2 * width, self.hidden)
         else:
-            each = (f"{prefix}.local_experts.{i}" for i in range(count))
-            names = [(f"{one}.linear_fc1.weight", f"{one}.linear_fc2.weight") for one in each]
+            prefixes = (f"{prefix}.local_experts.{i}" for i in range(count))
+            names = [(f"{p}.linear_fc1.weight", f"{p}.linear_fc2.weight") for p in prefixes]
         for local, (fc1, fc2) in enumerate(names):
             b.param(fc1, 2 * width, self.hidden)
             b.param(fc2, self.hidden, width)
@@ -141,7 +141,7 @@ class Experts(Block):
         """Declares w13 [experts, gate rows then up rows, hidden] and w2 [experts, hidden, columns]."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         b.whole(source + ROUTER, source + ROUTER)
-        held, columns = self._held(cut, worker)
+        held, columns = self._worker_part(cut, worker)
         width, prefix = len(columns), f"{source}.mlp.experts.routed_experts"
         w13 = b.param(f"{prefix}.w13_weight", len(held), 2 * width, self.hidden)
         w2 = b.param(f"{prefix}.w2_weight", len(held), self.hidden, width)
@@ -150,18 +150,18 @@ class Experts(Block):
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         if cut.expert_parallel:
-            held, _ = self._held(cut, worker)
+            held, _ = self._worker_part(cut, worker)
             return {"experts": f"{held.start}-{held.stop - 1}", "columns": share(self.width, 1, 0)}
         return {"experts": share(self.count, 1, 0), "columns": share(self.width, cut.workers, worker)}
 
-    def _held(self, cut: EngineCut, worker: int) -> tuple[range, range]:
+    def _worker_part(self, cut: EngineCut, worker: int) -> tuple[range, range]:
         """Returns the experts and columns of a worker: whole experts in contiguous runs, or columns of each expert."""
         if not cut.expert_parallel:
             width = self.width // cut.workers
             return range(self.count), range(worker * width, (worker + 1) * width)
-        base, more = divmod(self.count, cut.workers)
-        first = worker * base + min(worker, more)
-        return range(first, first + base + (worker < more)), range(self.width)
+        base, remainder = divmod(self.count, cut.workers)
+        first = worker * base + min(worker, remainder)
+        return range(first, first + base + (worker < remainder)), range(self.width)
 
     def flops(self) -> TokenFlops:
         return TokenFlops(2 * (3 * self.hidden * self.width * self.per_token + self.hidden * self.count))
@@ -171,7 +171,7 @@ class Experts(Block):
         norm = 2 * s * self.hidden * b  # input and output
         # Each expert's input; gate and up; the product times the router's probability. Unfused also silu, a second copy
         # of up, and the product before the probability.
-        kept = 2 + self._made(work)
+        kept = 2 + self._activation_widths(work)
         experts = self._routed(work) * (b * (self.hidden + kept * self.width / work.parallel.expert_tensor) + 4)
         # Logits, probabilities and masks over all experts, in float32 and bool.
         return norm + experts + s * self.count * 24
@@ -183,7 +183,13 @@ class Experts(Block):
         if recompute == "moe":
             return 2 * norm
         if recompute == "selective":
-            dropped = self._made(work) * self._routed(work) * self.width / work.parallel.expert_tensor * work.itemsize
+            dropped = (
+                self._activation_widths(work)
+                * self._routed(work)
+                * self.width
+                / work.parallel.expert_tensor
+                * work.itemsize
+            )
             return self.saved_bytes(work) - norm - dropped
         return self.saved_bytes(work)
 
@@ -191,11 +197,11 @@ class Experts(Block):
         width = self.width / work.parallel.expert_tensor
         weights = self.count / work.parallel.expert * 3 * self.hidden * width
         # Gradients of gate, up and the product; unfused also of the product in float32.
-        made = 3 if "swiglu" in work.fused else 5
-        return work.itemsize * (self._routed(work) * (2 * self.hidden + made * width) + weights)
+        kept = 3 if "swiglu" in work.fused else 5
+        return work.itemsize * (self._routed(work) * (2 * self.hidden + kept * width) + weights)
 
     @staticmethod
-    def _made(work: Work) -> int:
+    def _activation_widths(work: Work) -> int:
         """Returns the number of expert widths kept by the activation function, besides gate and up."""
         return 1 if "swiglu" in work.fused else 4
 

@@ -16,7 +16,7 @@ from skyrl_mega.models.blocks.base import (
     TokenFlops,
     Work,
 )
-from skyrl_mega.models.config_json import Hf, integer, only
+from skyrl_mega.models.config_json import Hf, integer, require
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -26,8 +26,8 @@ NORM = "post_attention_layernorm.weight"
 
 def check_keys(hf: Hf) -> None:
     """Refuses activations other than silu, and a bias."""
-    only(hf, "hidden_act", "silu")
-    only(hf, "mlp_bias", False)
+    require(hf, "hidden_act", "silu")
+    require(hf, "mlp_bias", False)
 
 
 @dataclass(frozen=True)

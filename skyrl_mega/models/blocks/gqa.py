@@ -19,7 +19,7 @@ from skyrl_mega.models.blocks.base import (
     Work,
     share,
 )
-from skyrl_mega.models.config_json import Hf, integer, number, only, unsupported
+from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -93,8 +93,8 @@ class GroupedQueryAttention(Block):
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
         if heads % kv_heads:
             raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-        only(hf, "use_sliding_window", False)
-        only(hf, "attention_bias", False)
+        require(hf, "use_sliding_window", False)
+        require(hf, "attention_bias", False)
         return cls(
             hidden=hidden,
             heads=heads,
@@ -111,16 +111,16 @@ class GroupedQueryAttention(Block):
 
     def hf_tensors(self, source: str) -> Tensors:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found: Tensors = {f"{source}.{NORM}": (self.hidden,)}
+        shapes: Tensors = {f"{source}.{NORM}": (self.hidden,)}
         for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            found[f"{source}.self_attn.{name}.weight"] = (rows, self.hidden)
+            shapes[f"{source}.self_attn.{name}.weight"] = (rows, self.hidden)
             if self.qkv_bias:
-                found[f"{source}.self_attn.{name}.bias"] = (rows,)
+                shapes[f"{source}.self_attn.{name}.bias"] = (rows,)
         if self.qk_norm:
-            found[f"{source}.self_attn.q_norm.weight"] = (self.head_dim,)
-            found[f"{source}.self_attn.k_norm.weight"] = (self.head_dim,)
-        found[f"{source}.self_attn.o_proj.weight"] = (self.hidden, q)
-        return found
+            shapes[f"{source}.self_attn.q_norm.weight"] = (self.head_dim,)
+            shapes[f"{source}.self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes[f"{source}.self_attn.o_proj.weight"] = (self.hidden, q)
+        return shapes
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         transformer = {
@@ -149,27 +149,27 @@ class GroupedQueryAttention(Block):
         """Declares linear_qkv with rows interleaved by query group: query heads, then the key head, then the value
         head."""
         size, tp = place.parallel.tensor, place.coords.tp
-        there, here = f"{source}.self_attn", f"{target}.self_attention"
+        hf_prefix, megatron_prefix = f"{source}.self_attn", f"{target}.self_attention"
         columns = self.heads * self.head_dim // size
         if place.spec == "local":
             b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
-        param = b.param(f"{here}.linear_proj.weight", self.hidden, columns)
-        b.columns(param, f"{there}.o_proj.weight", tp * columns, columns)
+        param = b.param(f"{megatron_prefix}.linear_proj.weight", self.hidden, columns)
+        b.columns(param, f"{hf_prefix}.o_proj.weight", tp * columns, columns)
         if place.spec == "te":
-            b.whole(f"{here}.linear_qkv.layer_norm_weight", f"{source}.{NORM}")
+            b.whole(f"{megatron_prefix}.linear_qkv.layer_norm_weight", f"{source}.{NORM}")
         head = self.head_dim
         groups, width = self.kv_heads // size, self.heads // self.kv_heads * head
         rows = groups * (width + 2 * head)
         for kind, shape in self._kinds(rows):
-            param = b.param(f"{here}.linear_qkv.{kind}", *shape)
+            param = b.param(f"{megatron_prefix}.linear_qkv.{kind}", *shape)
             for local in range(groups):
                 group, row = tp * groups + local, local * (width + 2 * head)
-                b.rows(param, row, f"{there}.q_proj.{kind}", group * width, width)
-                b.rows(param, row + width, f"{there}.k_proj.{kind}", group * head, head)
-                b.rows(param, row + width + head, f"{there}.v_proj.{kind}", group * head, head)
+                b.rows(param, row, f"{hf_prefix}.q_proj.{kind}", group * width, width)
+                b.rows(param, row + width, f"{hf_prefix}.k_proj.{kind}", group * head, head)
+                b.rows(param, row + width + head, f"{hf_prefix}.v_proj.{kind}", group * head, head)
         if self.qk_norm:
-            b.whole(f"{here}.q_layernorm.weight", f"{there}.q_norm.weight")
-            b.whole(f"{here}.k_layernorm.weight", f"{there}.k_norm.weight")
+            b.whole(f"{megatron_prefix}.q_layernorm.weight", f"{hf_prefix}.q_norm.weight")
+            b.whole(f"{megatron_prefix}.k_layernorm.weight", f"{hf_prefix}.k_norm.weight")
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)
@@ -190,20 +190,20 @@ class GroupedQueryAttention(Block):
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Declares qkv_proj: a worker's q rows, then k rows, then v rows. Several workers share each of few kv
         heads."""
-        rank, there = worker % cut.tensor, f"{source}.self_attn"
+        rank, prefix = worker % cut.tensor, f"{source}.self_attn"
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
         q = self.heads // cut.tensor * self.head_dim
         kv = max(1, self.kv_heads // cut.tensor) * self.head_dim
         kv_start = rank * kv if self.kv_heads >= cut.tensor else rank // (cut.tensor // self.kv_heads) * kv
         for kind, shape in self._kinds(q + 2 * kv):
-            fused = b.param(f"{there}.qkv_proj.{kind}", *shape)
-            b.rows(fused, 0, f"{there}.q_proj.{kind}", rank * q, q)
-            b.rows(fused, q, f"{there}.k_proj.{kind}", kv_start, kv)
-            b.rows(fused, q + kv, f"{there}.v_proj.{kind}", kv_start, kv)
-        b.columns(b.param(f"{there}.o_proj.weight", self.hidden, q), f"{there}.o_proj.weight", rank * q, q)
+            fused = b.param(f"{prefix}.qkv_proj.{kind}", *shape)
+            b.rows(fused, 0, f"{prefix}.q_proj.{kind}", rank * q, q)
+            b.rows(fused, q, f"{prefix}.k_proj.{kind}", kv_start, kv)
+            b.rows(fused, q + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
+        b.columns(b.param(f"{prefix}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
         if self.qk_norm:
-            b.whole(f"{there}.q_norm.weight", f"{there}.q_norm.weight")
-            b.whole(f"{there}.k_norm.weight", f"{there}.k_norm.weight")
+            b.whole(f"{prefix}.q_norm.weight", f"{prefix}.q_norm.weight")
+            b.whole(f"{prefix}.k_norm.weight", f"{prefix}.k_norm.weight")
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         rank = worker % cut.tensor

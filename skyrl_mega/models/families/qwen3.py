@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.config_json import Hf, filled, integer
+from skyrl_mega.models.config_json import Hf, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
     """Returns the model described by a config.json."""
-    hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
+    hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
     integer(hf, "head_dim")  # unlike related classes, Qwen3's refuses null
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

@@ -7,13 +7,15 @@ from skyrl_mega.config.values import shown
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.config_json import Hf, filled, integer
+from skyrl_mega.models.config_json import Hf, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
     """Returns the model described by a config.json."""
-    hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False)
+    hf = with_defaults(
+        hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False
+    )
     integer(hf, "num_key_value_heads")  # unlike related classes, Qwen3-MoE's refuses null
     moe = _moe_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
