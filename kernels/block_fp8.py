@@ -144,9 +144,9 @@ def _check(weight: Tensor, scales_SIJ: Tensor | None = None, row0: int = 0, col0
     if scales_SIJ is None:
         return
     rows, columns = weight.shape[-2:]
-    wanted = (*weight.shape[:-2], *blocks_touched(rows, columns, row0, col0))
-    if scales_SIJ.shape != wanted:
+    expected = (*weight.shape[:-2], *blocks_touched(rows, columns, row0, col0))
+    if scales_SIJ.shape != expected:
         raise ValueError(
             f"scales are {list(scales_SIJ.shape)}; a weight {list(weight.shape)} that begins at row {row0}, column "
-            f"{col0} touches blocks {list(wanted)}"
+            f"{col0} touches blocks {list(expected)}"
         )

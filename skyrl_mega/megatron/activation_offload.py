@@ -174,7 +174,7 @@ class LayerPass:
 
     Args:
         pages: Host memory for the saved storages.
-        before: The previous offloaded layer of this forward pass.
+        previous: The previous offloaded layer of this forward pass.
     """
 
     def __init__(self, pages: HostPages, previous: LayerPass | None) -> None:
@@ -287,7 +287,7 @@ class OffloadedChunk:
 
     Args:
         layers: All layers of the chunk, in order.
-        moving: Indices of the layers to offload.
+        offloaded: Indices of the layers to offload.
         pages: Host memory for the saved storages.
     """
 

@@ -147,13 +147,13 @@ def _read(
     for part in owned.values():
         for values in part.state.values():
             values.zero_()  # checkpoints hold no vocabulary padding
-    wanted = _parts(state, pieces, owned)
+    to_read = _parts(state, pieces, owned)
     # A parameter trained in the saved run may be frozen now.
     trained_then = {entry.tensor for entry in entries if entry.kind == MASTER}
-    wanted = [
-        Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in wanted
+    to_read = [
+        Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in to_read
     ]
-    compared = read_boxes(entries, wanted)
+    compared = read_boxes(entries, to_read)
     return header.step, header.schedule, compared
 
 
@@ -196,8 +196,8 @@ def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[st
     """Returns each piece as a view of this rank's memory."""
     inner_optimizers = []
     for piece in pieces:
-        if held := owned.get(piece.param):
-            state, first = held.state, held.run[0]
+        if owned_run := owned.get(piece.param):
+            state, first = owned_run.state, owned_run.run[0]
         else:
             state, first = {WEIGHT: rank_state.readable(rank_state.params[piece.param].detach()).view(-1)}, 0
         steps = strides(rank_state.shard.params[piece.param])[-len(piece.box.shape) :]

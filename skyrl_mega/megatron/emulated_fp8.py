@@ -155,7 +155,7 @@ class Linear:
     def _scaled(self, x: Tensor, tensor_kind: int) -> Tensor:
         amax = fp8_rounding.magnitude(x)
         if self.recipe == "fp8_delayed":
-            amax = self.magnitudes.recorded(self.number, tensor_kind, amax)
+            amax = self.magnitudes.amax_for_scaling(self.number, tensor_kind, amax)
         kind = E5M2 if tensor_kind == GRADIENT else E4M3
         return fp8_rounding.tensor(x, fp8_rounding.power(amax, kind), kind)
 

@@ -29,7 +29,7 @@ class Magnitudes:
         self._past_max = torch.zeros(layers, 3, device=device)
         self._current = torch.zeros(layers, 3, device=device)
 
-    def recorded(self, layer: int, kind: int, amax: Tensor) -> Tensor:
+    def amax_for_scaling(self, layer: int, kind: int, amax: Tensor) -> Tensor:
         """Returns the magnitude for scaling a tensor, from past passes if any, else `amax` (float32 []).
 
         Records `amax` for later passes.

@@ -191,7 +191,7 @@ class TrainGroup:
             for data in range(self.parallel.data)
         ]
         per_rank = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
-        self._call(method, per_rank=[(held, *args) for held in per_rank])
+        self._call(method, per_rank=[(micros, *args) for micros in per_rank])
 
     def _micro_batch_rows(self, batch: Sequences | Referred) -> Rows:
         """Returns the rows of each data-parallel rank's micro-batches."""

@@ -19,8 +19,8 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]
 
     Chained optimizers without parameters are left out: a pipeline stage may train no parameter of a kind.
     """
-    every = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in every if not part.is_stub_optimizer]
+    optimizers = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in optimizers if not part.is_stub_optimizer]
 
 
 def master_weights(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:

@@ -86,20 +86,20 @@ def read(
     cut = [stored[part.ref].tokens for part in parts]
     at = [slice(part.start, part.end) for part in parts]
     lengths = torch.tensor([part.end - part.start for part in parts], dtype=torch.int64)
-    found = Sequences(lengths, torch.cat([s.tokens[where] for s, where in zip(cut, at, strict=True)]))
+    samples = Sequences(lengths, torch.cat([s.tokens[where] for s, where in zip(cut, at, strict=True)]))
     mask = torch.cat([s["mask"][where] for s, where in zip(cut, at, strict=True)])
     before = torch.tensor([part.own - part.start for part in parts], dtype=torch.int64)
-    mask[ragged_arange(found.starts, before)] = 0
+    mask[ragged_arange(samples.starts, before)] = 0
     for name in sorted({name for s in cut for name in s.columns} - OF_THE_DRIVER):
-        found.add(name, _column(name, cut, at))
+        samples.add(name, _column(name, cut, at))
     if drawn:
-        ends = found.lengths.cumsum(0) - 1
-        found["drawn"] = torch.ones(len(found.tokens), dtype=torch.bool)
-        found["drawn"][ends] = ~found["rollout_logprobs"][ends].isnan()
+        ends = samples.lengths.cumsum(0) - 1
+        samples["drawn"] = torch.ones(len(samples.tokens), dtype=torch.bool)
+        samples["drawn"][ends] = ~samples["rollout_logprobs"][ends].isnan()
     for name, values in columns.items():
-        of_tokens = found.per_token(values)
-        found[name] = of_tokens * mask if name in WEIGHTS else of_tokens
-    return found
+        of_tokens = samples.per_token(values)
+        samples[name] = of_tokens * mask if name in WEIGHTS else of_tokens
+    return samples
 
 
 def _column(name: str, cut: Sequence[Sequences], at: Sequence[slice]) -> Column:

@@ -100,9 +100,9 @@ def _runs(params: Iterable[Tensor]) -> list[Tensor]:
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not contiguous")
         views.setdefault(p.untyped_storage()._cdata, []).append(p.data)
     runs = []
-    for held in views.values():
-        first = min(p.storage_offset() * p.itemsize for p in held)
-        last = max((p.storage_offset() + p.numel()) * p.itemsize for p in held)
-        whole = torch.empty(0, dtype=torch.uint8, device=held[0].device).set_(held[0].untyped_storage())
+    for tensors in views.values():
+        first = min(p.storage_offset() * p.itemsize for p in tensors)
+        last = max((p.storage_offset() + p.numel()) * p.itemsize for p in tensors)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
         runs.append(whole.narrow(0, first, last - first))
     return runs

@@ -174,7 +174,7 @@ class RouterReplay:
             f"router replay: {sum(wrong)} tokens went to other experts than their routes say; first in layer "
             f"{self.shape.layers[place]}, position {position} of a sequence: expected "
             f"{sorted(e - 1 for e in expected)} (-1: the policy's own choice), found "
-            f"{[expert for expert, here in enumerate(chosen) if here]}"
+            f"{[expert for expert, is_used in enumerate(chosen) if is_used]}"
         )
 
     # ---- inside of a pass ------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ class RouterReplay:
         routed = row.routes[:, place].long() - 1
         has_route = routed[:, :1] >= 0
         differs = has_route[:, 0] & (routed.sort(-1).values != chosen.sort(-1).values).any(-1)
-        seen = torch.stack([row.read >= 0, has_route[:, 0], differs, torch.zeros_like(differs)])
-        self.counts[place] += seen.sum(1)
+        flags = torch.stack([row.read >= 0, has_route[:, 0], differs, torch.zeros_like(differs)])
+        self.counts[place] += flags.sum(1)
         chosen_experts = torch.where(has_route, routed, chosen)
         return scores.gather(1, chosen_experts), chosen_experts
 
@@ -215,14 +215,14 @@ class RouterReplay:
             if self.active:
                 self.counts[place, Count._fields.index("wrong")] += len(output[1])
             return
-        chosen, wanted = output[1], row.expected[:, place].long()
-        has_route = wanted[:, 0] > 0
-        right = chosen.gather(1, (wanted - 1).clamp(min=0)).all(1) & (chosen.sum(1) == self.shape.per_token)
+        chosen, expected = output[1], row.expected[:, place].long()
+        has_route = expected[:, 0] > 0
+        right = chosen.gather(1, (expected - 1).clamp(min=0)).all(1) & (chosen.sum(1) == self.shape.per_token)
         wrong = torch.where(has_route, ~right, row.routes[:, place, 0] > 0)
         self.counts[place, Count._fields.index("wrong")] += wrong.sum()
         first_index = wrong.int().argmax(0, keepdim=True)  # a tensor of one element, so that the host does not wait
         first_wrong = torch.cat(
-            [part.index_select(0, first_index).view(-1).long() for part in (row.position, wanted, chosen)]
+            [part.index_select(0, first_index).view(-1).long() for part in (row.position, expected, chosen)]
         )
         self.first[place] = torch.where(wrong.any() & (self.first[place, 0] < 0), first_wrong, self.first[place])
 

@@ -249,7 +249,7 @@ class ModelWorker:
         self._restore_policy_weights()
         for chunk in self.chunks:
             chunk.eval()
-        results = self._per_token(micros, lambda *of: (values_of(*of),))
+        results = self._per_token(micros, lambda *arguments: (values_of(*arguments),))
         return None if results is None else [values for (values,) in results]
 
     def _per_token(

@@ -118,8 +118,8 @@ class ParallelDims:
         Raises:
             ValueError: The middle stages cannot be equal in size, or a stage cannot be cut into equal chunks.
         """
-        given = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
-        fixed = {stage: layers for stage, layers in given.items() if layers is not None}
+        requested = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        fixed = {stage: layers for stage, layers in requested.items() if layers is not None}
         left, stages = num_layers - sum(fixed.values()), self.pipeline - len(fixed)
         if left % stages if stages else left:
             raise ValueError(f"{left} of {num_layers} layers are left for {stages} pipeline stages")

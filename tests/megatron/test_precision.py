@@ -207,7 +207,7 @@ def test_delayed_scales_are_of_the_passes_before() -> None:
     kept = Magnitudes(2, 2, torch.device("cpu"))
 
     def passed(*magnitudes: float, trained: bool = True) -> float:
-        found = [float(kept.recorded(1, INPUT, torch.tensor(m))) for m in magnitudes]
+        found = [float(kept.amax_for_scaling(1, INPUT, torch.tensor(m))) for m in magnitudes]
         if trained:
             kept.end(lambda _: None)
         else:
@@ -219,8 +219,8 @@ def test_delayed_scales_are_of_the_passes_before() -> None:
     assert passed(1.0) == 5.0
     assert passed(9.0, trained=False) == 2.0
     assert passed(4.0) == 2.0
-    assert float(kept.recorded(0, INPUT, torch.tensor(7.0))) == 7.0
-    assert float(kept.recorded(1, GRADIENT, torch.tensor(8.0))) == 8.0
+    assert float(kept.amax_for_scaling(0, INPUT, torch.tensor(7.0))) == 7.0
+    assert float(kept.amax_for_scaling(1, GRADIENT, torch.tensor(8.0))) == 8.0
 
 
 def test_rows_of_transformer_engine_alone_are_padded() -> None:
