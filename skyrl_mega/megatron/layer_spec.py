@@ -153,7 +153,7 @@ def _can_use_varlen(query: Tensor) -> bool:
 
 
 def _causal(kernel: Any) -> dict[str, Any]:
-    """Returns the keyword arguments of torch's variable-length kernel for a causal mask; torch 2.10 uses other names.
+    """Returns the keyword arguments of torch's variable-length kernel for a causal mask; names differ after torch 2.10.
 
     The kernel's scale is 1 / sqrt(D), the same as ours, and the causal mask is aligned with the last key.
     """

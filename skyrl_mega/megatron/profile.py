@@ -110,8 +110,8 @@ class RankEvents:
 
     @property
     def calls(self) -> dict[str, float]:
-        """`launches` and `host_syncs` before the profiler stopped. Valid only after iterating over all events,
-        unordered."""
+        """`launches` and `host_syncs` before the profiler stopped. Valid after all events were read, since order is
+        random."""
         return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
 
     def _call(self, name: str, at: float) -> None:

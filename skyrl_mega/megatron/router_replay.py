@@ -1,4 +1,5 @@
-"""Router replay: a policy's routers repeat the expert choices made earlier for the same tokens, at sampling.
+"""Router replay: a policy's routers repeat the expert choices made earlier for the same tokens, by the engine or
+policy.
 
 A MoE engine and a MoE policy with equal weights choose different experts for some tokens because of different rounding.
 The log-probs of those tokens then differ by more than rounding. Rollout routing replay (R3, arXiv:2510.11370, section

@@ -22,8 +22,11 @@ class Column:
     values: Tensor
     """[T, …], of any dtype supported by numpy, or bfloat16."""
     aligned: Literal["target", "input"] = "target"
-    """target: entry t belongs to the input before token t, which predicts token t: weights, log-probs, advantages.
-    input: entry t belongs to token t as an input: expert routes, values."""
+    """Alignment of the entries to inputs.
+
+    - target: entry t belongs to the input before token t, which predicts token t: weights, log-probs, advantages.
+    - input: entry t belongs to token t as an input: expert routes, values.
+    """
 
     def take(self, index: Tensor | slice) -> Column:
         """Returns the column for some tokens."""

@@ -199,7 +199,7 @@ class ModelWorker:
         """Restores the policy's weights after an interrupted swap. Call before reading or writing weights.
 
         Raises:
-            Parked: The weights are not on the device.
+            NotOnDevice: The weights are not on the device.
         """
         self.resident.require("parameters")
         if self._reference is not None:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783), and SmolLM2, an equal architecture."""
+"""Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783), and SmolLM2, with the same architecture."""
 
 from __future__ import annotations
 
