@@ -194,7 +194,7 @@ def _frozen(state: RankState) -> dict[str, Run]:
 
 def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[str, _OwnedRun]) -> list[Part]:
     """Returns each piece as a view of this rank's memory."""
-    inner_optimizers = []
+    box_parts = []
     for piece in pieces:
         if owned_run := owned.get(piece.param):
             state, first = owned_run.state, owned_run.run[0]
@@ -203,8 +203,8 @@ def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[st
         steps = strides(rank_state.shard.params[piece.param])[-len(piece.box.shape) :]
         for kind, flat in state.items():
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)
-            inner_optimizers.append(Part(piece.tensor, piece.box, kind, values))
-    return inner_optimizers
+            box_parts.append(Part(piece.tensor, piece.box, kind, values))
+    return box_parts
 
 
 def _on_all_ranks(do: Callable[[], Answer]) -> list[Answer]:
