@@ -68,7 +68,7 @@ class Maker:
 class Rank:
     """Stands for a rank of the policy: takes references, computes nothing."""
 
-    def hold_parts(self, minis: Any, drawn: bool) -> None:
+    def hold_refs(self, minis: Any, drawn: bool) -> None:
         """Counts."""
         self.samples = sum(len(parts) for mini in minis for parts, _ in mini)
 
@@ -112,7 +112,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         groups = [Group(played[i].prompt, played[i : i + GROUP]) for i in range(0, len(played), GROUP)]
         config.data.mini_batch_prompts = -(-len(groups) // MINIS)
         minis = remote_batch.mini_batches(remote_batch.make_remote_batch(groups, config), config)
-        policy.hold_parts(minis, drawn=False)
+        policy.hold_refs(minis, drawn=False)
         for mini in range(len(minis)):
             policy.train(mini, temperature=1.0, loss="ppo")
 

@@ -20,8 +20,8 @@ from skyrl_mega.config import allocator
 from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
-from skyrl_mega.megatron.parts import Part, fetched, read
 from skyrl_mega.megatron.role import POLICY, ModelRole
+from skyrl_mega.megatron.sample_refs import SampleRef, fetch_stored, read_samples
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
@@ -125,11 +125,11 @@ class MegatronActor:
         """Stores this rank's micro-batches of each mini-batch of an RL step."""
         self.minis = minis
 
-    @record_function("hold_parts")
-    def hold_parts(self, minis: list[list[tuple[list[Part], dict[str, Tensor]]]], drawn: bool) -> None:
+    @record_function("hold_refs")
+    def hold_refs(self, minis: list[list[tuple[list[SampleRef], dict[str, Tensor]]]], drawn: bool) -> None:
         """Stores this rank's micro-batches of each mini-batch, after reading the samples from Ray's object store."""
-        stored = fetched(part for parts, _ in chain(*minis) for part in parts)
-        self.minis = [[read(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
+        stored = fetch_stored(part for parts, _ in chain(*minis) for part in parts)
+        self.minis = [[read_samples(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
 
     def add(self, minis: list[list[np.ndarray]], name: str) -> None:
         """Adds a column to the stored micro-batches: `minis` holds one array [T] per micro-batch."""

@@ -14,7 +14,7 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
-from skyrl_mega.megatron.parts import Referred
+from skyrl_mega.megatron.sample_refs import SampleRefs
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.parallel.balance import balance_groups
 from skyrl_mega.parallel.dims import ParallelDims
@@ -32,7 +32,7 @@ class TrainGroup:
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
-        self._minis: Sequence[Sequences | Referred] = ()
+        self._minis: Sequence[Sequences | SampleRefs] = ()
         self._rows: list[Rows] = []
 
     def load(self, path: Path) -> None:
@@ -56,24 +56,25 @@ class TrainGroup:
         self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
-    def hold_parts(self, minis: Sequence[Referred], *, drawn: bool) -> None:
+    def hold_refs(self, minis: Sequence[SampleRefs], *, drawn: bool) -> None:
         """Does the same as `hold` for samples in Ray's object store, read there by the ranks.
 
         Args:
             minis: The mini-batches.
-            drawn: See `parts.read`.
+            drawn: See `sample_refs.read_samples`.
         """
         self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
-        self._send("hold_parts", lambda mini, rows: minis[mini].take(rows), drawn)
+        self._send("hold_refs", lambda mini, rows: minis[mini].take(rows), drawn)
 
     def forget(self) -> None:
-        """Drops the references given to `hold_parts`, so that Ray can free the samples: the ranks hold copies by
-        now."""
+        """Drops the references given to `hold_refs`, so that Ray can free the samples; the ranks hold copies."""
         self._minis, self._rows = (), []
 
     def add(self, name: str, values: Sequence[Tensor]) -> None:
         """Adds a column, [T] for each mini-batch, to the micro-batches on the ranks."""
-        self._send("add", lambda mini, rows: values[mini][tokens_of(self._minis[mini]).index(rows)].numpy(), name)
+        self._send(
+            "add", lambda mini, rows: values[mini][require_sequences(self._minis[mini]).index(rows)].numpy(), name
+        )
 
     def keep_logprobs(
         self,
@@ -122,7 +123,7 @@ class TrainGroup:
         """Joins the ranks' values of micro-batches to [T] for each mini-batch; ranks without values answer None."""
         if not self._minis:
             raise ValueError("the driver knows of nothing that the ranks hold")
-        minis = [tokens_of(mini) for mini in self._minis]
+        minis = [require_sequences(mini) for mini in self._minis]
         joined = [torch.zeros(len(mini.tokens)) for mini in minis]
         if all(answer is None for answer in answers):
             raise ValueError("no rank has computed what is asked for")
@@ -193,12 +194,12 @@ class TrainGroup:
         per_rank = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
         self._call(method, per_rank=[(micros, *args) for micros in per_rank])
 
-    def _micro_batch_rows(self, batch: Sequences | Referred) -> Rows:
+    def _micro_batch_rows(self, batch: Sequences | SampleRefs) -> Rows:
         """Returns the rows of each data-parallel rank's micro-batches."""
         return split_micro_batches(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
 
 
-def split_micro_batches(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> Rows:
+def split_micro_batches(batch: Sequences | SampleRefs, parallel: ParallelDims, tokens: int) -> Rows:
     """Splits a mini-batch into micro-batches of the data-parallel ranks.
 
     With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
@@ -213,16 +214,16 @@ def split_micro_batches(batch: Sequences | Referred, parallel: ParallelDims, tok
     return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
 
 
-def _group_numbers(batch: Sequences | Referred) -> list[int]:
+def _group_numbers(batch: Sequences | SampleRefs) -> list[int]:
     """Returns a number for each sequence; sequences with equal numbers share a micro-batch."""
     if TRAJECTORY not in batch.columns:
         return list(range(len(batch.lengths)))
-    if isinstance(batch, Referred):
+    if isinstance(batch, SampleRefs):
         return batch.columns[TRAJECTORY].tolist()
     return batch[TRAJECTORY][batch.starts].tolist()
 
 
-def tokens_of(mini: Sequences | Referred) -> Sequences:
+def require_sequences(mini: Sequences | SampleRefs) -> Sequences:
     """Returns a mini-batch with columns on the driver; fails for a mini-batch held by reference."""
     assert isinstance(mini, Sequences), "the driver has no column of what is held by reference"
     return mini

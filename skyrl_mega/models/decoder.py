@@ -106,7 +106,7 @@ class Decoder:
         """Returns True if layer `index` (global) contains routed experts."""
         return any(isinstance(block, Experts) for block in self.layer(index))
 
-    def counted(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
+    def layer_counts(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
         """Returns every kind of layer among `layers` (None: all layers), with the number of layers of this kind."""
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(index)) for index, kind in enumerate(self.kinds) if index in kinds]

@@ -165,7 +165,7 @@ def kept_layer(
 
 def _kinds(decoder: Decoder, parallel: ParallelDims, pp: int) -> list[tuple[Layer, int]]:
     """Returns each kind of layer in a stage, and the number of layers of this kind."""
-    return decoder.counted(layer for chunk in _chunks(decoder, parallel, pp) for layer in chunk)
+    return decoder.layer_counts(layer for chunk in _chunks(decoder, parallel, pp) for layer in chunk)
 
 
 def _mean(kinds: list[tuple[Layer, int]], work: Work, recompute: str) -> float:

@@ -47,6 +47,6 @@ def reads(config: Config, decoder: Decoder) -> Reads:
 def _sparse(decoder: Decoder, cut: EngineCut) -> tuple[tuple[float, float], ...]:
     """Returns element counts of sparsely read weights, each with the part (0 to 1) that a token reads."""
     elements = [
-        (count * n, part) for kind, count in decoder.counted() for n, part in (b.engine_sparse(cut) for b in kind)
+        (count * n, part) for kind, count in decoder.layer_counts() for n, part in (b.engine_sparse(cut) for b in kind)
     ]
     return tuple((n, part) for n, part in elements if n)

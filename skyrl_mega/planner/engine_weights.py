@@ -86,14 +86,16 @@ def cache_itemsize(config: Config) -> int:
 
 def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
     """Returns the KV cache bytes per token in an engine worker, over all layers."""
-    return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.counted() for block in kind)
+    return sum(
+        count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.layer_counts() for block in kind
+    )
 
 
 @lru_cache(maxsize=256)
 def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
     """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`."""
     total = Elements()
-    for kind, count in decoder.counted():
+    for kind, count in decoder.layer_counts():
         shard = engine.shard(decoder.of_one_layer(kind), tensor, worker, experts_dealt, data)
         total += _elements(shard, layers=True) * count
     return total + _elements(shard, layers=False)

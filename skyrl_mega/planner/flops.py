@@ -74,7 +74,7 @@ def causal_pairs(length: float) -> float:
 def flops(decoder: Decoder) -> Flops:
     """Returns the operations per token, computed from the model's shapes."""
     layers = attention = 0.0
-    for kind, count in decoder.counted():
+    for kind, count in decoder.layer_counts():
         for block in kind:
             work = block.flops()
             layers += count * work.matrices

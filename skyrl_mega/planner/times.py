@@ -295,7 +295,7 @@ def _message_time(decoder: Decoder, parallel: ParallelDims, links: Links, size: 
     layer."""
     t, c, e = parallel.tensor, parallel.context, parallel.expert
     messages = [
-        (count / decoder.layers, block.messages(parallel)) for kind, count in decoder.counted() for block in kind
+        (count / decoder.layers, block.messages(parallel)) for kind, count in decoder.layer_counts() for block in kind
     ]
     seconds = 0.0
     if t > 1:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_mega.megatron.parts import Stored
+from skyrl_mega.megatron.sample_refs import StoredTrajectory
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout.remote_arrays import RemoteArrays, shortened
 from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
 
 
-def detach_arrays(t: Trajectory) -> tuple[Trajectory, Stored]:
+def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
     """Splits a trajectory into a copy without arrays and the arrays themselves. The caller sets
     `Trajectory.remote_arrays.ref`.
 
@@ -33,7 +33,7 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, Stored]:
     )
     for name in ARRAYS:
         del vars(small)[name]
-    return small, Stored(stored, json.dumps(t.messages).encode())
+    return small, StoredTrajectory(stored, json.dumps(t.messages).encode())
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:

@@ -12,7 +12,7 @@ from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
-    from skyrl_mega.megatron.parts import Stored
+    from skyrl_mega.megatron.sample_refs import StoredTrajectory
 
 LONGEST = 256
 """Longest answer kept in full, in characters. A longer answer is reduced to the last `END` characters and a hash of the
@@ -34,14 +34,14 @@ class RemoteArrays:
     """The policy's text in each turn; for a long answer a hash and the last characters, so that two entries are equal
     exactly if the answers are."""
     ref: Any = None
-    """Ray's reference to a `Stored`."""
+    """Ray's reference to a `StoredTrajectory`."""
 
     def fetch(self) -> dict[str, Any]:
         """Fetches the fields in `ARRAYS`."""
         import ray
 
         try:
-            stored: Stored = ray.get(self.ref)
+            stored: StoredTrajectory = ray.get(self.ref)
         except ray.exceptions.RayError as error:
             raise arrays_lost(error) from error
         sequences, columns = stored.tokens, dict(stored.tokens.columns)

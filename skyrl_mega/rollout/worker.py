@@ -25,7 +25,7 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.megatron.parts import Stored
+from skyrl_mega.megatron.sample_refs import StoredTrajectory
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent_factory import AgentFactory
 from skyrl_mega.rollout.by_reference import detach_arrays
@@ -125,7 +125,7 @@ class RolloutWorker:
             self.counts_sent_at = time.monotonic()
         return events
 
-    async def hand_over(self, session: str, keys: Sequence[int]) -> list[Stored | None]:
+    async def hand_over(self, session: str, keys: Sequence[int]) -> list[StoredTrajectory | None]:
         """Returns the arrays of finished jobs, followed by None after the last is stored.
 
         Each item becomes a Ray object in this node's memory, owned by the caller, so the object outlives this process.
@@ -155,7 +155,7 @@ class Session:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
         """Turns of unfinished trajectories, kept until the trajectory is handed over."""
-        self.arrays: dict[int, tuple[str, Stored]] = {}
+        self.arrays: dict[int, tuple[str, StoredTrajectory]] = {}
         """Key → name and arrays of a finished job, kept until the hand-over."""
         self._abandoned: set[int] = set()
         """Keys of abandoned jobs, including jobs not received yet (calls overtake one another) or already ended."""
@@ -194,7 +194,7 @@ class Session:
         if (task := self.tasks.get(key)) is not None:
             task.cancel()
 
-    def hand_over(self, key: int) -> Stored:
+    def hand_over(self, key: int) -> StoredTrajectory:
         """Returns the arrays of a finished job, and forgets the job."""
         name, arrays = self.arrays.pop(key)
         self.journal.forget(name)

@@ -132,7 +132,7 @@ def train_on_remote(run: Run, step: Step, groups: list[Group]) -> None:
     step.record({"policy/advantage_fraction": batch.advantage_fraction})
     minis = remote_mini_batches(batch, config)
     with step.phase("logprobs"):
-        run.policy.hold_parts(minis, drawn=config.rollout.conversation == "one_message")
+        run.policy.hold_refs(minis, drawn=config.rollout.conversation == "one_message")
         run.policy.forget()
         compute_logprobs(run, step, minis)
     order = training_order(len(minis), config.data.epochs_per_step, [config.run.seed, step.number])

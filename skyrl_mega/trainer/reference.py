@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_mega.megatron.group import TrainGroup, tokens_of
-from skyrl_mega.megatron.parts import Referred
+from skyrl_mega.megatron.group import TrainGroup, require_sequences
+from skyrl_mega.megatron.sample_refs import SampleRefs
 from skyrl_mega.megatron.sequences import Sequences
 
 COLUMN = "reference_logprobs"
@@ -20,7 +20,7 @@ class ReferenceModel:
     ranks: TrainGroup | None = None
     """Separate ranks of the reference; None on the policy's ranks."""
 
-    def keep_logprobs(self, minis: Sequence[Sequences | Referred], *, temperature: float) -> None:
+    def keep_logprobs(self, minis: Sequence[Sequences | SampleRefs], *, temperature: float) -> None:
         """Computes the reference's log-probs of the mini-batches and stores them on the policy's ranks as a column.
 
         Args:
@@ -31,6 +31,6 @@ class ReferenceModel:
             self.policy.keep_logprobs(COLUMN, temperature=temperature, reference=True)
             return
         self.ranks.hold(
-            [Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in map(tokens_of, minis)]
+            [Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in map(require_sequences, minis)]
         )
         self.policy.add(COLUMN, self.ranks.logprobs(temperature=temperature))

@@ -20,7 +20,7 @@ from skyrl_mega.algorithms.old_logprobs import columns
 from skyrl_mega.algorithms.token_weights import sequence_weights
 from skyrl_mega.config.derived import has_critic, response_limit
 from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
-from skyrl_mega.megatron.parts import Part, Referred
+from skyrl_mega.megatron.sample_refs import SampleRef, SampleRefs
 from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.planner.flops import Load
 from skyrl_mega.rollout.by_reference import all_remote
@@ -37,7 +37,7 @@ from skyrl_mega.trainer.batch import (
 from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight
 from skyrl_mega.trainer.rewards import rewards_by_name
 
-MiniBatch = Sequences | Referred
+MiniBatch = Sequences | SampleRefs
 
 
 def tokens_stay_remote(config: Config, groups: list[Group]) -> bool:
@@ -101,7 +101,7 @@ def make_remote_batch(groups: list[Group], config: Config) -> RemoteBatch:
     return RemoteBatch(groups, trajectories, samples, judged, kept, advantages)
 
 
-def mini_batches(batch: RemoteBatch, config: Config) -> list[Referred]:
+def mini_batches(batch: RemoteBatch, config: Config) -> list[SampleRefs]:
     """Cuts a step into mini-batches of whole groups, with weights and advantages, as `batch.mini_batches` does."""
     size = config.data.mini_batch_prompts or len(batch.groups)
     ends_N = torch.tensor([len(group.trajectories) for group in batch.groups]).cumsum(0).tolist()
@@ -114,12 +114,12 @@ def mini_batches(batch: RemoteBatch, config: Config) -> list[Referred]:
     return minis
 
 
-def _mini_batch(batch: RemoteBatch, rows: slice, groups: list[Group], algorithm: AlgorithmConfig) -> Referred:
+def _mini_batch(batch: RemoteBatch, rows: slice, groups: list[Group], algorithm: AlgorithmConfig) -> SampleRefs:
     cut, kept = batch.samples[rows], batch.kept[rows].tolist()
     parts, counts = [], []
     for t, samples, counted in zip(batch.trajectories[rows], cut, kept, strict=True):
         assert t.remote_arrays is not None
-        parts += [Part(t.remote_arrays.ref, *sample) for sample in samples]
+        parts += [SampleRef(t.remote_arrays.ref, *sample) for sample in samples]
         counts += [_trained_tokens(t, sample) * counted for sample in samples]
     samples_N = torch.tensor([len(samples) for samples in cut])
     tokens_N, kept_N = batch.counts[rows].double(), batch.kept[rows]
@@ -135,7 +135,7 @@ def _mini_batch(batch: RemoteBatch, rows: slice, groups: list[Group], algorithm:
         groups_G=groups_G,
         length=algorithm.loss_mean_length,
     )
-    mini = Referred(parts, torch.tensor(counts, dtype=torch.int64), {"weights": of_samples(weights * kept_N)})
+    mini = SampleRefs(parts, torch.tensor(counts, dtype=torch.int64), {"weights": of_samples(weights * kept_N)})
     if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
         mini.columns["kl_weights"] = of_samples(sequence_weights(tokens_N, algorithm.kl.mean) * kept_N)
     mini.columns["advantages"] = of_samples(batch.advantages[rows])
@@ -160,20 +160,20 @@ forward_load.register(Sequences)(speed.forward_load)
 
 
 @forward_load.register
-def _(mini: Referred) -> Load:
+def _(mini: SampleRefs) -> Load:
     return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
 
 
 def total_weight(mini: MiniBatch) -> float:
     """Returns the sum of all token weights."""
-    if isinstance(mini, Referred):
+    if isinstance(mini, SampleRefs):
         return float((mini.counts * mini.columns["weights"].double()).sum())
     return float(mini["weights"].sum())
 
 
 def has_gradient(mini: MiniBatch, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a mini-batch contains anything to learn; see `batch.tokens_have_gradient`."""
-    if not isinstance(mini, Referred):
+    if not isinstance(mini, SampleRefs):
         return tokens_have_gradient(mini, algorithm, moe)
     counts = mini.counts > 0
     return bool((counts & (learns_without_advantage(algorithm, moe) | (mini.columns["advantages"] != 0))).any())
@@ -181,4 +181,4 @@ def has_gradient(mini: MiniBatch, algorithm: AlgorithmConfig, moe: MoeConfig) ->
 
 def importance_mean_of(mini: MiniBatch, algorithm: AlgorithmConfig) -> float:
     """Returns the divisor of the importance weights; always 1 for references (`tokens_stay_remote`)."""
-    return 1.0 if isinstance(mini, Referred) else mean_importance_weight(mini, algorithm)
+    return 1.0 if isinstance(mini, SampleRefs) else mean_importance_weight(mini, algorithm)

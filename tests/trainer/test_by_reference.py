@@ -26,7 +26,7 @@ from skyrl_mega.config.schema import (
     ReferenceConfig,
     RolloutConfig,
 )
-from skyrl_mega.megatron.parts import Stored, read
+from skyrl_mega.megatron.sample_refs import StoredTrajectory, read_samples
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays, fetch_arrays
@@ -39,7 +39,7 @@ from skyrl_mega.trainer.rollouts_ahead import Versions
 from skyrl_mega.trainer.signal import advantage_fraction
 from tests.trainer.test_step_wise import played
 
-STORE: dict[str, Stored] = {}
+STORE: dict[str, StoredTrajectory] = {}
 
 
 def away(groups: list[Group]) -> list[Group]:
@@ -120,7 +120,7 @@ def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str)
         assert found.advantage_fraction == pytest.approx(share), given
         assert len(minis) == len(expected) == 2
         for mini, other in zip(minis, expected, strict=True):
-            ours = read(*mini.take(torch.arange(len(mini.parts))), STORE)
+            ours = read_samples(*mini.take(torch.arange(len(mini.parts))), STORE)
             assert torch.equal(ours.tokens, other.tokens) and torch.equal(ours.lengths, other.lengths)
             assert {*ours.columns} == {*other.columns}, given
             for name, column in other.columns.items():
@@ -143,7 +143,7 @@ def test_end_tokens_that_no_engine_drew(characters_chat: Renderer) -> None:
     expected, _ = as_ever(groups, config)
     minis = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
     for mini, other in zip(minis, expected, strict=True):
-        ours = read(*mini.take(torch.arange(len(mini.parts))), STORE, drawn=True)
+        ours = read_samples(*mini.take(torch.arange(len(mini.parts))), STORE, drawn=True)
         assert torch.equal(ours["drawn"], other["drawn"]) and not ours["drawn"].all()
 
 
@@ -157,7 +157,7 @@ def test_a_rank_gets_its_rows_alone(characters_chat: Renderer) -> None:
     (expected,), _ = as_ever(groups, config)
     (mini,) = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
     rows = torch.tensor([7, 0, 30, 4])
-    ours, other = read(*mini.take(rows), STORE), expected.take(rows)
+    ours, other = read_samples(*mini.take(rows), STORE), expected.take(rows)
     for name, column in other.columns.items():
         assert torch.equal(ours[name], column.values) and ours.columns[name].aligned == column.aligned
     assert torch.equal(ours.tokens, other.tokens) and ours["routes"].any()

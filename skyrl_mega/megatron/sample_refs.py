@@ -17,24 +17,24 @@ from torch import Tensor
 
 from skyrl_mega.megatron.sequences import Column, Sequences, ragged_arange
 
-OF_THE_DRIVER = frozenset({"mask", "token_rewards"})
+DRIVER_COLUMNS = frozenset({"mask", "token_rewards"})
 """Columns of a trajectory used by the driver for weights and advantages, and not sent to ranks."""
-WEIGHTS = frozenset({"weights", "kl_weights"})
+WEIGHT_COLUMNS = frozenset({"weights", "kl_weights"})
 """Columns with 0 for every token not written by the policy."""
 
 
-class Part(NamedTuple):
+class SampleRef(NamedTuple):
     """A sample: tokens `start … end - 1` of a stored trajectory."""
 
     ref: Any
-    """Ray's reference to a `Stored`."""
+    """Ray's reference to a `StoredTrajectory`."""
     start: int
-    own: int
+    first_trained: int
     """Index of the first token with a weight; another sample trains on earlier tokens."""
     end: int
 
 
-class Stored(NamedTuple):
+class StoredTrajectory(NamedTuple):
     """A stored trajectory, in memory shared by all processes of a node."""
 
     tokens: Sequences
@@ -44,27 +44,27 @@ class Stored(NamedTuple):
 
 
 @dataclass
-class Referred:
+class SampleRefs:
     """References to S samples; samples of the same trajectory are adjacent."""
 
-    parts: list[Part]
+    parts: list[SampleRef]
     counts: Tensor
     """int64 [S]: number of tokens counted in the loss."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """[S] each, float32 except `sequences.TRAJECTORY`: a value for every token of a sample, or in `WEIGHTS` for every
-    token written by the policy."""
+    """[S] each, float32 except `sequences.TRAJECTORY`: a value for every token of a sample, or in `WEIGHT_COLUMNS` for
+    every token written by the policy."""
 
     @property
     def lengths(self) -> Tensor:
         """int64 [S]: tokens of each sample."""
         return torch.tensor([part.end - part.start for part in self.parts], dtype=torch.int64)
 
-    def take(self, rows: Tensor) -> tuple[list[Part], dict[str, Tensor]]:
-        """Returns some samples as arguments of `read`."""
+    def take(self, rows: Tensor) -> tuple[list[SampleRef], dict[str, Tensor]]:
+        """Returns some samples as arguments of `read_samples`."""
         return [self.parts[row] for row in rows.tolist()], {k: v[rows] for k, v in self.columns.items()}
 
 
-def fetched(parts: Iterable[Part]) -> dict[Any, Stored]:
+def fetch_stored(parts: Iterable[SampleRef]) -> dict[Any, StoredTrajectory]:
     """Returns the stored trajectories by reference. Arrays stay in the object store shared by a node's processes."""
     import ray
 
@@ -72,14 +72,18 @@ def fetched(parts: Iterable[Part]) -> dict[Any, Stored]:
     return dict(zip(refs, ray.get(refs), strict=True))
 
 
-def read(
-    parts: Sequence[Part], columns: Mapping[str, Tensor], stored: Mapping[Any, Stored], *, drawn: bool = False
+def read_samples(
+    parts: Sequence[SampleRef],
+    columns: Mapping[str, Tensor],
+    stored: Mapping[Any, StoredTrajectory],
+    *,
+    drawn: bool = False,
 ) -> Sequences:
     """Returns the samples as sequences for training, with `rollout_logprobs`, the trajectories' columns, and `columns`.
 
     Args:
         parts: The samples.
-        columns: See `Referred.columns`.
+        columns: See `SampleRefs.columns`.
         stored: The stored trajectories by reference.
         drawn: Adds the column `drawn`, bool: False for end tokens not sampled by an engine, with log-prob NaN.
     """
@@ -88,9 +92,9 @@ def read(
     lengths = torch.tensor([part.end - part.start for part in parts], dtype=torch.int64)
     samples = Sequences(lengths, torch.cat([s.tokens[where] for s, where in zip(cut, at, strict=True)]))
     mask = torch.cat([s["mask"][where] for s, where in zip(cut, at, strict=True)])
-    before = torch.tensor([part.own - part.start for part in parts], dtype=torch.int64)
+    before = torch.tensor([part.first_trained - part.start for part in parts], dtype=torch.int64)
     mask[ragged_arange(samples.starts, before)] = 0
-    for name in sorted({name for s in cut for name in s.columns} - OF_THE_DRIVER):
+    for name in sorted({name for s in cut for name in s.columns} - DRIVER_COLUMNS):
         samples.add(name, _column(name, cut, at))
     if drawn:
         ends = samples.lengths.cumsum(0) - 1
@@ -98,7 +102,7 @@ def read(
         samples["drawn"][ends] = ~samples["rollout_logprobs"][ends].isnan()
     for name, values in columns.items():
         of_tokens = samples.per_token(values)
-        samples[name] = of_tokens * mask if name in WEIGHTS else of_tokens
+        samples[name] = of_tokens * mask if name in WEIGHT_COLUMNS else of_tokens
     return samples
 
 
