@@ -12,7 +12,7 @@ from tests.laws.source import ROOT, imports, modules
 def rooms() -> list[str]:
     """The table's rooms, the ground floor first."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    table = text.split("| room |")[1].split("\n\n")[0]
+    table = text.split("| package |")[1].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
 
 

@@ -8,8 +8,8 @@ from tests.laws.source import PACKAGE, ROOT
 
 
 def named(text: str) -> set[str]:
-    """Paths in backticks: `folder/file.py`, `folder/`."""
-    names = set(re.findall(r"`([\w./-]+)`", text))
+    """Paths in backticks (`folder/file.py`, `folder/`), and all paths of Python files, as in text diagrams."""
+    names = set(re.findall(r"`([\w./-]+)`", text)) | set(re.findall(r"[\w-]+(?:/[\w-]+)+\.py\b", text))
     return {n for n in names if "/" in n and (n.endswith("/") or re.search(r"\.(py|md|sh|yaml|sbatch)$", n))}
 
 
@@ -31,3 +31,4 @@ def test_every_path_of_the_architecture_page_is_there() -> None:
 
 def test_a_planted_path_is_found() -> None:
     assert absent("`trainer/loop.py` `policy/rank.py` `sizing/`") == ["policy/rank.py", "sizing/"]
+    assert absent("  │ data/row.py   reads a row") == ["data/row.py"]
