@@ -20,7 +20,7 @@ from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed, NodeGone
 from skyrl_mega.cluster.group import ActorGroup, Call, describe, end_processes, gather, settle
-from skyrl_mega.cluster.last_words import with_cause
+from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.config.residency import ENGINE
 
 WEIGHTS, _ = ENGINE

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import ActorPlace, Location, hosted, machine
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
-from skyrl_mega.cluster.last_words import with_cause
+from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.cluster.last_words import with_cause
+from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, SUSPECTED, WorkerCrash, may_run, prompt_hash
 

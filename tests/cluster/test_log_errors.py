@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_mega.cluster.last_words import with_cause
+from skyrl_mega.cluster.log_errors import with_cause
 
 POINTER = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 LOG = f"""INFO 11-22 starting
