@@ -361,8 +361,8 @@ def with_device(config: Config, training: bool = True) -> Config:
     import torch
 
     from skyrl_mega.cluster import devices
-    from skyrl_mega.cluster.place import check_nodes
     from skyrl_mega.cluster.ray_session import gpus_joined
+    from skyrl_mega.cluster.run_placement import check_nodes
 
     joined = bool(os.environ.get("RAY_ADDRESS"))
     device = devices.choose(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_mega.cluster.place import place
+from skyrl_mega.cluster.run_placement import place
 from skyrl_mega.config.derived import expert_parallel, fp8_parameters, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_mega.cluster.place import check_nodes
+from skyrl_mega.cluster.run_placement import check_nodes
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency_checks import check_residency

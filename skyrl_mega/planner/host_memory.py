@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from skyrl_mega.cluster.place import place
+from skyrl_mega.cluster.run_placement import place
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
 from skyrl_mega.config.environment_placement import on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib

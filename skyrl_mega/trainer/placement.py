@@ -1,4 +1,4 @@
-"""Reserves the resources planned by `cluster.place` from Ray: all places in a fixed order, before the first actor
+"""Reserves the resources planned by `run_placement` from Ray: all places in a fixed order, before the first actor
 starts.
 
 Policy ranks on the same node come first, then the reference and the critic, then the engines. An engine placed earlier
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from skyrl_mega.cluster.nodes import answering
-from skyrl_mega.cluster.place import RunPlacement, nodes_of_cpus, place
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
+from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, place
 from skyrl_mega.config.schema import Config
 
 

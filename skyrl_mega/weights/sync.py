@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, Call, Outcomes, cause_of, describe, gather, settle
-from skyrl_mega.cluster.place import RunPlacement, actual, differences, place
+from skyrl_mega.cluster.run_placement import RunPlacement, actual, differences, place
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.executor import Report

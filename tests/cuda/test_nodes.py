@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.actor_process import Location, library_settings
-from skyrl_mega.cluster.place import actual, place
 from skyrl_mega.cluster.placement import Placement, beside, by_gpu
 from skyrl_mega.cluster.ray_session import ENVIRONMENT, session
+from skyrl_mega.cluster.run_placement import actual, place
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.schema import Config

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from skyrl_mega.cli import dry_run, dry_run_text
 from skyrl_mega.cli.weights import main
 from skyrl_mega.cluster.actor_process import Location
-from skyrl_mega.cluster.place import RunPlacement, place
+from skyrl_mega.cluster.run_placement import RunPlacement, place
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.models.tiny import hf_config

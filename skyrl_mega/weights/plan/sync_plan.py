@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.cluster.place import RunPlacement, place
+from skyrl_mega.cluster.run_placement import RunPlacement, place
 from skyrl_mega.config.derived import planned_device, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_mega.cluster.place import RunPlacement
+from skyrl_mega.cluster.run_placement import RunPlacement
 from skyrl_mega.config.schema import ClusterConfig
 
 Ints = NDArray[np.int64]
