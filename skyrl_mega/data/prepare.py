@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_mega.cluster.whole import refuse_file
+from skyrl_mega.cluster.atomic_output import refuse_file
 from skyrl_mega.config.command import Parser, integer, path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.write import is_ours, with_progress, write_rows

@@ -13,7 +13,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.whole import whole_file
+from skyrl_mega.cluster.atomic_output import whole_file
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20

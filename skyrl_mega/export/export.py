@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.cluster.whole import being_written, whole_folder
+from skyrl_mega.cluster.atomic_output import being_written, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import writing
 from skyrl_mega.export.job import Job, Origin, plan_job

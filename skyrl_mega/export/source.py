@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.cluster.whole import refuse_folder
+from skyrl_mega.cluster.atomic_output import refuse_folder
 from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_mega.cluster.whole import whole_folder
+from skyrl_mega.cluster.atomic_output import whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_mega.cluster.whole import whole_folder
+from skyrl_mega.cluster.atomic_output import whole_folder
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
 from skyrl_mega.config.errors import UserError
 

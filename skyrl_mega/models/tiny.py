@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from skyrl_mega.cluster.whole import Occupied, whole_folder
+from skyrl_mega.cluster.atomic_output import Occupied, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.whole import whole_file
+from skyrl_mega.cluster.atomic_output import whole_file
 from skyrl_mega.config.errors import UserError
 
 PAGE = """<!DOCTYPE html>

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from skyrl_mega.cluster.whole import whole_file
+from skyrl_mega.cluster.atomic_output import whole_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.counted import Counted
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline

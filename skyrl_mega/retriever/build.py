@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from skyrl_mega.cluster.whole import refuse_folder, whole_folder
+from skyrl_mega.cluster.atomic_output import refuse_folder, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from starlette.middleware.base import RequestResponseEndpoint
 
 from skyrl_mega import __version__
-from skyrl_mega.cluster.whole import refuse_file, whole_file
+from skyrl_mega.cluster.atomic_output import refuse_file, whole_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import is_unicode
 from skyrl_mega.config.terminal import one_line

@@ -25,8 +25,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
             root cause.
         Stopped: A signal arrived.
     """
+    from skyrl_mega.cluster.atomic_output import refuse_folder
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-    from skyrl_mega.cluster.whole import refuse_folder
     from skyrl_mega.hf_checkpoint.load import exported
     from skyrl_mega.trainer.checkpoints import refuse_unusable
     from skyrl_mega.trainer.setup import open_run

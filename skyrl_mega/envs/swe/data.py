@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.whole import refuse_file
+from skyrl_mega.cluster.atomic_output import refuse_file
 from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import read_json

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skyrl_mega.cluster.whole import refuse_file
+from skyrl_mega.cluster.atomic_output import refuse_file
 
 THEMES = {
     "library": ("book", "title", "genre", ("history", "poetry", "science", "travel"), "pages", (40, 900)),
