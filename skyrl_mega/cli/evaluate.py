@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_mega.cli.train import stoppable
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.command import DONE, FAULT, Parser
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config

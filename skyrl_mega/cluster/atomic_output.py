@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_mega.cluster.leftovers import at_work, partial_file, temporary_folder
+from skyrl_mega.cluster.temporary_files import at_work, partial_file, temporary_folder
 from skyrl_mega.config.errors import UserError
 
 NO_ENTRY = frozenset({"lost+found"})

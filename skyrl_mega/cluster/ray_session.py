@@ -18,8 +18,8 @@ from typing import Any
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.cluster.nodes import Gone, Node, gone_since, looked
+from skyrl_mega.cluster.temporary_files import temporary_folder
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"

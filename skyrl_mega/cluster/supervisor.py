@@ -19,7 +19,7 @@ import signal
 from collections.abc import Callable
 from time import monotonic, sleep
 
-from skyrl_mega.cluster import leftovers, reaper
+from skyrl_mega.cluster import reaper, temporary_files
 from skyrl_mega.cluster.channel import Asked, Channel
 from skyrl_mega.cluster.terminal import Terminal
 
@@ -90,7 +90,7 @@ class Supervisor:
         clear(0.0 if killed else GUARDS_S, self._reap, self.existing_shm)
         for path in self.channel.left():
             try:
-                leftovers.remove(path)
+                temporary_files.remove(path)
             except OSError as error:
                 _say(f"{path} is left: {error}")
         self.on_cleared()

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import Malformed, parse_json, read_json, writing
 from skyrl_mega.envs.prompt import Prompt

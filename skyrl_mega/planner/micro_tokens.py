@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.derived import planned_device
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import read_json

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.engines.base import Completion, Request

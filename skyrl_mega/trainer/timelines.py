@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.telemetry import step_timeline
 from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.timeline import Timeline

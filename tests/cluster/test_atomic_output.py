@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster.atomic_output import Occupied, being_written, whole_file, whole_folder
-from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.cluster.temporary_files import temporary_folder
 
 
 def fill(output: Path, text: str = "new", replaces: set[str] | None = None) -> None:

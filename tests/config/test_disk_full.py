@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.command import FAULT, guarded
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, write_boxes

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster.channel import Channel
-from skyrl_mega.cluster.leftovers import partial_file, sweep, temporary_folder
+from skyrl_mega.cluster.temporary_files import partial_file, sweep, temporary_folder
 from skyrl_mega.data.write import write_rows
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from skyrl_mega.cluster.leftovers import partial_file, temporary_folder
+from skyrl_mega.cluster.temporary_files import partial_file, temporary_folder
 place = Path(sys.argv[1])
 with temporary_folder(place, "kind-") as folder, partial_file(place / "rows.parquet") as part:
     (folder / "sub").mkdir()
