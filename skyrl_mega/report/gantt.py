@@ -18,7 +18,7 @@ from operator import add
 import numpy as np
 
 from skyrl_mega.report.plots import COLOURS, short, ticks
-from skyrl_mega.telemetry.counted import Counted, Floats
+from skyrl_mega.telemetry.concurrency_series import Counted, Floats
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, UPDATED, StepTimeline
 from skyrl_mega.telemetry.trace import Span
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_mega.cluster.atomic_output import whole_file
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.concurrency_series import Counted
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter, is_trace
 

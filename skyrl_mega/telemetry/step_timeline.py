@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_mega.config.safe_read import Malformed, parse_json
-from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.concurrency_series import Counted
 from skyrl_mega.telemetry.trace import Span
 
 FOLDER = "timeline"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.concurrency_series import Counted
 
 MOMENT_S = 0.02
 """Minimum length in seconds of a stored interval; closer changes are averaged."""

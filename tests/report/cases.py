@@ -16,7 +16,7 @@ import yaml
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.concurrency_series import Counted
 from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, name_of
 from skyrl_mega.telemetry.trace import Span
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.config.safe_read import Malformed
-from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.concurrency_series import Counted
 from skyrl_mega.telemetry.step_timeline import MOST_STRETCHES, StepTimeline, loads, of
 from skyrl_mega.telemetry.timeline import MOMENT_S, MOST, PARTS, Counter, Taken, Timeline
 from skyrl_mega.telemetry.trace import Span
