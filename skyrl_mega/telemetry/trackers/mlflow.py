@@ -1,7 +1,7 @@
 """Tracker for MLflow: a run of an experiment, in an SQLite file of the run's folder or on a server.
 
-A resumed run continues the same MLflow run. MLflow cannot delete steps, so stored steps are not logged again (once.py).
-Names keep their slashes: in a database `time/sync` and `time/sync/plan` are different metrics.
+A resumed run continues the same MLflow run. MLflow cannot delete steps, so stored steps are not logged again
+(sent_steps.py). Names keep their slashes: in a database `time/sync` and `time/sync/plan` are different metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_mega.config.secrets import leaves, masked
 from skyrl_mega.config.values import shown
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.guarded import one_line
-from skyrl_mega.telemetry.trackers.once import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
 
 EXPERIMENT = "skyrl_mega"
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")

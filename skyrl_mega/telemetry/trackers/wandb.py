@@ -1,7 +1,7 @@
 """Tracker for Weights & Biases: a run of a project, online or kept in the run's folder for a later upload.
 
-A resumed run continues the run with the same id; stored steps are not logged again (once.py). Offline, each start of
-the run creates a folder `wandb/offline-run-*-<id>`, and `wandb sync` joins them.
+A resumed run continues the run with the same id; stored steps are not logged again (sent_steps.py). Offline, each start
+of the run creates a folder `wandb/offline-run-*-<id>`, and `wandb sync` joins them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.options import Option, text, texts
 from skyrl_mega.config.values import Rule
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
-from skyrl_mega.telemetry.trackers.once import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
 
 PROJECT = "skyrl_mega"
 FLUSH_S = 0.2

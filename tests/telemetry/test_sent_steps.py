@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.telemetry.trackers.once import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
 
 
 def test_every_step_passes_once(tmp_path: Path) -> None:
