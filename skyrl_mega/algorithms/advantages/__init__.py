@@ -20,7 +20,7 @@ from skyrl_mega.algorithms.advantages.base import (
 from skyrl_mega.algorithms.advantages.gae import gae
 from skyrl_mega.algorithms.advantages.greedy import remax
 from skyrl_mega.algorithms.advantages.group import gpg, grpo, maxrl, opo, pass_at_k, rloo
-from skyrl_mega.algorithms.advantages.several import gdpo
+from skyrl_mega.algorithms.advantages.multi_reward import gdpo
 from skyrl_mega.algorithms.advantages.token_baseline import optimal_token_baseline
 from skyrl_mega.algorithms.advantages.turns import grpo_turns, reinforce_plus_plus
 from skyrl_mega.algorithms.advantages.whitening import after
