@@ -54,7 +54,7 @@ class Saboteur(Console):
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """As usual, with a fault in a sync of which all engines are part."""
-        if name != "sync" or self.fleet is None or len(self.fleet.present()) < 2 or not self.left:
+        if name != "sync" or self.fleet is None or len(self.fleet.ensure_running()) < 2 or not self.left:
             with super().phase(name, total) as phase:
                 yield phase
             return

@@ -365,11 +365,11 @@ def with_device(config: Config, training: bool = True) -> Config:
     from skyrl_mega.cluster.run_placement import check_nodes
 
     joined = bool(os.environ.get("RAY_ADDRESS"))
-    device = devices.choose(
+    device = devices.choose_device(
         config.cluster.device,
         partial(gpus_joined, config.cluster.nodes, config.cluster.start_timeout_s) if joined else lambda: 0,
-        torch=devices.sight(),
-        here=devices.signs(),
+        torch=devices.torch_view(),
+        here=devices.gpu_evidence(),
         joined=joined,
     )
     decided = replace(config, cluster=replace(config.cluster, device=device))

@@ -70,10 +70,10 @@ def _device(wanted: str) -> str:
         return wanted
     import ray
 
-    from skyrl_mega.cluster.devices import sight, signs
+    from skyrl_mega.cluster.devices import gpu_evidence, torch_view
 
-    here = signs()
-    gpus_found = here.slurm if os.environ.get("RAY_ADDRESS") else here or sight().sees
+    here = gpu_evidence()
+    gpus_found = here.slurm if os.environ.get("RAY_ADDRESS") else here or torch_view().sees
     return "cuda" if ray.cluster_resources().get("GPU") or gpus_found else "cpu"
 
 

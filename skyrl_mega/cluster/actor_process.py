@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster import numa, reaper
-from skyrl_mega.cluster.user import name_user
+from skyrl_mega.cluster.user import set_user_variables
 
 
 @dataclass(frozen=True)
-class ActorPlace:
+class ActorIdentity:
     """Identity of an actor."""
 
     group: str
@@ -88,21 +88,21 @@ _guards: list[subprocess.Popen[bytes]] = []
 """Guards of this process, kept alive on purpose: garbage collection would close the pipe to a guard."""
 
 
-def compiled() -> str:
+def compile_cache() -> str:
     """Returns torch's default folder for compiled code. Unlike temporary files, this folder outlasts a run."""
     return f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 
 
-def settle_in() -> None:
+def set_up_process() -> None:
     """Gives this process a new process group, a new temporary folder, and a guard process for the removal of both.
 
     Also sets environment variables for the libraries under torch.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    name_user()
+    set_user_variables()
     # vLLM leaves sockets behind when it is killed; code compiled by torch stays in its usual folder.
-    os.environ.setdefault(CACHE, compiled())
+    os.environ.setdefault(CACHE, compile_cache())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
     _guards.append(start_guard("group", tempfile.tempdir))
     _guards[-1].wait()  # waits for the process that forks the guard
@@ -132,7 +132,7 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in env}
 
 
-def take(identity: ActorPlace) -> None:
+def redirect_and_bind(identity: ActorIdentity) -> None:
     """Redirects the output to the log file and binds the process to the CPUs nearest to the visible GPUs."""
     if identity.log is not None:
         log = Path(identity.log)
@@ -143,7 +143,7 @@ def take(identity: ActorPlace) -> None:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
-    devices = numa.visible()
+    devices = numa.visible_devices()
     if cpus := numa.bind(devices):
         print(f"{identity.name}: on CPUs {numa.text(cpus)}, nearest to GPU {','.join(devices)}", flush=True)
 
@@ -172,7 +172,7 @@ def hosted(cls: type) -> type:
 
     class Hosted(cls):
         def __init__(self) -> None:
-            settle_in()
+            set_up_process()
 
         def location(self) -> Location:
             import ray
@@ -181,8 +181,8 @@ def hosted(cls: type) -> type:
             gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
             return Location(machine(), os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
-        def construct(self, identity: ActorPlace, kwargs: dict[str, Any]) -> None:
-            take(identity)
+        def construct(self, identity: ActorIdentity, kwargs: dict[str, Any]) -> None:
+            redirect_and_bind(identity)
             super().__init__(**kwargs)
 
         def free_port(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_mega.cluster.temporary_files import at_work, partial_file, temporary_folder
+from skyrl_mega.cluster.temporary_files import in_use, partial_file, temporary_folder
 from skyrl_mega.config.errors import UserError
 
 NO_ENTRY = frozenset({"lost+found"})
@@ -19,7 +19,7 @@ class Occupied(UserError):
 
 
 @contextmanager
-def whole_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[Path]:
+def atomic_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[Path]:
     """Yields an empty file that replaces `file` when the block ends without an error.
 
     Args:
@@ -39,14 +39,14 @@ def whole_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[P
 
 
 def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
-    """Raises Occupied if `whole_file` must not replace the path, because this program did not write the content."""
+    """Raises Occupied if `atomic_file` must not replace the path, because this program did not write the content."""
     target = Path(os.path.realpath(file))
     if os.path.lexists(target) and not (target.is_file() and ours(target)):
         raise Occupied(f"{key}: {file} was not written by this command, or was changed since; move it, or give another")
 
 
 @contextmanager
-def whole_folder(
+def atomic_folder(
     output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False, last: str = ""
 ) -> Iterator[Path]:
     """Yields an empty folder; when the block ends without an error, its entries replace the entries of `output`.
@@ -82,7 +82,7 @@ def whole_folder(
 
 
 def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False) -> None:
-    """Raises Occupied if `whole_folder` may not replace the content of the path."""
+    """Raises Occupied if `atomic_folder` may not replace the content of the path."""
     target = Path(os.path.realpath(output))
     if not os.path.lexists(target):
         return
@@ -95,10 +95,10 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
 def being_written(output: Path) -> bool:
     """Returns True if a process is currently filling a folder for this path."""
     target = Path(os.path.realpath(output))
-    return any(at_work(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
+    return any(in_use(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
 
 
 def _names(folder: Path) -> set[str]:
-    """Returns the entries of a folder, except entries of the file system and of `whole_folder` itself."""
+    """Returns the entries of a folder, except entries of the file system and of `atomic_folder` itself."""
     prefix = f".{folder.name}."
     return {path.name for path in folder.iterdir() if not path.name.startswith(prefix)} - NO_ENTRY

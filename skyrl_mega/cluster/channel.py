@@ -23,7 +23,7 @@ _STEP, _ENVIRONMENTS = slice(8, 16), slice(16, 1040)
 """Ranges in the shared memory: a number, and a text padded with NUL."""
 
 
-class Asked(IntEnum):
+class StopRequest(IntEnum):
     """The supervisor's request to the driver."""
 
     NOTHING = 0
@@ -41,11 +41,11 @@ class Channel:
         self._paths = os.memfd_create("paths")
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> StopRequest:
         """The supervisor's current request."""
-        return Asked(self._flags[_REQUEST])
+        return StopRequest(self._flags[_REQUEST])
 
-    def ask(self, what: Asked, number: signal.Signals) -> None:
+    def ask(self, what: StopRequest, number: signal.Signals) -> None:
         """Sends a request to the driver, together with the received signal."""
         self._flags[_SIGNAL] = number
         self._flags[_REQUEST] = what
@@ -57,11 +57,11 @@ class Channel:
         return signal.Signals(number).name if number else ""
 
     @property
-    def heeded(self) -> bool:
+    def polled(self) -> bool:
         """True while the driver polls for requests."""
         return bool(self._flags[_POLLING])
 
-    def heed(self, heeded: bool) -> None:
+    def set_polled(self, heeded: bool) -> None:
         """Reports that the driver starts or stops polling for requests."""
         self._flags[_POLLING] = heeded
 
@@ -78,7 +78,7 @@ class Channel:
         """Reports the driver's current step."""
         self._flags[_STEP] = number.to_bytes(8, "little")
 
-    def playing(self, environments: str) -> None:
+    def set_environments(self, environments: str) -> None:
         """Reports the driver's running environments."""
         size = _ENVIRONMENTS.stop - _ENVIRONMENTS.start
         self._flags[_ENVIRONMENTS] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
@@ -90,12 +90,12 @@ class Channel:
         running = f", while it ran environment {environments}" if environments else ""
         return (f", in step {step}" if step else "") + running
 
-    def note(self, sign: str, path: Path) -> None:
+    def record_path(self, sign: str, path: Path) -> None:
         """Records a path: sign `+` before the driver creates the path, `-` after its removal or when the path
         may stay."""
         os.write(self._paths, os.fsencode(f"{sign}{path.absolute()}\0"))
 
-    def left(self) -> list[Path]:
+    def unremoved_paths(self) -> list[Path]:
         """Returns the paths created and not yet removed by the driver."""
         notes = os.fsdecode(os.pread(self._paths, os.fstat(self._paths).st_size, 0)).split("\0")[:-1]
         existing: dict[str, None] = {}
@@ -120,12 +120,12 @@ def join(channel: Channel) -> None:
     _channel = channel
 
 
-def asked() -> Asked:
+def asked() -> StopRequest:
     """Returns the supervisor's current request to this process."""
-    return Asked.NOTHING if _channel is None else _channel.asked
+    return StopRequest.NOTHING if _channel is None else _channel.asked
 
 
-def signalled() -> str:
+def stop_signal() -> str:
     """Returns the name of the signal behind the request `asked`; "" without a request."""
     return "" if _channel is None else _channel.signal
 
@@ -144,7 +144,7 @@ def at_step(number: int) -> None:
 
 
 @contextmanager
-def playing(environment: str) -> Iterator[None]:
+def running_environment(environment: str) -> Iterator[None]:
     """Reports that this process runs code of an environment inside the block."""
     _count(environment, 1)
     try:
@@ -160,29 +160,29 @@ def _count(environment: str, change: int) -> None:
         before = _running[environment]
         _running[environment] += change
         if not (before and _running[environment]):
-            _channel.playing(", ".join(sorted(+_running)))
+            _channel.set_environments(", ".join(sorted(+_running)))
 
 
 @contextmanager
-def heeding() -> Iterator[None]:
+def polling_for_stop() -> Iterator[None]:
     """Reports that this process polls for requests (`asked`) inside the block."""
     if _channel is None:
         yield
         return
-    _channel.heed(True)
+    _channel.set_polled(True)
     try:
         yield
     finally:
-        _channel.heed(False)
+        _channel.set_polled(False)
 
 
 @contextmanager
-def removed_at_the_end(path: Path) -> Iterator[None]:
+def removed_after_crash(path: Path) -> Iterator[None]:
     """Makes the supervisor remove the file or folder if this process dies inside the block."""
     if _channel is not None:
-        _channel.note("+", path)
+        _channel.record_path("+", path)
     try:
         yield
     finally:
         if _channel is not None:
-            _channel.note("-", path)
+            _channel.record_path("-", path)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_mega.cluster.nvml import NoNvml, opened
+from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
 from skyrl_mega.config.errors import UserError
 
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -22,7 +22,7 @@ REMEDY = "run it with the environment of `make cuda` or the image of docker/Dock
 
 
 @dataclass(frozen=True)
-class Sight:
+class TorchView:
     """torch's view of this machine's GPUs."""
 
     version: str
@@ -31,12 +31,12 @@ class Sight:
     """CUDA version of the torch build; None for a build without CUDA."""
     sees: bool
     """True if torch can use a GPU."""
-    said: str = ""
+    reason: str = ""
     """torch's warning when no GPU is usable; may be empty."""
 
 
 @dataclass(frozen=True)
-class Signs:
+class GpuEvidence:
     """Evidence of GPUs on this machine other than torch."""
 
     nvml: int = 0
@@ -54,7 +54,7 @@ class Signs:
         return ", ".join(by) or "no GPU"
 
 
-def sight() -> Sight:
+def torch_view() -> TorchView:
     """Returns torch's view of this machine's GPUs without starting a CUDA context."""
     import torch
 
@@ -62,18 +62,18 @@ def sight() -> Sight:
         warnings.simplefilter("always")
         sees = torch.cuda.is_available()
     said = str(warned[0].message).strip().splitlines()[0] if warned else ""
-    return Sight(torch.__version__, torch.version.cuda, sees, said)
+    return TorchView(torch.__version__, torch.version.cuda, sees, said)
 
 
-def signs(env: Mapping[str, str] = os.environ, nvml: Any = None) -> Signs:
+def gpu_evidence(env: Mapping[str, str] = os.environ, nvml: Any = None) -> GpuEvidence:
     """Returns the evidence of GPUs from NVML and Slurm's variables."""
     slurm_gpus = env.get("SLURM_GPUS_ON_NODE", "")
     slurm = int(slurm_gpus) if slurm_gpus.isdigit() else 0
     try:
-        with opened(nvml) as library:
-            return Signs(library.nvmlDeviceGetCount(), str(library.nvmlSystemGetDriverVersion()), slurm)
-    except NoNvml:
-        return Signs(slurm=slurm)
+        with open_nvml(nvml) as library:
+            return GpuEvidence(library.nvmlDeviceGetCount(), str(library.nvmlSystemGetDriverVersion()), slurm)
+    except NvmlUnavailable:
+        return GpuEvidence(slurm=slurm)
 
 
 def least_driver(cuda: str | None) -> int | None:
@@ -87,7 +87,7 @@ def outdated(cuda: str | None, driver: str | None) -> bool:
     return minimum is not None and branch.isdigit() and int(branch) < minimum
 
 
-def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
+def why_no_gpu(torch: TorchView, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Returns the reason why torch sees none of this machine's GPUs."""
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA; {REMEDY}"
@@ -98,10 +98,12 @@ def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.envi
         )
     if env.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty and hides them; unset it"
-    return f"torch {torch.version} (CUDA {torch.cuda}) sees none of them{f': {torch.said}' if torch.said else ''}"
+    return f"torch {torch.version} (CUDA {torch.cuda}) sees none of them{f': {torch.reason}' if torch.reason else ''}"
 
 
-def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here: Signs, joined: bool) -> str:
+def choose_device(
+    wanted: str, cluster_gpus: Callable[[], float], *, torch: TorchView, here: GpuEvidence, joined: bool
+) -> str:
     """Returns the device type of the run, `cpu` or `cuda`.
 
     If the run joins a Ray cluster, the driver may be on a node without a GPU, or with only a display GPU. The GPUs of
@@ -110,7 +112,7 @@ def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here
     Args:
         wanted: Value of `cluster.device`.
         cluster_gpus: Returns the number of GPUs of the joined Ray cluster.
-        torch, here: See `sight` and `signs`.
+        torch, here: See `torch_view` and `gpu_evidence`.
         joined: True if the run joins a Ray cluster.
 
     Raises:
@@ -123,13 +125,13 @@ def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here
     if torch.sees:
         return "cuda"
     if here:
-        raise UserError(f"cluster.device = {wanted}: here are {here}, but {blindness(torch, here.driver)}{ALLOWED}")
+        raise UserError(f"cluster.device = {wanted}: here are {here}, but {why_no_gpu(torch, here.driver)}{ALLOWED}")
     if wanted == "cuda":
         raise UserError("cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or auto")
     return "cpu"
 
 
-def _choose_for_cluster(gpus: float, torch: Sight, here: Signs) -> str:
+def _choose_for_cluster(gpus: float, torch: TorchView, here: GpuEvidence) -> str:
     """Resolves `auto` for a joined Ray cluster."""
     if not gpus and here:
         raise UserError(
@@ -138,7 +140,7 @@ def _choose_for_cluster(gpus: float, torch: Sight, here: Signs) -> str:
         )
     if gpus and torch.cuda is None:
         raise UserError(
-            f"cluster.device = auto: the Ray cluster has {gpus:g} GPUs, but {blindness(torch, None)}; where only "
+            f"cluster.device = auto: the Ray cluster has {gpus:g} GPUs, but {why_no_gpu(torch, None)}; where only "
             f"this process has no CUDA, give cluster.device=cuda{ALLOWED}"
         )
     return "cuda" if gpus else "cpu"

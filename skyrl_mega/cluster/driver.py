@@ -31,7 +31,7 @@ def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> No
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
     from skyrl_mega.cluster import channel, reaper, user
 
-    user.name_user()
+    user.set_user_variables()
     shared_memory, existing_shm, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()

@@ -35,7 +35,7 @@ class State(Enum):
     SERVING = "serving"
 
 
-class NobodyServes(ActorFailed):
+class NoServingActor(ActorFailed):
     """No actor of the fleet is serving. Names the most recently failed actor and the cause."""
 
 
@@ -91,7 +91,7 @@ class Fleet:
         """Running ranks: serving, stale or asleep."""
         return [rank for rank, state in enumerate(self.states) if state is not State.STARTING]
 
-    def present(self) -> list[int]:
+    def ensure_running(self) -> list[int]:
         """Returns the running ranks, stale ranks included. Without any, starts the failed actors and waits for the
         first.
 
@@ -224,20 +224,20 @@ class Fleet:
         """Calls a method of all serving actors; retires actors on failure or time-out.
 
         Raises:
-            NobodyServes: No serving actor is left.
+            NoServingActor: No serving actor is left.
             ActorFailed: The restart budget is used up.
         """
         self._settle(self.serving, method, timeout)
         self.check()
 
     def check(self) -> None:
-        """Raises NobodyServes if no actor is serving."""
+        """Raises NoServingActor if no actor is serving."""
         if self.asleep:
             cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
-            raise NobodyServes(self.group.name, 0, "service", cause)
+            raise NoServingActor(self.group.name, 0, "service", cause)
         if not self.serving:
             last = self._last_failure or ActorFailed(self.group.name, 0, "service", "none has been brought up to date")
-            raise NobodyServes(last.actor, last.rank, last.method, last.cause)
+            raise NoServingActor(last.actor, last.rank, last.method, last.cause)
 
     def close(self) -> None:
         """Stops all restarts. The group ends the actors."""

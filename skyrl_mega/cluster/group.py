@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skyrl_mega.cluster import reaper
-from skyrl_mega.cluster.actor_process import ActorPlace, Location, hosted, machine
+from skyrl_mega.cluster.actor_process import ActorIdentity, Location, hosted, machine
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
@@ -44,7 +44,7 @@ class ActorGroup:
         self.logs: list[str | None] = [None] * len(actors)
         self.where: list[Location] = []
         self._start: Callable[[int], Any] | None = None
-        self._places: list[tuple[ActorPlace, dict[str, Any]]] = []
+        self._places: list[tuple[ActorIdentity, dict[str, Any]]] = []
         self._ended = False
         self._ended_ranks: set[int] = set()
         """Ranks whose processes have been ended; another program may reuse the process ids."""
@@ -98,7 +98,7 @@ class ActorGroup:
         slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
         group.where = [locations[i] for i in order]
         group._start = lambda rank: start(slots[rank])
-        group._places = [(ActorPlace(name, rank, files[rank]), kwargs) for rank, kwargs in enumerate(arguments)]
+        group._places = [(ActorIdentity(name, rank, files[rank]), kwargs) for rank, kwargs in enumerate(arguments)]
         group.call_all("construct", per_rank=group._places, timeout=max(0.0, until - time.monotonic()))
         return group
 
@@ -106,7 +106,7 @@ class ActorGroup:
         return len(self.actors)
 
     @property
-    def seating(self) -> str:
+    def ranks_by_node(self) -> str:
         """Text for the user: the ranks on each node, such as `10.0.0.1: 0-7, 10.0.0.2: 8-15`."""
         runs: list[tuple[str, int, int]] = []
         for rank, location in enumerate(self.where):

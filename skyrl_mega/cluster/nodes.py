@@ -13,7 +13,7 @@ from typing import Any
 
 ANSWER_S = 5.0
 """Time limit in seconds for a connection to a node."""
-LOOK_S = 20.0
+PROBE_S = 20.0
 """Seconds until the check for lost nodes must be complete."""
 AT_ONCE = 512
 """Number of nodes probed at the same time."""
@@ -51,14 +51,14 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     return sorted(nodes, key=lambda n: by_address(n.address, n.id))
 
 
-def answering() -> list[Node]:
+def responding_nodes() -> list[Node]:
     """Returns the responding worker nodes; Ray's list may still contain dead nodes."""
-    return look()[0]
+    return probe()[0]
 
 
 def nodes_without_gpus() -> list[Node]:
     """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs."""
-    nodes = answering()
+    nodes = responding_nodes()
     return [node for node in nodes if not node.gpus] or nodes
 
 
@@ -74,7 +74,7 @@ def by_address(address: str, node: str) -> tuple[list[int], str, str]:
     return [int(part) for part in address.split(".") if part.isdigit()], address, node
 
 
-def silent(nodes: Sequence[Node]) -> list[Node]:
+def silent_nodes(nodes: Sequence[Node]) -> list[Node]:
     """Returns the nodes on which Ray's own process accepts no connection; Ray notices a death only after a while."""
     if not nodes:
         return []
@@ -83,24 +83,24 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 
 @dataclass(frozen=True)
-class Gone:
+class UnavailableNodes:
     """Unavailable nodes."""
 
     silent: list[Node]
     """Nodes listed as alive by Ray, but without a response."""
-    given_up: list[Node]
+    dead: list[Node]
     """Dead or departed nodes since the cluster began, according to Ray."""
     managers: frozenset[str] = frozenset()
     """Ids of live nodes without CPUs, on which no actor depends; Ray does not list a dead node's CPUs."""
 
-    def since(self, before: Gone) -> Gone:
+    def lost_since(self, before: UnavailableNodes) -> UnavailableNodes:
         """Returns the nodes lost after `before` was taken, including nodes that joined in between."""
-        dead = [node for node in self.given_up if node.id not in before.managers]
-        return Gone(_without(self.silent, before.silent), _without(dead, before.given_up), self.managers)
+        dead = [node for node in self.dead if node.id not in before.managers]
+        return UnavailableNodes(_without(self.silent, before.silent), _without(dead, before.dead), self.managers)
 
     def text(self) -> str:
         """Returns a line for the user; empty if no node is missing."""
-        parts = (("no answer any more from", self.silent), ("Ray has given up", self.given_up))
+        parts = (("no answer any more from", self.silent), ("Ray has given up", self.dead))
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
 
@@ -109,39 +109,39 @@ def _without(nodes: Sequence[Node], excluded: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if node.id not in excluded_ids]
 
 
-def look() -> tuple[list[Node], Gone]:
+def probe() -> tuple[list[Node], UnavailableNodes]:
     """Returns the responding worker nodes and the unavailable nodes, from a single listing by Ray."""
     import ray
 
     listed = ray.nodes()
     workers = _workers(listed)
-    mute = silent(workers)
+    mute = silent_nodes(workers)
     dead = [Node(n["NodeID"], n["NodeManagerAddress"]) for n in listed if not n["Alive"]]
     managers = frozenset(n["NodeID"] for n in listed if n["Alive"]) - {node.id for node in workers}
-    return _without(workers, mute), Gone(mute, dead, managers)
+    return _without(workers, mute), UnavailableNodes(mute, dead, managers)
 
 
-def looked() -> tuple[list[Node], Gone] | None:
-    """Returns the result of `look`, or None if Ray fails or does not answer within `LOOK_S`."""
+def try_probe() -> tuple[list[Node], UnavailableNodes] | None:
+    """Returns the result of `probe`, or None if Ray fails or does not answer within `PROBE_S`."""
     import ray
 
-    results: list[tuple[list[Node], Gone]] = []
+    results: list[tuple[list[Node], UnavailableNodes]] = []
 
     def ask() -> None:
         with suppress(RuntimeError, OSError, ray.exceptions.RayError):
-            results.append(look())
+            results.append(probe())
 
     with suppress(RuntimeError):  # no thread could be started
         looking = threading.Thread(target=ask, daemon=True)
         looking.start()
-        looking.join(LOOK_S)
+        looking.join(PROBE_S)
     return results[0] if results else None
 
 
-def gone_since(before: Gone) -> Gone | None:
+def lost_since(before: UnavailableNodes) -> UnavailableNodes | None:
     """Returns the nodes lost since `before`; None if unknown; callers then report the original fault alone."""
-    now = looked()
-    return None if now is None else now[1].since(before)
+    now = try_probe()
+    return None if now is None else now[1].lost_since(before)
 
 
 def _answers(node: Node) -> bool:

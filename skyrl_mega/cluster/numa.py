@@ -11,25 +11,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.nvml import NoNvml, opened
+from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
 
 
-def visible(env: Mapping[str, str] = os.environ) -> list[str]:
+def visible_devices(env: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the devices in CUDA_VISIBLE_DEVICES, as numbers or UUIDs; empty if the variable is not set."""
     return [device.strip() for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
 
 
-def near(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
+def nearest_cpus(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
     """Returns the CPUs nearest to any of these devices; empty if NVML does not know.
 
     Args:
-        devices: Devices as returned by `visible`.
-        nvml: See `nvml.opened`.
+        devices: Devices as returned by `visible_devices`.
+        nvml: See `nvml.open_nvml`.
     """
     words = -(-os.sysconf("SC_NPROCESSORS_CONF") // 64)
     cpus: set[int] = set()
     try:
-        with opened(nvml) as library:
+        with open_nvml(nvml) as library:
             for device in devices:
                 try:
                     if device.isdigit():
@@ -40,7 +40,7 @@ def near(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
                 except library.NVMLError:  # a virtual machine may not see the sockets of its host
                     return frozenset()
                 cpus |= {64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
-    except NoNvml:
+    except NvmlUnavailable:
         return frozenset()
     return frozenset(cpus)
 
@@ -53,7 +53,7 @@ def bind(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
     Returns:
         The CPUs; empty if nothing was changed: no devices, no NVML, or none of these CPUs is allowed.
     """
-    cpus = near(devices, nvml) & os.sched_getaffinity(0) if devices else frozenset()
+    cpus = nearest_cpus(devices, nvml) & os.sched_getaffinity(0) if devices else frozenset()
     if cpus:
         for thread in Path("/proc/self/task").iterdir():  # Ray has already started threads
             try:

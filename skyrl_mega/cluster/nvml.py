@@ -8,29 +8,29 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class NoNvml(Exception):
+class NvmlUnavailable(Exception):
     """NVML is not available; the message says why."""
 
 
 @contextlib.contextmanager
-def opened(nvml: Any = None) -> Iterator[Any]:
+def open_nvml(nvml: Any = None) -> Iterator[Any]:
     """Yields nvidia-ml-py's module, initialised.
 
     Args:
         nvml: The module `pynvml` or a substitute for tests; None imports the module.
 
     Raises:
-        NoNvml: The package is not installed, or there is no driver.
+        NvmlUnavailable: The package is not installed, or there is no driver.
     """
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
-            raise NoNvml("nvidia-ml-py is not installed; pip install nvidia-ml-py") from None
+            raise NvmlUnavailable("nvidia-ml-py is not installed; pip install nvidia-ml-py") from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML does not start: {error}") from error
+        raise NvmlUnavailable(f"NVML does not start: {error}") from error
     try:
         yield nvml
     finally:

@@ -106,7 +106,7 @@ def by_gpu(locations: Sequence[Location]) -> list[int]:
     return sorted(range(len(locations)), key=key)
 
 
-def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
+def on_gpus_of(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
     """Returns places for actors on the GPUs of other actors: actor a shares the GPUs of ranks `[a · gpus, (a + 1) ·
     gpus)`.
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster import reaper
-from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
+from skyrl_mega.cluster.actor_process import CACHE, compile_cache, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.cluster.nodes import Gone, Node, gone_since, looked
+from skyrl_mega.cluster.nodes import Node, UnavailableNodes, lost_since, try_probe
 from skyrl_mega.cluster.temporary_files import temporary_folder
 from skyrl_mega.config.errors import UserError
 
@@ -196,7 +196,7 @@ def _guarded_folder() -> Iterator[Path]:
 def _temporary_files_in(folder: Path) -> Iterator[None]:
     """Sets the folder for temporary files of processes started inside the block, and of all descendants."""
     kept = {name: os.environ.get(name) for name in ("TMPDIR", CACHE)}
-    os.environ.setdefault(CACHE, compiled())
+    os.environ.setdefault(CACHE, compile_cache())
     os.environ["TMPDIR"] = str(folder)
     try:
         yield
@@ -239,7 +239,7 @@ def _check_address(address: str) -> None:
 
 def _wait_for_nodes(
     count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool, notice_s: float = 0.0
-) -> Gone:
+) -> UnavailableNodes:
     """Waits until `count` nodes for actors respond; returns the unavailable nodes.
 
     Args:
@@ -257,7 +257,7 @@ def _wait_for_nodes(
     last_message, started, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
-        probed, now = looked(), time.monotonic()
+        probed, now = try_probe(), time.monotonic()
         if probed is None:
             if now - started > timeout_s:
                 raise ClusterError(f"the Ray cluster does not say within {timeout_s:g} s which nodes it has")
@@ -289,7 +289,7 @@ def _addresses(nodes: Sequence[Node]) -> str:
 
 
 @contextlib.contextmanager
-def _naming_lost_nodes(before: Gone) -> Iterator[None]:
+def _naming_lost_nodes(before: UnavailableNodes) -> Iterator[None]:
     """Turns an error inside the block into NodeLost if a node is gone since `before`.
 
     The message starts with the original error, because the lost node may not be the cause.
@@ -297,7 +297,7 @@ def _naming_lost_nodes(before: Gone) -> Iterator[None]:
     try:
         yield
     except (ActorFailed, ClusterError) as error:
-        if (lost := gone_since(before)) is not None and (text := lost.text()):
+        if (lost := lost_since(before)) is not None and (text := lost.text()):
             raise NodeLost(f"{error}; of the Ray cluster's nodes: {text}") from error
         raise
 

@@ -1,8 +1,8 @@
 """Node and device of every process: a single order, shared by the dry run, Ray and the weight-sync plan.
 
-Policy ranks come first, then the ranks of a separate reference, then critic ranks, then engines. `place` computes the
-placement from the settings alone. `actual` describes running processes, with the same numbers as far as the placement
-is as planned.
+Policy ranks come first, then the ranks of a separate reference, then critic ranks, then engines. `plan_placement`
+computes the placement from the settings alone. `actual_placement` describes running processes, with the same numbers as
+far as the placement is as planned.
 
 A device is an integer, node · per_node + GPU. On CPUs every process counts as a device.
 """
@@ -51,7 +51,7 @@ class RunPlacement:
         return self.node(max((*self.policy, *self.reference, *self.critic, *self.engines))) + 1
 
 
-def place(config: Config) -> RunPlacement:
+def plan_placement(config: Config) -> RunPlacement:
     """Returns the placement of every process according to the settings.
 
     On GPUs consecutive ranks fill whole nodes, and the remaining ranks go to the node with the most free GPUs; an
@@ -94,7 +94,7 @@ def check_nodes(config: Config, training: bool = True) -> None:
         if not training:
             return -(-engines // (per_node // size))
         cluster = replace(config.cluster, nodes=nodes)
-        return place(replace(config, policy=policy, reference=reference, critic=critic, cluster=cluster)).nodes
+        return plan_placement(replace(config, policy=policy, reference=reference, critic=critic, cluster=cluster)).nodes
 
     if (used := needed(nodes)) <= nodes:
         return
@@ -222,7 +222,7 @@ def _tensor_groups(ranks: int, tensor: int) -> list[int]:
     return [tensor] * whole + [rest] * bool(rest)
 
 
-def actual(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
+def actual_placement(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
     """Returns the real placement of policy and engines; reference and critic keep their planned places.
 
     Reference and critic take no part in the weight sync. Nodes keep the planned numbers as far as processes are on the
@@ -232,7 +232,7 @@ def actual(config: Config, policy: Sequence[Location], engines: Sequence[Locatio
         policy: Locations by rank.
         engines: Locations by engine.
     """
-    planned, size = place(config), engine_ranks(config.rollout)
+    planned, size = plan_placement(config), engine_ranks(config.rollout)
     planned_nodes = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
     planned_others = [*map(planned.node, planned.reference)], [*map(planned.node, planned.critic)]
     number = _numbers([at.node for at in (*policy, *engines)], planned_nodes, {*chain(*planned_others)})

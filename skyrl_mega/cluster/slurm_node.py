@@ -33,7 +33,7 @@ from typing import Any
 
 from skyrl_mega.cluster.actor_process import address_of, start_guard
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
-from skyrl_mega.cluster.user import name_user
+from skyrl_mega.cluster.user import set_user_variables
 
 FAULT, CANCELLED = 1, 143
 LOOK_EVERY_S = 0.5
@@ -128,7 +128,7 @@ class Job:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs this node's part and returns the exit code; on the first node this is the launcher's."""
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
-    name_user()
+    set_user_variables()
     job = Job.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _record_signal)

@@ -1,15 +1,15 @@
 """The process started by the user: forks and watches the driver, and ends all of the driver's processes on a signal.
 
-    SIGTERM, SIGINT, SIGHUP,  now: a driver that polls (`channel.heeding`) is asked and gets 5 s; a second SIGINT
-    SIGQUIT                   ends this delay; then all descendants are killed. Exit code 75
+    SIGTERM, SIGINT, SIGHUP,  now: a driver that polls for requests is asked and gets 5 s; a second SIGINT ends this
+    SIGQUIT                   delay; then all descendants are killed. Exit code 75
     SIGUSR1                   soon: a driver that polls is asked and takes as long as needed; any other driver is ended
                               now. A second SIGUSR1 within 5 s is ignored; later, it means now
 
-The driver is never interrupted: no exception is raised into running calls of Ray, vLLM or torch. At any moment and in
-any call, a line reports the event, and no process, shared memory or temporary folder is left behind. For this, the
-supervisor adopts orphaned descendants of the driver (as a subreaper) and does nothing except wait. Signals are taken
-with sigwait, so none is lost and none interrupts a call. If the supervisor itself is killed, the kernel kills the
-driver. Started by `driver.start`.
+For polling see `channel.polling_for_stop`. The driver is never interrupted: no exception is raised into running calls
+of Ray, vLLM or torch. At any moment and in any call, a line reports the event, and no process, shared memory or
+temporary folder is left behind. For this, the supervisor adopts orphaned descendants of the driver (as a subreaper) and
+does nothing except wait. Signals are taken with sigwait, so none is lost and none interrupts a call. If the supervisor
+itself is killed, the kernel kills the driver. Started by `driver.start`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 
 from skyrl_mega.cluster import reaper, temporary_files
-from skyrl_mega.cluster.channel import Asked, Channel
+from skyrl_mega.cluster.channel import Channel, StopRequest
 from skyrl_mega.cluster.terminal import Terminal
 
 STOPPED, FAULT = 75, 1
@@ -88,7 +88,7 @@ class Supervisor:
                 self._signalled(signal.Signals(number))
         killed = self.status is None or os.WIFSIGNALED(self.status)
         clear(0.0 if killed else GUARDS_S, self._reap, self.existing_shm)
-        for path in self.channel.left():
+        for path in self.channel.unremoved_paths():
             try:
                 temporary_files.remove(path)
             except OSError as error:
@@ -100,17 +100,17 @@ class Supervisor:
     def _signalled(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR1 and self.asked_at is not None and monotonic() < self.asked_at + SAME_S:
             return
-        if number == signal.SIGUSR1 and self.ended_by is None and self.channel.heeded:
+        if number == signal.SIGUSR1 and self.ended_by is None and self.channel.polled:
             self.ended_by, self.asked_at = number.name, monotonic()
-            self.channel.ask(Asked.SOON, number)
+            self.channel.ask(StopRequest.SOON, number)
             return
         if self.deadline is not None and number != signal.SIGINT:
             return  # a scheduler signals every process of a job, and our parent forwards the signal again
-        grace = GRACE_S if self.channel.heeded and self.deadline is None else 0.0
+        grace = GRACE_S if self.channel.polled and self.deadline is None else 0.0
         if self.deadline is None:
             self.ended_by = number.name
         self.deadline = monotonic() + grace
-        self.channel.ask(Asked.NOW, number)
+        self.channel.ask(StopRequest.NOW, number)
 
     def _reap(self) -> None:
         """Records the driver's exit status or stop, and reaps adopted processes."""

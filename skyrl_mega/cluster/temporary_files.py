@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from skyrl_mega.cluster.channel import removed_at_the_end
+from skyrl_mega.cluster.channel import removed_after_crash
 from skyrl_mega.config.safe_read import writing
 
 
@@ -37,7 +37,7 @@ def partial_file(file: Path) -> Iterator[Path]:
         yield partial
 
 
-def sweep(folder: Path, prefix: str) -> None:
+def remove_stale(folder: Path, prefix: str) -> None:
     """Removes files and folders with this prefix left behind by killed processes of this user."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         with suppress(OSError), _open_owned(path) as descriptor:  # gone, owned by another user, or in use
@@ -45,7 +45,7 @@ def sweep(folder: Path, prefix: str) -> None:
             remove(path)
 
 
-def at_work(folder: Path, prefix: str) -> bool:
+def in_use(folder: Path, prefix: str) -> bool:
     """Returns True if a process is writing a file or a folder with this prefix."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         try:
@@ -68,10 +68,10 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _new_entry(folder: Path, prefix: str, make: Callable[[Path], None]) -> Iterator[Path]:
-    sweep(folder, prefix)
+    remove_stale(folder, prefix)
     while True:
         path = folder / f"{prefix}{secrets.token_hex(4)}"
-        with removed_at_the_end(path), ExitStack() as stack:
+        with removed_after_crash(path), ExitStack() as stack:
             stack.callback(remove, path)
             make(path)
             if _claim(path, stack):

@@ -8,7 +8,7 @@ import pwd
 import tempfile
 
 
-def name_user() -> None:
+def set_user_variables() -> None:
     """Sets USER and HOME if the user of this process is unknown to the system: libraries fail without both.
 
     Existing variables are kept; child processes inherit both.

@@ -13,7 +13,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.atomic_output import whole_file
+from skyrl_mega.cluster.atomic_output import atomic_file
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
@@ -33,7 +33,7 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with whole_file(file, f"--output {file.parent}", is_ours) as part, part.open("w+b") as out:
+    with atomic_file(file, f"--output {file.parent}", is_ours) as part, part.open("w+b") as out:
         pieces = _pieces(rows)
         first = _table(next(pieces, []), None, file)
         with pq.ParquetWriter(out, first.schema) as writer:

@@ -43,7 +43,7 @@ class EngineSource:
     def refill(self) -> None:
         """Waits for a restarted engine; weights are loaded from the directory at the start."""
         fleet = self.generator.fleet
-        fleet.serve(fleet.present())
+        fleet.serve(fleet.ensure_running())
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
             setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
             players = start_workers(setup)
-        fleet.serve(fleet.present())
+        fleet.serve(fleet.ensure_running())
         weights = config.algorithm.reward_weights
         generator = stack.enter_context(
             Generator(fleet, chat, config.rollout, config.environment, reward_weights=weights, workers=players)

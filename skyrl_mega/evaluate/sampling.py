@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import SampleTask
 from skyrl_mega.rollout.event_loop import EventLoop
@@ -27,7 +27,7 @@ class Source(Protocol):
         """Opens an agent. All agents of a source must be used in the same event loop."""
 
     def refill(self) -> None:
-        """Waits until an engine serves again, after NobodyServes."""
+        """Waits until an engine serves again, after NoServingActor."""
 
 
 def sample_missing(
@@ -70,7 +70,7 @@ def sample_missing(
         while pending:
             try:
                 loop.run(_play(source, pending, ended))
-            except NobodyServes:
+            except NoServingActor:
                 source.refill()
             pending = results.missing(iter(pending))
 

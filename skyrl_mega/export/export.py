@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.cluster.atomic_output import being_written, whole_folder
+from skyrl_mega.cluster.atomic_output import atomic_folder, being_written
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import writing
 from skyrl_mega.export.job import Job, Origin, plan_job
@@ -92,7 +92,7 @@ def export(
     verify_s = 0.0
     if being_written(output):
         raise UserError(f"--output {output}: another export writes it now; wait for it, or end it")
-    with whole_folder(output, f"--output {output}", last="config.json") as partial:
+    with atomic_folder(output, f"--output {output}", last="config.json") as partial:
         _write_tensors(job, partial, workers, progress)
         write_companion_files(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
         _write_dtype(partial / "config.json", job.dtype)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_mega.cluster.atomic_output import whole_folder
+from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
@@ -108,7 +108,7 @@ def save(
         staged = [""]
         if rank == 0:
             try:
-                place = whole_folder(path, f"export: {path}", exported, last=_EXPORTED)
+                place = atomic_folder(path, f"export: {path}", exported, last=_EXPORTED)
                 staged[0] = str(stack.enter_context(place))
             except (OSError, UserError) as caught:
                 error = caught

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_mega.cluster.atomic_output import whole_folder
+from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
 from skyrl_mega.config.errors import UserError
 
@@ -49,7 +49,7 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output
-    with whole_folder(output, f"--output {output}", last="config.json") as partial:
+    with atomic_folder(output, f"--output {output}", last="config.json") as partial:
         source = gguf_file()
         _write_model(source, partial, dtype)
         _write_tokenizer(source, partial)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from skyrl_mega.cluster.atomic_output import Occupied, whole_folder
+from skyrl_mega.cluster.atomic_output import Occupied, atomic_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
@@ -106,7 +106,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
             weights[name] = torch.zeros(shape)
         else:
             weights[name] = torch.randn(shape, generator=generator) * hf["initializer_range"]
-    with suppress(Occupied), whole_folder(path, f"model.path = {path}", last="config.json") as partial:
+    with suppress(Occupied), atomic_folder(path, f"model.path = {path}", last="config.json") as partial:
         (partial / "config.json").write_text(json.dumps(hf, indent=1))
         generation = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))

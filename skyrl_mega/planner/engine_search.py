@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_mega.cluster.run_placement import place
+from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.config.derived import expert_parallel, fp8_parameters, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
@@ -107,7 +107,7 @@ def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[Engin
         for options in expert_options if tensor > 1 else [{}]:
             cut = replace(rollout, tensor=tensor, engines=workers // tensor, options={**rollout.options, **options})
             choice = _engine_choice(replace(config, rollout=cut), decoder)
-            if choice and place(choice.config).nodes <= config.cluster.nodes:
+            if choice and plan_placement(choice.config).nodes <= config.cluster.nodes:
                 choices.append(choice)
     return [choice for choice in choices if engine_blocks.partial_block(choice.config, decoder) is None] or choices
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from skyrl_mega.cluster.run_placement import place
+from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
 from skyrl_mega.config.environment_placement import on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
@@ -178,7 +178,7 @@ def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     if cluster.numa_nodes is None or cluster.host_memory_gib is None or on_cpu(config):
         return []
     pinned: Counter[tuple[int, int]] = Counter()
-    placed = place(config)
+    placed = plan_placement(config)
     for rank, device in enumerate(placed.policy):
         size = policy_memory(config, decoder, parallel, rank).pinned + pinned_reference(config, decoder, parallel, rank)
         pinned[_numa_node(cluster, device)] += size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skyrl_mega.cluster.run_placement import place
+from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.config.derived import engine_ranks
 from skyrl_mega.config.schema import Config
 
@@ -31,7 +31,7 @@ class PlannedNode:
 
 def nodes(config: Config) -> list[PlannedNode]:
     """Returns all used nodes, in order; see `run_placement`."""
-    placement = place(config)
+    placement = plan_placement(config)
     size = engine_ranks(config.rollout)
     planned = [PlannedNode() for _ in range(placement.nodes)]
     for rank, device in enumerate(placement.policy):

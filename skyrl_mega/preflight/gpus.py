@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.cluster import devices
-from skyrl_mega.cluster.devices import Sight
-from skyrl_mega.cluster.nvml import NoNvml, opened
+from skyrl_mega.cluster.devices import TorchView
+from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
 from skyrl_mega.preflight.finding import Finding, gib, most_common
 
 XIDS = {
@@ -74,20 +74,20 @@ class GpuFacts:
     """Recent (bus id, Xid) pairs of the kernel's log; None if unreadable."""
     error: str | None = None
     """Reason why NVML reports nothing; None if it works."""
-    torch: Sight | None = None
+    torch: TorchView | None = None
     """GPUs as torch sees them; None if torch was not asked."""
 
 
-def gather(nvml: Any = None, sight: Callable[[], Sight] = devices.sight) -> GpuFacts:
+def gather(nvml: Any = None, sight: Callable[[], TorchView] = devices.torch_view) -> GpuFacts:
     """Returns the state of this node's GPUs from NVML and torch.
 
     Args:
-        nvml: As in `cluster.nvml.opened`.
+        nvml: As in `cluster.nvml.open_nvml`.
         sight: Returns the GPUs as torch sees them.
     """
     torch_sight = sight()
     try:
-        with opened(nvml) as library:
+        with open_nvml(nvml) as library:
             try:
                 driver = str(library.nvmlSystemGetDriverVersion())
                 gpus_found, lost = [], []
@@ -99,7 +99,7 @@ def gather(nvml: Any = None, sight: Callable[[], Sight] = devices.sight) -> GpuF
                 return GpuFacts(driver, tuple(gpus_found), tuple(lost), recent_xids(), torch=torch_sight)
             except library.NVMLError as error:
                 return GpuFacts(None, (), error=f"NVML does not answer: {error}", torch=torch_sight)
-    except NoNvml as error:
+    except NvmlUnavailable as error:
         return GpuFacts(None, (), error=str(error), torch=torch_sight)
 
 
@@ -190,7 +190,7 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
         if len(f.gpus) < wanted:
             bad(f"{len(f.gpus)} GPUs answer, {wanted} are wanted (cluster.gpus_per_node)")
         if f.torch and not f.torch.sees:
-            bad(devices.blindness(f.torch, f.driver, {}))
+            bad(devices.why_no_gpu(f.torch, f.driver, {}))
         elif f.torch and devices.outdated(f.torch.cuda, f.driver):
             least = devices.least_driver(f.torch.cuda)
             bad(

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.atomic_output import whole_file
+from skyrl_mega.cluster.atomic_output import atomic_file
 from skyrl_mega.config.errors import UserError
 
 PAGE = """<!DOCTYPE html>
@@ -72,7 +72,7 @@ def save(file: Path, page: str) -> None:
         UserError: The folder is absent or not writable, or the existing file is not a page of `document`.
     """
     try:
-        with whole_file(file, f"--html {file}", _is_page) as partial:
+        with atomic_file(file, f"--html {file}", _is_page) as partial:
             partial.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from skyrl_mega.cluster.atomic_output import whole_file
+from skyrl_mega.cluster.atomic_output import atomic_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.concurrency_series import Counted
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
@@ -25,7 +25,7 @@ def write(steps: Sequence[StepTimeline], file: Path) -> None:
     if not file.name.endswith(".json.gz"):
         raise UserError(f"--trace {file}: allowed: a name that ends in .json.gz")
     try:
-        with whole_file(file, f"--trace {file}", is_trace) as part, TraceWriter(part, steps[0].shown) as trace:
+        with atomic_file(file, f"--trace {file}", is_trace) as part, TraceWriter(part, steps[0].shown) as trace:
             _fill(trace, steps)
     except OSError as error:
         raise UserError(

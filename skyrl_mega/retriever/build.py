@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from skyrl_mega.cluster.atomic_output import refuse_folder, whole_folder
+from skyrl_mega.cluster.atomic_output import atomic_folder, refuse_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
@@ -73,7 +73,7 @@ def build(
         return False
     place = f"--output {output}"
     refuse_folder(output, place, _is_an_index)  # before loading the embedding model
-    with whole_folder(output, place, _is_an_index, last="index.json") as part:
+    with atomic_folder(output, place, _is_an_index, last="index.json") as part:
         embeds = embedder(recipe, device, threads) if "dense" in methods else None
         count = _write(read_passages(corpus), part, recipe, embeds, say)
         (part / "index.json").write_text(recipe.text(count), encoding="utf-8")

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from starlette.middleware.base import RequestResponseEndpoint
 
 from skyrl_mega import __version__
-from skyrl_mega.cluster.atomic_output import refuse_file, whole_file
+from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import is_unicode
 from skyrl_mega.config.terminal import one_line
@@ -265,7 +265,7 @@ async def _announce(server: uvicorn.Server, service: Service, url: str, ready_fi
         return
     print(f"{url}: ready, {service.size} passages, {service.method}", flush=True)
     if ready_file:
-        with whole_file(ready_file, "--ready-file", _is_ready_file) as part:
+        with atomic_file(ready_file, "--ready-file", _is_ready_file) as part:
             part.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
 
 

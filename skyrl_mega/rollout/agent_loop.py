@@ -371,7 +371,7 @@ class Agent:
         """
         limit = self.limits.env_timeout_s
         try:
-            with channel.playing(t.prompt.env_class):
+            with channel.running_environment(t.prompt.env_class):
                 return await self.threads.run(call, limit)
         except Abandoned:
             text = f"{what} took longer than rollout.env_timeout_s={limit:g}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_factory import AgentFactory
@@ -115,7 +115,7 @@ class Generator:
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
                 played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
-            except NobodyServes:
+            except NoServingActor:
                 if self.refill is None:
                     raise
                 self.refill()

@@ -98,7 +98,7 @@ class Engines(Protocol):
         """
 
     def check(self) -> None:
-        """Raises NobodyServes if no engine is in service."""
+        """Raises NoServingActor if no engine is in service."""
 
 
 class Router:
@@ -135,7 +135,7 @@ class Router:
         """Continues a prompt.
 
         Raises:
-            NobodyServes: No engine is left.
+            NoServingActor: No engine is left.
             ActorFailed: The engine refused the request; the error names the cause.
             ValueError: Another unanswered request has the same id.
         """

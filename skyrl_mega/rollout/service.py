@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
@@ -137,7 +137,7 @@ class RolloutService:
         if not tickets:
             return
         if not self.under_way:
-            with suppress(NobodyServes):  # requests wait for an engine to restart
+            with suppress(NoServingActor):  # requests wait for an engine to restart
                 # As before a phase: cached prefixes would change the last bits.
                 self.source.fleet.ask("forget", timeout=self.source.rollout.request_timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
@@ -289,7 +289,7 @@ class ServiceRouter(Router):
 
     def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
         """Queues all requests if an engine can restart; otherwise raises the error in all of them."""
-        if isinstance(error, NobodyServes):
+        if isinstance(error, NoServingActor):
             self.queue.extendleft(reversed(batch.values()))
         else:
             super()._fail_all(batch, error)

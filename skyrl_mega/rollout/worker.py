@@ -18,7 +18,7 @@ from secrets import token_hex
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
@@ -242,7 +242,7 @@ class Session:
 
 def _failed(job: Job, error: BaseException) -> RolloutFailed:
     if isinstance(error, ActorFailed):
-        no_engine_left = isinstance(error, NobodyServes)
+        no_engine_left = isinstance(error, NoServingActor)
         return RolloutFailed(job.key, no_engine_left, error.actor, error.rank, error.method, error.cause)
     return RolloutFailed(job.key, False, "rollout", 0, "play", describe(error))
 
@@ -277,9 +277,9 @@ class KnownEngines:
             self.report(EngineDead(rank, self.group.actors[rank], cause))
 
     def check(self) -> None:
-        """Raises NobodyServes if no engine is in service."""
+        """Raises NoServingActor if no engine is in service."""
         if not self.serving:
-            raise NobodyServes(self.group.name, 0, "service", "none is left that this worker knows")
+            raise NoServingActor(self.group.name, 0, "service", "none is left that this worker knows")
 
 
 class _UniqueNames(Router):

@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
@@ -151,7 +151,7 @@ class WorkerClient:
         """Runs a trajectory on a worker, from opening to closing the environment.
 
         Raises:
-            NobodyServes: No engine is left.
+            NoServingActor: No engine is left.
             ActorFailed: An engine refused a request, or no worker is left and none restarts.
         """
         history, fault = CrashHistory(), ""
@@ -246,7 +246,7 @@ class WorkerClient:
         for a trajectory already marked as failed.
 
         Raises:
-            NobodyServes: In a phase, no engine is left while waiting.
+            NoServingActor: In a phase, no engine is left while waiting.
         """
         while self._error is None:
             history.sibling_failed = prompt is not None and self.workers.is_crashing(prompt)
@@ -420,7 +420,7 @@ class WorkerClient:
             self.engines.check()
         except ActorFailed as error:
             return error
-        return NobodyServes(failed.actor, failed.rank, failed.method, failed.cause)
+        return NoServingActor(failed.actor, failed.rank, failed.method, failed.cause)
 
     def _retire(self, rank: int, actor: Any, cause: str) -> None:
         """Takes an engine out of service after a worker found it dead, unless another actor already took its rank."""

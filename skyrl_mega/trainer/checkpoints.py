@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.channel import removed_at_the_end
+from skyrl_mega.cluster.channel import removed_after_crash
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import parse_json, read_json, writing
 from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
@@ -105,7 +105,7 @@ class Checkpoints:
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
         self.folder.mkdir(exist_ok=True)  # without parents: a missing run folder means a lost disk
-        with removed_at_the_end(partial):
+        with removed_after_crash(partial):
             partial.mkdir()
             self._check_free_space()
             for name, save in parts.items():

@@ -14,7 +14,7 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
 from skyrl_mega.algorithms.token_weights import MEANS, averages
-from skyrl_mega.cluster.channel import heeding
+from skyrl_mega.cluster.channel import polling_for_stop
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.sequences import Sequences
@@ -50,7 +50,7 @@ def train(run: Run) -> None:
         CannotLearn: The policy learned nothing from the last `run.patience` steps.
         EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
     """
-    with heeding():
+    with polling_for_stop():
         run.evaluate_before_training()
         try:
             while not run.finished:

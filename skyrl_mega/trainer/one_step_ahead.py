@@ -17,7 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -181,7 +181,7 @@ class OneStepAhead:
                 continue
             try:
                 return batch.groups.result()
-            except NobodyServes:
+            except NoServingActor:
                 self.refill()
                 self.stream.restore(batch.stream_state)
                 self._begin(number)

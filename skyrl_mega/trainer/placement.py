@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from skyrl_mega.cluster.nodes import answering
+from skyrl_mega.cluster.nodes import responding_nodes
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
-from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, place
+from skyrl_mega.cluster.run_placement import RunPlacement, nodes_of_cpus, plan_placement
 from skyrl_mega.config.schema import Config
 
 
@@ -36,14 +36,14 @@ def reserve_run(config: Config, device: str) -> Reservations:
         ClusterError: The cluster lacks these resources.
     """
     if device == "cuda":
-        planned, engines = place(config), config.rollout.engines
+        planned, engines = plan_placement(config), config.rollout.engines
         return Reservations(
             _reserve_ranks(planned, planned.policy),
             _reserve_ranks(planned, planned.reference) if planned.reference else None,
             _reserve_ranks(planned, planned.critic) if planned.critic else None,
             None if config.cluster.shared else reserve(engines, gpus=config.rollout.tensor),
         )
-    nodes = answering()
+    nodes = responding_nodes()
     if len(nodes) == 1:
         return Reservations()
     groups = ([nodes[number] for number in numbers] for numbers in nodes_of_cpus(config, len(nodes)))

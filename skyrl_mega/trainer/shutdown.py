@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from skyrl_mega.cluster import channel
-from skyrl_mega.cluster.channel import Asked
+from skyrl_mega.cluster.channel import StopRequest
 
 
 class Stopped(BaseException):
@@ -27,8 +27,8 @@ class GracefulStop(Stopped):
 
 def ending_signal(error: BaseException) -> str:
     """Returns the name of the signal behind `error`, such as SIGTERM; empty if the run failed by itself."""
-    at_once = channel.asked() is Asked.NOW  # any later failure is a consequence of the immediate stop
-    return channel.signalled() if at_once or isinstance(error, Stopped) else ""
+    at_once = channel.asked() is StopRequest.NOW  # any later failure is a consequence of the immediate stop
+    return channel.stop_signal() if at_once or isinstance(error, Stopped) else ""
 
 
 class ShutdownRequest:
@@ -38,22 +38,22 @@ class ShutdownRequest:
         asked: Returns the present request.
     """
 
-    def __init__(self, asked: Callable[[], Asked] = channel.asked) -> None:
+    def __init__(self, asked: Callable[[], StopRequest] = channel.asked) -> None:
         self._asked = asked
         self._finishing = False
 
     def raise_if_requested(self) -> None:
         """Raises Stopped for an immediate end, or GracefulStop for a graceful end outside of `finish`."""
         asked = self._asked()
-        if asked is Asked.NOW:
+        if asked is StopRequest.NOW:
             raise Stopped
-        if asked is Asked.SOON and not self._finishing:
+        if asked is StopRequest.SOON and not self._finishing:
             raise GracefulStop
 
     @property
     def at_once(self) -> bool:
         """True after a request for an immediate end; any later failure is a consequence."""
-        return self._asked() is Asked.NOW
+        return self._asked() is StopRequest.NOW
 
     @contextmanager
     def defer(self) -> Iterator[None]:

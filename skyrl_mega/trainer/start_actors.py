@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, settle
-from skyrl_mega.cluster.placement import Placement, beside
+from skyrl_mega.cluster.placement import Placement, on_gpus_of
 from skyrl_mega.config.derived import (
     critic_layout,
     critic_model,
@@ -87,7 +87,7 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
     with ThreadPoolExecutor(1) as background:
         if shared:
             group = spawn()
-            booting = background.submit(boot, beside(group.where, rollout.engines, gpus=rollout.tensor))
+            booting = background.submit(boot, on_gpus_of(group.where, rollout.engines, gpus=rollout.tensor))
             engines = booting.result()
             if asleep := [part for part in ENGINE if part not in kept(config.residency.keep)]:
                 engines.sleep(asleep)  # frees memory for building the models

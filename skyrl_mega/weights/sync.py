@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, Call, Outcomes, cause_of, describe, gather, settle
-from skyrl_mega.cluster.run_placement import RunPlacement, actual, differences, place
+from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, differences, plan_placement
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.executor import Report
@@ -112,7 +112,7 @@ class WeightSync:
         blameless = 0
         while True:
             start = time.perf_counter()
-            members = self.fleet.present()
+            members = self.fleet.ensure_running()
             try:
                 if members != self.members:
                     self._connect(members)
@@ -172,7 +172,10 @@ class WeightSync:
 
     def _current_placement(self) -> RunPlacement:
         """Returns the actual placement of policy and engines; reports differences from the planned placement."""
-        placement, planned = actual(self.config, self.policy.where, self.fleet.group.where), place(self.config)
+        placement, planned = (
+            actual_placement(self.config, self.policy.where, self.fleet.group.where),
+            plan_placement(self.config),
+        )
         if placement not in (planned, self.placement):
             self.say(f"placed otherwise than planned: {differences(planned, placement)}")
         self.placement = placement
@@ -185,7 +188,7 @@ class WeightSync:
         """
         whole = len(connection.plan_inputs.members) == self.config.rollout.engines
         expected = None
-        if whole and not self.digest and self.placement == place(self.config):
+        if whole and not self.digest and self.placement == plan_placement(self.config):
             expected = sync_plan(self.config, self.hf)
         plan = connection.plan(expected)
         if plan.digest != self.digest:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.cli.inputs import CPU_HEADS, check_inputs, planned_inputs, prepare, with_device
-from skyrl_mega.cluster.devices import Signs
+from skyrl_mega.cluster.devices import GpuEvidence
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
@@ -185,7 +185,7 @@ def test_a_driver_without_a_gpu_leaves_the_devices_to_its_ray_cluster(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("skyrl_mega.cluster.devices.signs", lambda: Signs())
+    monkeypatch.setattr("skyrl_mega.cluster.devices.gpu_evidence", lambda: GpuEvidence())
     asked = compose(inputs / "config.yaml", ["cluster.device=cuda", "cluster.nodes=2", "policy.ranks=8"])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match=r"cluster\.device = cuda: torch sees no CUDA device here"):

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.cluster.atomic_output import Occupied, being_written, whole_file, whole_folder
+from skyrl_mega.cluster.atomic_output import Occupied, atomic_file, atomic_folder, being_written
 from skyrl_mega.cluster.temporary_files import temporary_folder
 
 
 def fill(output: Path, text: str = "new", replaces: set[str] | None = None) -> None:
-    with whole_folder(output, "--output", lambda _, names: names == replaces, last="index.json") as part:
+    with atomic_folder(output, "--output", lambda _, names: names == replaces, last="index.json") as part:
         (part / "sub").mkdir()
         (part / "sub" / "a").write_text(text)
         (part / "index.json").write_text(text)
 
 
 def fill_while_somebody_else_does(output: Path) -> None:
-    with whole_folder(output, "--output") as part:
+    with atomic_folder(output, "--output") as part:
         (part / "a").write_text("new")
         output.mkdir(exist_ok=True)
         (output / "mine").write_text("mine")
@@ -73,7 +73,7 @@ def test_what_appears_meanwhile_stays(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     fill(tmp_path / "out", "old")
-    with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "out", "--output", lambda *_: True):
+    with pytest.raises(OSError, match="full"), atomic_folder(tmp_path / "out", "--output", lambda *_: True):
         raise OSError("full")
     assert tree(tmp_path / "out") == {"sub/a": "old", "index.json": "old"}
 
@@ -83,11 +83,11 @@ def test_a_file_replaces_only_what_is_ours_and_follows_links(tmp_path: Path) -> 
     file.parent.mkdir()
     link.symlink_to(file)
     for text in ("ours 1", "ours 2"):
-        with whole_file(link, "--output", lambda f: f.read_text().startswith("ours")) as part:
+        with atomic_file(link, "--output", lambda f: f.read_text().startswith("ours")) as part:
             part.write_text(text)
         assert link.is_symlink() and file.read_text() == text
     file.write_text("mine")
-    with pytest.raises(Occupied, match=r"--output: .*link\.txt"), whole_file(link, "--output", lambda f: False):
+    with pytest.raises(Occupied, match=r"--output: .*link\.txt"), atomic_file(link, "--output", lambda f: False):
         raise AssertionError("nothing is computed for a place that is refused")
     assert file.read_text() == "mine" and [p.name for p in file.parent.iterdir()] == ["a.txt"]
 

@@ -5,42 +5,44 @@ from __future__ import annotations
 import pytest
 
 from skyrl_mega.cluster import devices
-from skyrl_mega.cluster.devices import Sight, Signs, choose
+from skyrl_mega.cluster.devices import GpuEvidence, TorchView, choose_device
 from skyrl_mega.config.errors import UserError
 from tests.preflight.nvml import Device, Nvml, NVMLError_LibraryNotFound
 
-SEES = Sight("2.13.0", "13.0", True)
-BLIND = Sight("2.13.0", "13.0", False)
-CPU = Sight("2.13.0+cpu", None, False)
-EIGHT = Signs(nvml=8, driver="580.95.05")
+SEES = TorchView("2.13.0", "13.0", True)
+BLIND = TorchView("2.13.0", "13.0", False)
+CPU = TorchView("2.13.0+cpu", None, False)
+EIGHT = GpuEvidence(nvml=8, driver="580.95.05")
 
 
 def test_signs_of_this_machine() -> None:
-    assert devices.signs({}, Nvml([Device()] * 8)) == EIGHT
+    assert devices.gpu_evidence({}, Nvml([Device()] * 8)) == EIGHT
     absent = Nvml(start=NVMLError_LibraryNotFound("NVML Shared Library Not Found"))
-    assert devices.signs({}, absent) == Signs() and not Signs()
-    assert devices.signs({"SLURM_GPUS_ON_NODE": "4"}, absent) == Signs(slurm=4)
+    assert devices.gpu_evidence({}, absent) == GpuEvidence() and not GpuEvidence()
+    assert devices.gpu_evidence({"SLURM_GPUS_ON_NODE": "4"}, absent) == GpuEvidence(slurm=4)
 
 
 @pytest.mark.parametrize(
     "wanted, torch, here, joined, cluster, expected",
     [
         ("auto", SEES, EIGHT, False, 0, "cuda"),
-        ("auto", CPU, Signs(), False, 0, "cpu"),
+        ("auto", CPU, GpuEvidence(), False, 0, "cpu"),
         ("cpu", CPU, EIGHT, True, 32, "cpu"),  # it was asked for
         ("cuda", SEES, EIGHT, False, 0, "cuda"),
-        ("cuda", BLIND, Signs(), True, 0, "cuda"),  # the driver of a cluster, on a node without a GPU
-        ("cuda", CPU, Signs(), True, 0, "cuda"),
-        ("auto", BLIND, Signs(), True, 32, "cuda"),
-        ("auto", CPU, Signs(), True, 0, "cpu"),
+        ("cuda", BLIND, GpuEvidence(), True, 0, "cuda"),  # the driver of a cluster, on a node without a GPU
+        ("cuda", CPU, GpuEvidence(), True, 0, "cuda"),
+        ("auto", BLIND, GpuEvidence(), True, 32, "cuda"),
+        ("auto", CPU, GpuEvidence(), True, 0, "cpu"),
         # … and on a machine with GPUs of its own, which are not the cluster's
-        ("cuda", CPU, Signs(1, "470.1"), True, 32, "cuda"),
-        ("cuda", BLIND, Signs(1, "470.1"), True, 0, "cuda"),
-        ("auto", BLIND, Signs(1, "470.1"), True, 32, "cuda"),
+        ("cuda", CPU, GpuEvidence(1, "470.1"), True, 32, "cuda"),
+        ("cuda", BLIND, GpuEvidence(1, "470.1"), True, 0, "cuda"),
+        ("auto", BLIND, GpuEvidence(1, "470.1"), True, 32, "cuda"),
     ],
 )
-def test_the_device(wanted: str, torch: Sight, here: Signs, joined: bool, cluster: int, expected: str) -> None:
-    assert choose(wanted, lambda: cluster, torch=torch, here=here, joined=joined) == expected
+def test_the_device(
+    wanted: str, torch: TorchView, here: GpuEvidence, joined: bool, cluster: int, expected: str
+) -> None:
+    assert choose_device(wanted, lambda: cluster, torch=torch, here=here, joined=joined) == expected
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
@@ -48,22 +50,26 @@ def test_the_device(wanted: str, torch: Sight, here: Signs, joined: bool, cluste
     "torch, here, words",
     [
         (CPU, EIGHT, "here are 8 GPUs by NVML (driver 580.95.05), but torch 2.13.0+cpu is built without CUDA; run it"),
-        (CPU, Signs(slurm=8), "here are 8 GPUs by SLURM_GPUS_ON_NODE, but torch 2.13.0+cpu is built without CUDA"),
-        (BLIND, Signs(8, "550.54"), "built for CUDA 13.0, which needs driver 580; this one is 550.54"),
         (
-            Sight("2.9", "12.8", False),
-            Signs(8, "520.1"),
+            CPU,
+            GpuEvidence(slurm=8),
+            "here are 8 GPUs by SLURM_GPUS_ON_NODE, but torch 2.13.0+cpu is built without CUDA",
+        ),
+        (BLIND, GpuEvidence(8, "550.54"), "built for CUDA 13.0, which needs driver 580; this one is 550.54"),
+        (
+            TorchView("2.9", "12.8", False),
+            GpuEvidence(8, "520.1"),
             "built for CUDA 12.8, which needs driver 525; this one is 520",
         ),
         (BLIND, EIGHT, "torch 2.13.0 (CUDA 13.0) sees none of them"),
     ],
 )
 def test_gpus_that_torch_does_not_see_are_no_reason_for_the_cpu(
-    wanted: str, torch: Sight, here: Signs, words: str, monkeypatch: pytest.MonkeyPatch
+    wanted: str, torch: TorchView, here: GpuEvidence, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError) as refused:
-        choose(wanted, lambda: 0, torch=torch, here=here, joined=False)
+        choose_device(wanted, lambda: 0, torch=torch, here=here, joined=False)
     said = str(refused.value)
     assert said.startswith(f"cluster.device = {wanted}: ") and words in said and "cluster.device=cpu" in said
     assert "\n" not in said
@@ -71,26 +77,26 @@ def test_gpus_that_torch_does_not_see_are_no_reason_for_the_cpu(
 
 def test_no_gpu_anywhere() -> None:
     with pytest.raises(UserError, match=r"^cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or"):
-        choose("cuda", lambda: 0.0, torch=CPU, here=Signs(), joined=False)
+        choose_device("cuda", lambda: 0.0, torch=CPU, here=GpuEvidence(), joined=False)
 
 
 def test_a_cluster_with_gpus_and_a_driver_without_cuda() -> None:
     with pytest.raises(UserError, match=r"auto: the Ray cluster has 32 GPUs, but torch 2.13.0\+cpu is built without"):
-        choose("auto", lambda: 32.0, torch=CPU, here=Signs(), joined=True)
+        choose_device("auto", lambda: 32.0, torch=CPU, here=GpuEvidence(), joined=True)
 
 
-@pytest.mark.parametrize(("here", "by"), [(Signs(slurm=8), "SLURM_GPUS_ON_NODE"), (EIGHT, "NVML")])
-def test_a_node_with_gpus_and_a_cluster_without(here: Signs, by: str) -> None:
+@pytest.mark.parametrize(("here", "by"), [(GpuEvidence(slurm=8), "SLURM_GPUS_ON_NODE"), (EIGHT, "NVML")])
+def test_a_node_with_gpus_and_a_cluster_without(here: GpuEvidence, by: str) -> None:
     with pytest.raises(UserError, match=f"auto: here are 8 GPUs by {by}.*, but the Ray cluster has none; start Ray"):
-        choose("auto", lambda: 0.0, torch=SEES, here=here, joined=True)
+        choose_device("auto", lambda: 0.0, torch=SEES, here=here, joined=True)
 
 
 def test_hidden_devices_are_named() -> None:
-    assert "CUDA_VISIBLE_DEVICES is empty" in devices.blindness(BLIND, "580.1", {"CUDA_VISIBLE_DEVICES": ""})
+    assert "CUDA_VISIBLE_DEVICES is empty" in devices.why_no_gpu(BLIND, "580.1", {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_torch_here() -> None:
     import torch
 
-    seen = devices.sight()
+    seen = devices.torch_view()
     assert (seen.version, seen.cuda, seen.sees) == (torch.__version__, torch.version.cuda, torch.cuda.is_available())

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.trainer.start_actors import release_policy_cache
@@ -87,15 +87,15 @@ def fleet(ray: None, tmp_path: Path) -> Iterator[Fleet]:
 def back(fleet: Fleet, rank: int, seconds: float = 180) -> None:
     """Waits until an actor is up again."""
     deadline = time.monotonic() + seconds
-    while rank not in fleet.present():
+    while rank not in fleet.ensure_running():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_nobody_is_asked_before_being_brought_up_to_date(fleet: Fleet) -> None:
-    assert fleet.present() == [0, 1]
+    assert fleet.ensure_running() == [0, 1]
     assert fleet.serving == []
-    with pytest.raises(NobodyServes):
+    with pytest.raises(NoServingActor):
         fleet.ask("answer", timeout=120)
     fleet.serve([0, 1])
     fleet.ask("answer", timeout=120)
@@ -114,7 +114,7 @@ def test_one_that_fails_is_replaced_and_stays_stale(fleet: Fleet, what: signal.S
     assert fleet.group.where[1].pid != old
     assert not reaper.members(old)
     assert fleet.serving == [0]
-    fleet.serve(fleet.present())
+    fleet.serve(fleet.ensure_running())
     fleet.ask("answer", timeout=120)
     assert fleet.serving == [0, 1]
 
@@ -202,9 +202,9 @@ def test_where_none_is_up_its_return_is_waited_for(fleet: Fleet) -> None:
     fleet.serve([0, 1])
     for rank in (0, 1):
         os.kill(fleet.group.where[rank].pid, signal.SIGKILL)
-    with pytest.raises(NobodyServes, match="died"):
+    with pytest.raises(NoServingActor, match="died"):
         fleet.ask("answer", timeout=120)
-    assert fleet.present()
+    assert fleet.ensure_running()
     assert fleet.serving == []
 
 
@@ -221,7 +221,7 @@ def test_nobody_is_asked_while_parts_are_asleep(fleet: Fleet) -> None:
     fleet.serve([0, 1])
     fleet.sleep(["kv_cache"])
     assert fleet.serving == []
-    with pytest.raises(NobodyServes, match="asleep: kv_cache"):
+    with pytest.raises(NoServingActor, match="asleep: kv_cache"):
         fleet.ask("answer", timeout=120)
     fleet.sleep(["kv_cache", "engine_weights"])
     assert fleet.group.call_all("sleeps", timeout=120) == [{"kv_cache", "engine_weights"}] * 2
@@ -247,12 +247,12 @@ def test_one_that_fails_asleep_starts_when_all_parts_are_awake(fleet: Fleet) -> 
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not reaper.members(old)
-    fleet.serve(fleet.present())
+    fleet.serve(fleet.ensure_running())
     fleet.sleep(["engine_weights"])
     time.sleep(1)
-    assert fleet.present() == [0]
+    assert fleet.ensure_running() == [0]
     fleet.wake(["engine_weights"])
-    assert fleet.present() == [0]
+    assert fleet.ensure_running() == [0]
     fleet.wake(["kv_cache"])
     back(fleet, 1)
     assert fleet.group.call_all("sleeps", timeout=120) == [set(), set()]
@@ -262,7 +262,7 @@ def test_one_that_is_being_started_is_up_before_the_others_sleep(fleet: Fleet) -
     fleet.serve([0, 1])
     fleet.retire(1, "a reason")
     fleet.sleep(["kv_cache"])
-    assert fleet.present() == [0, 1]
+    assert fleet.ensure_running() == [0, 1]
     assert fleet.group.call_all("sleeps", timeout=120) == [{"kv_cache"}] * 2
 
 
@@ -281,5 +281,5 @@ def test_where_all_have_failed_asleep_room_is_made_and_what_slept_sleeps_again(f
         os.kill(where.pid, signal.SIGKILL)
     fleet.wake(["engine_weights"])
     assert inside == []
-    assert fleet.present() == [0, 1], "none may start later, when the room is taken"
+    assert fleet.ensure_running() == [0, 1], "none may start later, when the room is taken"
     assert sorted(inside) == [(0, {"kv_cache"}), (1, {"kv_cache"})]

@@ -20,7 +20,7 @@ import pytest
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
 from skyrl_mega.cluster.group import ActorGroup, gather
-from skyrl_mega.cluster.placement import beside, reserve
+from skyrl_mega.cluster.placement import on_gpus_of, reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.errors import UserError
 
@@ -245,7 +245,7 @@ def test_actors_beside_others_see_their_gpus(ray: None) -> None:
     try:
         gpus = owners.call_all("variable", "CUDA_VISIBLE_DEVICES", timeout=120)
         assert sorted(gpus) == ["0", "1", "2", "3"]
-        guests = spawn(2, placement=beside(owners.where, 2, gpus=2), env={"OMP_NUM_THREADS": "3"})
+        guests = spawn(2, placement=on_gpus_of(owners.where, 2, gpus=2), env={"OMP_NUM_THREADS": "3"})
         try:
             shared = guests.call_all("variable", "CUDA_VISIBLE_DEVICES", timeout=120)
             assert shared == [",".join(gpus[:2]), ",".join(gpus[2:])]
@@ -255,7 +255,7 @@ def test_actors_beside_others_see_their_gpus(ray: None) -> None:
             with pytest.raises(
                 ClusterError, match=r"ranks 0 to 1 were given 0 GPUs in 1 nodes; .* needs 2 in one node"
             ):
-                beside(guests.where, 1, gpus=2)
+                on_gpus_of(guests.where, 1, gpus=2)
         finally:
             guests.shutdown()
     finally:

@@ -13,7 +13,7 @@ import ray
 
 from skyrl_mega.cluster import nodes, ray_session
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.cluster.nodes import Gone, Node, nodes_without_gpus, silent, worker_nodes
+from skyrl_mega.cluster.nodes import Node, UnavailableNodes, nodes_without_gpus, silent_nodes, worker_nodes
 from skyrl_mega.config.errors import UserError
 
 RANK = ActorFailed("policy-1", 1, "train", "its process died")
@@ -46,18 +46,18 @@ def unused() -> int:
 
 def test_environments_are_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8, 0, 0))
-    monkeypatch.setattr(nodes, "silent", lambda _: [])
+    monkeypatch.setattr(nodes, "silent_nodes", lambda _: [])
     assert [node.address for node in nodes_without_gpus()] == ["10.0.0.2", "10.0.0.3"]
     assert [node.gpus for node in worker_nodes()] == [8, 8, 0, 0]
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8))
     assert [node.address for node in nodes_without_gpus()] == ["10.0.0.0", "10.0.0.1"]
-    monkeypatch.setattr(nodes, "silent", lambda workers: workers[:1])
+    monkeypatch.setattr(nodes, "silent_nodes", lambda workers: workers[:1])
     assert [node.address for node in nodes_without_gpus()] == ["10.0.0.1"], "nothing is placed where nobody answers"
 
 
 def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 0, 0))
-    monkeypatch.setattr(nodes, "silent", lambda nodes: [])
+    monkeypatch.setattr(nodes, "silent_nodes", lambda nodes: [])
     said: list[str] = []
     with pytest.raises(
         NodesMissing, match=r"1 of 2 nodes with GPUs .*: 10\.0\.0\.0; without GPUs: 10\.0\.0\.1, 10\.0\.0\.2; the"
@@ -70,8 +70,8 @@ def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatc
 def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     there = Node("a", "127.0.0.1", port=listener.getsockname()[1])
     dead = Node("b", "127.0.0.1", port=unused())
-    assert silent([there, dead]) == [dead]
-    assert silent([]) == []
+    assert silent_nodes([there, dead]) == [dead]
+    assert silent_nodes([]) == []
     for error, answers in (
         (OSError(errno.EMFILE, "of this machine"), True),
         (OSError(errno.EHOSTUNREACH, "of the way there"), False),
@@ -84,7 +84,7 @@ def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, mon
             raise error
 
         monkeypatch.setattr(nodes.socket, "create_connection", failed)
-        assert (silent([there]) == []) is answers
+        assert (silent_nodes([there]) == []) is answers
 
 
 def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monke
 
     monkeypatch.setattr(ray_session.time, "sleep", noticed)
     before = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False, notice_s=60.0)
-    assert before.silent == [] and [node.id for node in before.given_up] == ["b"]
+    assert before.silent == [] and [node.id for node in before.dead] == ["b"]
     assert [line.rpartition("; ")[2] for line in said] == ["waiting for the others", "waiting for Ray to notice"]
 
 
@@ -126,10 +126,10 @@ def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     before = ray_session._wait_for_nodes(2, 600.0, said.append, gpus=False, notice_s=60.0)
     assert 160 <= clock[0] <= 161 and [node.id for node in before.silent] == ["b"]
     assert "Ray keeps what is silent" in said[-1]
-    assert nodes.gone_since(before) == Gone([], [], frozenset()), "it was silent before"
+    assert nodes.lost_since(before) == UnavailableNodes([], [], frozenset()), "it was silent before"
     listed[1]["Alive"] = False
-    found = nodes.gone_since(before)
-    assert found is not None and [node.id for node in found.given_up] == ["b"], "what was placed on it is lost"
+    found = nodes.lost_since(before)
+    assert found is not None and [node.id for node in found.dead] == ["b"], "what was placed on it is lost"
 
 
 def test_who_is_waited_for_is_said_beside_what_a_program_reads(
@@ -149,10 +149,10 @@ def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypa
     port = listener.getsockname()[1]
     listed = [told("a", address="127.0.0.1", port=port), told("old", alive=False)]
     monkeypatch.setattr("ray.nodes", lambda: listed)
-    _, before = nodes.look()
-    assert nodes.gone_since(before) == Gone([], [])
+    _, before = nodes.probe()
+    assert nodes.lost_since(before) == UnavailableNodes([], [])
     listed += [told("new", address="127.0.0.2", port=unused()), told("newer", address="10.0.0.3", alive=False)]
-    found = nodes.gone_since(before)
+    found = nodes.lost_since(before)
     assert found is not None
     assert found.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
 
@@ -162,9 +162,9 @@ def test_a_node_that_only_manages_takes_no_actor_along(
 ) -> None:
     listed = [told("a", address="127.0.0.1", port=listener.getsockname()[1]), told("head")]
     monkeypatch.setattr("ray.nodes", lambda: listed)
-    _, before = nodes.look()
+    _, before = nodes.probe()
     listed[1]["Alive"] = False
-    found = nodes.gone_since(before)
+    found = nodes.lost_since(before)
     assert found is not None and not found.text()
 
 
@@ -184,13 +184,13 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
     def full() -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(nodes, "LOOK_S", 0.1)
+    monkeypatch.setattr(nodes, "PROBE_S", 0.1)
     for asked in (fails, system_error, full, hangs):
         monkeypatch.setattr("ray.nodes", asked)
-        assert nodes.gone_since(Gone([], [])) is None
+        assert nodes.lost_since(UnavailableNodes([], [])) is None
         with pytest.raises(ClusterError, match="does not say within 0 s which nodes it has"):
             ray_session._wait_for_nodes(1, 0.0, print, gpus=False)
-    with pytest.raises(ActorFailed) as caught, ray_session._naming_lost_nodes(Gone([], [])):
+    with pytest.raises(ActorFailed) as caught, ray_session._naming_lost_nodes(UnavailableNodes([], [])):
         raise RANK
     assert caught.value is RANK
     assert all(thread.daemon for thread in threading.enumerate() if "ask" in thread.name), "the process may end"
@@ -200,7 +200,7 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert nodes.gone_since(Gone([], [])) is None
+    assert nodes.lost_since(UnavailableNodes([], [])) is None
 
 
 @pytest.mark.parametrize("fault", [RANK, ClusterError("what was played on a node is gone with it")])

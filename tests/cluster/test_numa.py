@@ -18,15 +18,15 @@ NODES = [Device(cpus=HERE[:1])] * 4 + [Device(cpus=[*HERE[-1:], 63])] * 4
 
 def test_the_cpus_of_devices() -> None:
     library = Nvml([Device(cpus=[0, 1, 5]), Device(cpus=[1, 7])])
-    assert numa.near(["0"], library) == {0, 1, 5}
-    assert numa.near(["GPU-1", "0"], library) == {0, 1, 5, 7}
+    assert numa.nearest_cpus(["0"], library) == {0, 1, 5}
+    assert numa.nearest_cpus(["GPU-1", "0"], library) == {0, 1, 5, 7}
     assert library.running == 0
-    assert numa.near(["0"], Nvml(start=NVMLError_LibraryNotFound("none"))) == frozenset()
+    assert numa.nearest_cpus(["0"], Nvml(start=NVMLError_LibraryNotFound("none"))) == frozenset()
     unknown = Device(cpus=NVMLError_NotSupported("Not Supported"))
-    assert numa.near(["0", "1"], Nvml([Device(cpus=[3]), unknown])) == frozenset()
+    assert numa.nearest_cpus(["0", "1"], Nvml([Device(cpus=[3]), unknown])) == frozenset()
     assert numa.text(frozenset({0, 1, 2, 5, 7, 8})) == "0-2,5,7-8"
-    assert numa.visible({"CUDA_VISIBLE_DEVICES": "3, GPU-0a"}) == ["3", "GPU-0a"]
-    assert numa.visible({}) == numa.visible({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert numa.visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-0a"}) == ["3", "GPU-0a"]
+    assert numa.visible_devices({}) == numa.visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
 def bound(device: str) -> list[set[int]]:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_mega.cluster.actor_process import Location
-from skyrl_mega.cluster.run_placement import RunPlacement, actual, check_nodes, place
+from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, check_nodes, plan_placement
 from skyrl_mega.config.checks import check_gpus
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
@@ -53,7 +53,7 @@ def configs(draw: st.DrawFn, device: str | None = None) -> Config:
 
 @given(configs())
 def test_every_process_has_a_device(config: Config) -> None:
-    found = place(config)
+    found = plan_placement(config)
     workers = config.rollout.engines * engine_ranks(config.rollout)
     assert (len(found.policy), len(found.reference)) == (policy_ranks(config), reference_ranks(config))
     assert len(found.critic) == critic_ranks(config) == (config.critic.ranks or 0)
@@ -70,7 +70,7 @@ def test_every_process_has_a_device(config: Config) -> None:
 
 @given(configs("cuda"))
 def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
-    found, per_node, size = place(config), config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    found, per_node, size = plan_placement(config), config.cluster.gpus_per_node, engine_ranks(config.rollout)
     assert found.per_node == per_node
     for first in range(0, len(found.engines), size):
         devices = found.engines[first : first + size]
@@ -89,7 +89,7 @@ def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
 def test_engines_are_numbered_as_they_are_once_they_are_up(config: Config) -> None:
     """`by_gpu` gives the first numbers to the nodes that have most."""
     assume(not config.cluster.shared)
-    found, size = place(config), engine_ranks(config.rollout)
+    found, size = plan_placement(config), engine_ranks(config.rollout)
     nodes = [found.node(device) for device in found.engines[::size]]
     counts = Counter(nodes)
     assert nodes == sorted(nodes, key=lambda node: (-counts[node], node))
@@ -116,7 +116,7 @@ def test_as_ray_packed_four_nodes(
         reference=ReferenceConfig(layout=LayoutConfig(), ranks=reference) if reference else ReferenceConfig(),
         rollout=RolloutConfig(engines=engines, tensor=tensor),
     )
-    found = place(config)
+    found = plan_placement(config)
     every = (found.policy, found.reference, found.engines[::tensor])
     assert [Counter(map(found.node, devices)) for devices in every] == nodes
 
@@ -163,7 +163,7 @@ def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_tha
             rollout=RolloutConfig(engines=engines, tensor=tensor),
         )
         line = refused(config)
-        assert bool(line) == (place(config).nodes > nodes), config
+        assert bool(line) == (plan_placement(config).nodes > nodes), config
         if line:
             found += 1
             assert line.startswith(f"cluster.nodes = {nodes}: policy {policy} + ") and "rollout.engines" in line, line
@@ -197,7 +197,7 @@ def test_an_evaluations_engines_need_nodes_that_hold_them_whole() -> None:
 
 @given(configs("cpu"))
 def test_cpus_share_the_processes_evenly(config: Config) -> None:
-    found = place(config)
+    found = plan_placement(config)
     assert found.nodes <= config.cluster.nodes
     assume(not config.cluster.shared)
     engines = found.engines[:: engine_ranks(config.rollout)]
@@ -221,10 +221,10 @@ def up(config: Config, found: RunPlacement, names: list[str]) -> tuple[list[Loca
 @given(configs(), st.randoms(use_true_random=False))
 def test_what_is_up_as_planned_is_the_plan(config: Config, order: random.Random) -> None:
     """Whatever the nodes are called."""
-    planned = place(config)
+    planned = plan_placement(config)
     names = [f"node{n}" for n in range(planned.nodes)]
     order.shuffle(names)
-    assert actual(config, *up(config, planned, names)) == planned
+    assert actual_placement(config, *up(config, planned, names)) == planned
 
 
 def test_what_is_up_otherwise() -> None:
@@ -234,17 +234,19 @@ def test_what_is_up_otherwise() -> None:
         policy=PolicyConfig(ranks=2),
         rollout=RolloutConfig(engines=3, tensor=2),
     )
-    assert place(config) == RunPlacement((0, 1), (), (4, 5, 6, 7, 8, 9), 4)
+    assert plan_placement(config) == RunPlacement((0, 1), (), (4, 5, 6, 7, 8, 9), 4)
 
     def at(node: str, *gpus: str) -> Location:
         return Location("m", 1, node, node, gpus)
 
     policy = [at("b", "2"), at("b", "3")]
-    found = actual(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
+    found = actual_placement(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
     assert found == RunPlacement((2, 3), (), (4, 5, 10, 11, 0, 1), 4)
     assert [found.node(device) for device in found.engines] == [1, 1, 2, 2, 0, 0]
     # GPUs whose names are no small numbers are counted.
-    found = actual(config, [at("b", "GPU-x"), at("b", "GPU-y")], [at("c", *"45"), at("c", *"67"), at("b", *"01")])
+    found = actual_placement(
+        config, [at("b", "GPU-x"), at("b", "GPU-y")], [at("c", *"45"), at("c", *"67"), at("b", *"01")]
+    )
     assert found == RunPlacement((0, 1), (), (4, 5, 6, 7, 2, 3), 4)
 
 
@@ -255,4 +257,4 @@ def test_shared_gpus_on_cpus_of_several_nodes() -> None:
         policy=PolicyConfig(ranks=4),
         rollout=RolloutConfig(engines=1, tensor=4),
     )
-    assert place(config) == RunPlacement((0, 1, 8, 9), (), (0, 1, 2, 3), 8)
+    assert plan_placement(config) == RunPlacement((0, 1, 8, 9), (), (0, 1, 2, 3), 8)

@@ -20,14 +20,14 @@ START = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from skyrl_mega.cluster import channel, driver
-from skyrl_mega.cluster.channel import Asked
+from skyrl_mega.cluster.channel import StopRequest
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 driver.start("the same command goes on")
 folder = Path(sys.argv[1])
 """
 LEAVES = """
 (folder / "partial").mkdir()
-with channel.removed_at_the_end(folder / "partial"):
+with channel.removed_after_crash(folder / "partial"):
     from multiprocessing.shared_memory import SharedMemory
     from multiprocessing import resource_tracker
     held = SharedMemory("skyrl-test" + str(folder).replace("/", "-"), create=True, size=4096)
@@ -45,9 +45,9 @@ with channel.removed_at_the_end(folder / "partial"):
 """
 """Makes what a killed process leaves: a process, shared memory, a folder."""
 HEEDS = """
-with channel.heeding():
+with channel.polling_for_stop():
     print("ready", flush=True)
-    while channel.asked() is Asked.NOTHING:
+    while channel.asked() is StopRequest.NOTHING:
         time.sleep(0.01)
     print(channel.asked().name, flush=True)
 """
@@ -139,7 +139,10 @@ def test_without_a_signal_the_exit_code_is_the_drivers(tmp_path: Path, code: int
     [
         ("os._exit(0)", ""),
         ("channel.at_step(7); os._exit(0)", ", in step 7"),
-        ("held = channel.playing('slow'); held.__enter__(); os._exit(3)", ", while it ran environment slow"),
+        (
+            "held = channel.running_environment('slow'); held.__enter__(); os._exit(3)",
+            ", while it ran environment slow",
+        ),
         ("channel.at_step(2); ctypes.CDLL(None).exit(0)", ", in step 2"),
     ],
 )
@@ -175,9 +178,9 @@ for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):
 driver.start("""
     program = """
 import getpass
-from skyrl_mega.cluster.actor_process import compiled
+from skyrl_mega.cluster.actor_process import compile_cache
 print("ready", flush=True)
-print(getpass.getuser() in compiled(), Path.home().is_dir(), flush=True)
+print(getpass.getuser() in compile_cache(), Path.home().is_dir(), flush=True)
 driver.run(lambda: 0)
 """
     assert end(start(tmp_path, program, START.replace("driver.start(", unknown.lstrip()))) == (0, "True True\n", "")
@@ -191,7 +194,9 @@ def test_a_driver_that_has_said_done_and_fails_then_is_a_fault(tmp_path: Path) -
 
 def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path: Path) -> None:
     for number, asked, ends in ((signal.SIGUSR1, "SOON", 75), (signal.SIGTERM, "NOW", 0), (signal.SIGUSR1, "SOON", 0)):
-        process = start(tmp_path, f"{HEEDS}\nassert channel.signalled() == '{number.name}'\ndriver.run(lambda: {ends})")
+        process = start(
+            tmp_path, f"{HEEDS}\nassert channel.stop_signal() == '{number.name}'\ndriver.run(lambda: {ends})"
+        )
         process.send_signal(number)
         line = f"stopped by {number.name}; the same command goes on\n"
         finished = number == signal.SIGUSR1 and ends == 0

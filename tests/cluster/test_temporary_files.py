@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster.channel import Channel
-from skyrl_mega.cluster.temporary_files import partial_file, sweep, temporary_folder
+from skyrl_mega.cluster.temporary_files import partial_file, remove_stale, temporary_folder
 from skyrl_mega.data.write import write_rows
 
 KILLED = """
@@ -53,7 +53,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     kept.mkdir()
     place.mkdir()
     (place / "kind-01234567").symlink_to(kept)
-    sweep(place, "kind-")
+    remove_stale(place, "kind-")
     assert kept.is_dir() and (place / "kind-01234567").is_symlink()
 
 
@@ -69,5 +69,5 @@ def test_what_is_renamed_stays_and_what_fails_does_not(tmp_path: Path) -> None:
 def test_a_channel_knows_what_is_left() -> None:
     channel = Channel()
     for sign, name in (("+", "/a"), ("+", "/b c\n"), ("-", "/a"), ("+", "/d"), ("+", "/a"), ("-", "/d")):
-        channel.note(sign, Path(name))
-    assert channel.left() == [Path("/b c\n"), Path("/a")]
+        channel.record_path(sign, Path(name))
+    assert channel.unremoved_paths() == [Path("/b c\n"), Path("/a")]

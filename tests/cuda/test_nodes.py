@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.actor_process import Location, library_settings
-from skyrl_mega.cluster.placement import Placement, beside, by_gpu
+from skyrl_mega.cluster.placement import Placement, by_gpu, on_gpus_of
 from skyrl_mega.cluster.ray_session import ENVIRONMENT, session
-from skyrl_mega.cluster.run_placement import actual, place
+from skyrl_mega.cluster.run_placement import actual_placement, plan_placement
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.schema import Config
@@ -45,7 +45,7 @@ def recipe(file: str, *settings: str) -> Config:
 def one_process_a_device(ranks: list[Device], workers: list[Device], config: Config) -> None:
     """The devices that the transfer plan counts on are those that there are, and no two processes of NCCL's group
     share one; whoever is left out sits where its host sits."""
-    shared, placement = config.cluster.shared, place(config)
+    shared, placement = config.cluster.shared, plan_placement(config)
     planned = Topology.from_placement(placement, Links.from_config(config.cluster))
     host_of = device_owners(planned, 0, len(ranks))
     sits = dict(enumerate([*ranks, *workers]))
@@ -61,7 +61,7 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
 
 def known_places(config: Config, ranks: list[Device], workers: list[Device], group: Any, fleet: Any) -> None:
     """What the weight sync is told of the places is so: same node, same GPU."""
-    found = actual(config, group.where, fleet.group.where)
+    found = actual_placement(config, group.where, fleet.group.where)
     devices, sits = [*found.policy, *found.engines], [*ranks, *workers]
     assert [device % found.per_node for device in devices] == [int(gpu) for _, gpu in sits]
     assert len(set(zip(map(found.node, devices), (node for node, _ in sits), strict=True))) == 2
@@ -133,7 +133,7 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
 
         devices = [(at.address, env["CUDA_VISIBLE_DEVICES"]) for at, (env, _) in zip(where, ranks, strict=True)]
         assert devices == [(node, str(gpu)) for node in ADDRESSES for gpu in range(8)]
-        assert policy.group.seating == f"{ADDRESSES[0]}: 0-7, {ADDRESSES[1]}: 8-15"
+        assert policy.group.ranks_by_node == f"{ADDRESSES[0]}: 0-7, {ADDRESSES[1]}: 8-15"
         every = ",".join(map(str, range(8)))
         assert [
             (at.address, env["CUDA_VISIBLE_DEVICES"]) for at, (env, _) in zip(fleet.group.where, engines, strict=True)
@@ -141,7 +141,7 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
         workers = [(at.address, gpu) for at in fleet.group.where for gpu in every.split(",")]
         one_process_a_device(devices, workers, config)
         known_places(config, devices, workers, policy.group, fleet)
-        assert actual(config, where, fleet.group.where) == place(config)
+        assert actual_placement(config, where, fleet.group.where) == plan_placement(config)
 
         for rank, (env, cpus) in enumerate(ranks):
             assert cpus == {*SOCKETS[rank % 8 // 4]}, rank
@@ -215,7 +215,7 @@ def test_every_shape(nodes: int, gpus: int, tensor: int, shared: bool) -> None:
         ranks = [(at.address, at.gpus[0]) for at in where]
         assert ranks == [(node, str(gpu)) for node in addresses for gpu in range(gpus)]
         if shared:
-            engines = beside(where, nodes * gpus // tensor, gpus=tensor)
+            engines = on_gpus_of(where, nodes * gpus // tensor, gpus=tensor)
             workers = []
             for engine, slot in enumerate(engines.slots):
                 node = addresses[int(slot.strategy.node_id, 16) - 1]

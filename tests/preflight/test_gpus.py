@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster import devices
-from skyrl_mega.cluster.devices import Sight
+from skyrl_mega.cluster.devices import TorchView
 from skyrl_mega.preflight import gpus
 from tests.preflight import nvml
 from tests.preflight.nvml import Device, Nvml
@@ -23,7 +23,7 @@ def findings(*devices: Device, wanted: int = 1, xids: Any = ()) -> list[tuple[st
 
 def test_healthy_empty_gpus() -> None:
     library = Nvml()
-    facts = gpus.gather(library, lambda: Sight("2.13.0", "13.0", True))
+    facts = gpus.gather(library, lambda: TorchView("2.13.0", "13.0", True))
     assert library.running == 0
     assert (facts.driver, len(facts.gpus), facts.error, facts.lost) == ("580.95.05", 8, None, ())
     assert facts.gpus[3].bus == "00000000:03:00.0" and facts.gpus[3].memory_bytes == 85520809984
@@ -90,30 +90,30 @@ def test_no_driver() -> None:
 @pytest.mark.parametrize(
     "torch, driver, expected",
     [
-        (Sight("2.13.0", "13.0", True), "580.95.05", []),
+        (TorchView("2.13.0", "13.0", True), "580.95.05", []),
         (
-            Sight("2.13.0+cpu", None, False),
+            TorchView("2.13.0+cpu", None, False),
             "580.95.05",
             [("bad", f"torch 2.13.0+cpu is built without CUDA; {devices.REMEDY}")],
         ),
         (
-            Sight("2.13.0", "13.0", False),
+            TorchView("2.13.0", "13.0", False),
             "570.86.15",
             [("bad", "torch 2.13.0 is built for CUDA 13.0, which needs driver 580; this one is 570.86.15")],
         ),
         (
-            Sight("2.13.0", "13.0", True),
+            TorchView("2.13.0", "13.0", True),
             "570.86.15",
             [("warn", "driver 570.86.15 is older than 580, CUDA 13.0 runs by its compatibility library")],
         ),
         (
-            Sight("2.13.0", "13.0", False, "CUDA initialization: error 802"),
+            TorchView("2.13.0", "13.0", False, "CUDA initialization: error 802"),
             "580.95.05",
             [("bad", "torch 2.13.0 (CUDA 13.0) sees none of them: CUDA initialization: error 802")],
         ),
     ],
 )
-def test_what_torch_makes_of_them(torch: Sight, driver: str, expected: list[tuple[str, str]]) -> None:
+def test_what_torch_makes_of_them(torch: TorchView, driver: str, expected: list[tuple[str, str]]) -> None:
     library = Nvml([Device()], driver=driver)
     facts = gpus.gather(library, lambda: torch)
     found = gpus.check({"a": replace(facts, xids=())}, 1)

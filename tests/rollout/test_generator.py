@@ -276,7 +276,7 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
     refilled: list[list[int]] = []
 
     def refill() -> None:
-        refilled.append(fleet.present())
+        refilled.append(fleet.ensure_running())
         fleet.serve(refilled[-1])
 
     def tokens() -> list[list[int]]:

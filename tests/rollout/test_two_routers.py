@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import ServiceRouter
@@ -35,7 +35,7 @@ class Fleet:
 
     def check(self) -> None:
         if not self.serving:
-            raise NobodyServes("engine-0", 0, "service", "killed", 0)
+            raise NoServingActor("engine-0", 0, "service", "killed", 0)
 
 
 def asked_after_its_death(kind: type[Router]) -> Any:
@@ -53,7 +53,7 @@ def asked_after_its_death(kind: type[Router]) -> Any:
 
 
 def test_a_phase_ends_and_is_played_again() -> None:
-    with pytest.raises(NobodyServes):
+    with pytest.raises(NoServingActor):
         asked_after_its_death(Router)
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray.exceptions
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotAgent, Slots
 from skyrl_mega.rollout.worker_messages import EngineAwaitsSync, EngineDead, RolloutFailed
@@ -110,7 +110,7 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         key = max(worker.tasks, default=-1) if worker.names[-1] == "1" else max(group.actors[1].tasks)
         of = worker if worker.names[-1] == "1" else group.actors[1]
         of.said.put_nowait(RolloutFailed(key, True, "engine", 0, "service", "none is left"))
-        with pytest.raises(NobodyServes, match="all are dead"):
+        with pytest.raises(NoServingActor, match="all are dead"):
             await failing
         engines.serving = [1]
         ending = asyncio.create_task(player.play(PROMPT, 2, "2"))

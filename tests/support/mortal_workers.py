@@ -14,7 +14,7 @@ from typing import Any
 import ray.exceptions
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
@@ -207,7 +207,7 @@ class Engines:
 
     def check(self) -> None:
         if not self.serving:
-            raise NobodyServes("engine", 0, "service", "all are dead")
+            raise NoServingActor("engine", 0, "service", "all are dead")
 
 
 def player_of(count: int, restarts: int, seed: int = 0) -> tuple[WorkerClient, Group, Workers, Engines, list[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 import ray.exceptions
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
@@ -104,7 +104,7 @@ class Engines:
 
     def check(self) -> None:
         if not self.up:
-            raise NobodyServes("engine-0", 0, "service", "all are dead", 0)
+            raise NoServingActor("engine-0", 0, "service", "all are dead", 0)
 
     def retire(self, rank: int, cause: str) -> None:
         if rank not in self.up:

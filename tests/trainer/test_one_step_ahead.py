@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import Config, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -44,7 +44,7 @@ class Source:
             self.generator.look()
         if self.faults:
             self.faults -= 1
-            raise NobodyServes("engine-0", 0, "service", "all are dead", 0)
+            raise NoServingActor("engine-0", 0, "service", "all are dead", 0)
         groups = [Group(self.prompts[i], [self.played(i, sample) for sample in range(2)]) for i in chosen]
         step.trajectories += [t for group in groups for t in group.trajectories]
         return groups

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster import channel
-from skyrl_mega.cluster.channel import Asked, Channel
+from skyrl_mega.cluster.channel import Channel, StopRequest
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.telemetry.console import Console
@@ -28,8 +28,8 @@ from tests.trainer.unmeasured import unmeasured
 class FakeRun(Run):
     """A run of 6 steps of 10 prompts that learns nothing; `faults` say what is asked at moments of its steps."""
 
-    faults: dict[tuple[str, int], Asked]
-    asked: Asked = Asked.NOTHING
+    faults: dict[tuple[str, int], StopRequest]
+    asked: StopRequest = StopRequest.NOTHING
 
     def next_groups(self, step: Step) -> list[Any]:
         self.stream.take(10)
@@ -82,7 +82,7 @@ def steps(run: Run) -> list[int]:
 
 
 def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_saved(run: FakeRun) -> None:
-    run.faults["sample", 4] = Asked.SOON
+    run.faults["sample", 4] = StopRequest.SOON
     with pytest.raises(GracefulStop):
         train(run)
     assert steps(run) == [1, 2, 3]
@@ -91,7 +91,7 @@ def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_save
 
 
 def test_a_step_that_changes_the_policy_is_finished_and_saved(run: FakeRun) -> None:
-    run.faults["learn", 3] = Asked.SOON
+    run.faults["learn", 3] = StopRequest.SOON
     with pytest.raises(GracefulStop):
         train(run)
     assert steps(run) == [1, 2, 3]
@@ -102,14 +102,14 @@ def test_a_checkpoint_that_is_there_is_not_written_again(run: FakeRun, monkeypat
     written: list[int] = []
     save = run.checkpoints.save
     monkeypatch.setattr(run.checkpoints, "save", lambda step, *rest: (written.append(step), save(step, *rest))[1])
-    run.faults["sample", 3] = Asked.SOON
+    run.faults["sample", 3] = StopRequest.SOON
     with pytest.raises(GracefulStop):
         train(run)
     assert written == [2]
 
 
 def test_what_is_to_end_at_once_is_neither_finished_nor_saved(run: FakeRun) -> None:
-    run.faults["learn", 3] = Asked.NOW
+    run.faults["learn", 3] = StopRequest.NOW
     with pytest.raises(Stopped) as caught:
         train(run)
     assert not isinstance(caught.value, GracefulStop)
@@ -131,7 +131,7 @@ def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) 
     assert ending_signal(ValueError()) == "", "nobody asks"
     monkeypatch.setattr(channel, "_channel", own)
     assert ending_signal(ValueError()) == ending_signal(Stopped()) == "", "nobody has asked"
-    own.ask(Asked.SOON, SIGUSR1)
+    own.ask(StopRequest.SOON, SIGUSR1)
     assert (ending_signal(GracefulStop()), ending_signal(ValueError())) == ("SIGUSR1", "")
-    own.ask(Asked.NOW, SIGTERM)
+    own.ask(StopRequest.NOW, SIGTERM)
     assert ending_signal(Stopped()) == ending_signal(ValueError()) == "SIGTERM"

@@ -16,7 +16,7 @@ import pytest
 import ray as ray_module
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.residency import ENGINE
@@ -140,7 +140,7 @@ def test_without_weights_no_request_is_answered(place: Place) -> None:
     fleet = place.fleet
     fleet.sleep(ENGINE)
     assert fleet.serving == []
-    with pytest.raises(NobodyServes, match="asleep: engine_weights, kv_cache"):
+    with pytest.raises(NoServingActor, match="asleep: engine_weights, kv_cache"):
         fleet.ask("forget", timeout=60)
     assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("asleep: engine_weights, kv_cache")
     assert refused(place, lambda: place.call("begin_update")).startswith("asleep: engine_weights; `wake`")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from skyrl_mega.cli import dry_run, dry_run_text
 from skyrl_mega.cli.weights import main
 from skyrl_mega.cluster.actor_process import Location
-from skyrl_mega.cluster.run_placement import RunPlacement, place
+from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.models.tiny import hf_config
@@ -92,7 +92,7 @@ def test_dry_run_command_and_exchange_count_alike(
     model: Path, tmp_path: Path, wire: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(f"weights.wire={wire}")
-    inputs = asdict(SyncInputs.of(config, HF, place(config)))
+    inputs = asdict(SyncInputs.of(config, HF, plan_placement(config)))
     done = run_ranks(4, exchange, inputs, str(tmp_path / "plans"))
 
     values = dry_run.values(config, HF)
@@ -224,7 +224,7 @@ def test_a_kept_plan_of_other_settings_is_made_again(
 ) -> None:
     config = settings()
     planned, other = sync_plan(config, HF), sync_plan(settings("weights.wire=fp8"), HF)
-    inputs = asdict(SyncInputs.of(config, HF, place(config)))
+    inputs = asdict(SyncInputs.of(config, HF, plan_placement(config)))
     cached_plan(tmp_path / "plans", inputs, lambda: other)
     policy, engines = map(Group, PLANNED)
     sync, _ = connected(monkeypatch, tmp_path, config, policy, engines)

@@ -65,7 +65,7 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report: dict[str, float] = {}
         self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype)
         if self.device.type == "cuda":  # the engine's process stays near all of its GPUs, a worker near its own
-            numa.bind(numa.visible()[self.device.index : self.device.index + 1])
+            numa.bind(numa.visible_devices()[self.device.index : self.device.index + 1])
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the policy's ranks and the other workers."""

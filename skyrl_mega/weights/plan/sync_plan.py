@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.cluster.run_placement import RunPlacement, place
+from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.derived import planned_device, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec
@@ -93,12 +93,12 @@ def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | N
 
     Args:
         hf: The model's config.json.
-        placement: Devices of all processes; None means `place(config)`.
+        placement: Devices of all processes; None means `plan_placement(config)`.
 
     Raises:
         UserError: The model cannot be split into a layout.
     """
-    return SyncInputs.of(config, hf, placement or place(config)).plan()
+    return SyncInputs.of(config, hf, placement or plan_placement(config)).plan()
 
 
 def wire_of(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> Wire:
