@@ -25,7 +25,7 @@ import numpy as np
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client
 from skyrl_mega.retriever.dense import DenseBuilder, DenseIndex
 from skyrl_mega.retriever.index import Index
-from skyrl_mega.retriever.session import OwnService
+from skyrl_mega.retriever.session import RetrieverProcess
 
 WAITING_CLIENTS = 256
 """Threads that wait for answers; a rate that needs more of them is beyond the service."""
@@ -58,7 +58,7 @@ def load(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
     """Latencies in milliseconds at a fixed rate."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "retriever.log"
-        service = OwnService(args.index.absolute(), ["--threads", str(args.threads)], log, TOKEN_VARIABLE, print)
+        service = RetrieverProcess(args.index.absolute(), ["--threads", str(args.threads)], log, TOKEN_VARIABLE, print)
         client = Client(service.start(), timeout_s=60)
         client.search(queries[:64], args.topk, args.method)
         count, start = int(args.rate * args.seconds), time.monotonic() + 0.5

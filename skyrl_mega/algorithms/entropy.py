@@ -35,7 +35,7 @@ class EntropyCoefficient:
         """True if the loss may contain an entropy term."""
         return bool(self.config.coefficient) or self.config.target is not None
 
-    def see(self, entropy: float) -> None:
+    def update(self, entropy: float) -> None:
         """Updates the coefficient with the entropy of a finished step."""
         self.entropy = entropy
         if self.config.target is None:

@@ -23,7 +23,7 @@ LOG_RATIO_LIMIT = 20.0
 """Bound on log-ratios: exp of a larger value overflows, and a single token would turn every gradient into NaN."""
 
 
-MOST_CHANGE = 0.2
+MAX_CHANGE = 0.2
 """Largest relative distance from the target that the adaptation uses."""
 
 
@@ -40,7 +40,7 @@ def adapted(coefficient: float, of_target: float, trajectories: int, config: KlC
         trajectories: n, the number of measured trajectories.
         config: Contains the horizon, in trajectories.
     """
-    error = min(max(of_target - 1, -MOST_CHANGE), MOST_CHANGE)
+    error = min(max(of_target - 1, -MAX_CHANGE), MAX_CHANGE)
     return coefficient * min(max(0.5, 1 + error * trajectories / config.horizon), 2.0)
 
 

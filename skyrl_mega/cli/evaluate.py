@@ -183,7 +183,7 @@ def _sample_missing(
     from skyrl_mega.envs.sandbox import budget
     from skyrl_mega.evaluate.sampling import sample_missing
     from skyrl_mega.evaluate.sets import sample_tasks
-    from skyrl_mega.retriever.session import service_of
+    from skyrl_mega.retriever.session import running_service
 
     samples = config.evaluation.samples
     missing = results.missing(sample_tasks(sets, samples, config.run.seed))
@@ -200,7 +200,7 @@ def _sample_missing(
     def metrics(env_class: str) -> tuple[str, ...]:
         return tuple(getattr(registry.resolve(env_class, config.environment), "metrics", ()))
 
-    with service_of(config.environment, results.folder / "logs", console.say) as environment:
+    with running_service(config.environment, results.folder / "logs", console.say) as environment:
         config = replace(config, environment=environment)
         with (
             _source(config, endpoint, chat, results.folder, console) as source,

@@ -18,7 +18,7 @@ from operator import add
 import numpy as np
 
 from skyrl_mega.report.plots import COLOURS, short, ticks
-from skyrl_mega.telemetry.concurrency_series import Counted, Floats
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries, Floats
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, UPDATED, StepTimeline
 from skyrl_mega.telemetry.trace import Span
 
@@ -160,7 +160,7 @@ class Canvas:
         most = max(float(counts.max()) for counts in parts)
         return Row("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
 
-    def _sampled(self, p: PlacedStep, counted: Counted) -> tuple[Floats, Floats]:
+    def _sampled(self, p: PlacedStep, counted: ConcurrencySeries) -> tuple[Floats, Floats]:
         """Returns mean counts and busy shares in equal columns."""
         columns = max(2, round(COLUMNS * p.seconds / self.seconds))
         even = counted.at(np.linspace(p.step.shown, p.step.end, columns + 1))
@@ -187,16 +187,16 @@ def _box(style: str, left: float, right: float, top: float, height: float, insid
     return f'<rect class="{style}" {place}>{inside}</rect>' if inside else f'<rect class="{style}" {place}/>'
 
 
-def _mean(step: StepTimeline, group: range) -> Counted:
+def _mean(step: StepTimeline, group: range) -> ConcurrencySeries:
     """Returns the average counts of a group of engines."""
     members = [step.engines[engine] for engine in group if engine < len(step.engines)]
     if not members:
-        return Counted.none(step.shown, step.end)
+        return ConcurrencySeries.empty(step.shown, step.end)
     if len(members) == 1:
         return members[0]
     edges = reduce(np.union1d, [engine.times for engine in members])
     even = [engine.at(edges) for engine in members]
-    return Counted(
+    return ConcurrencySeries(
         edges, reduce(add, [e.sums for e in even]) / len(members), reduce(add, [e.busy for e in even]) / len(members)
     )
 

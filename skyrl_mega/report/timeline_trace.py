@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_mega.cluster.atomic_output import atomic_file
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.telemetry.concurrency_series import Counted
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter, is_trace
 
@@ -49,7 +49,7 @@ def _fill(trace: TraceWriter, steps: Sequence[StepTimeline]) -> None:
             trace.process(RANKS + place * PER_RANK, name, spans, "phases", nested=True)
 
 
-def _points(counts: Sequence[Counted]) -> Iterator[tuple[float, float]]:
+def _points(counts: Sequence[ConcurrencySeries]) -> Iterator[tuple[float, float]]:
     """Yields (time, count from this time on); 0 for unknown times."""
     ends = [*(after.times[0] - before.times[-1] > GAP_S for before, after in pairwise(counts)), True]
     for counted, ends_here in zip(counts, ends, strict=True):

@@ -14,7 +14,7 @@ Search = Callable[[Sequence[str], int, str], list[list[Hit]]]
 """(queries, topk, method) → the hits of each query."""
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """The queue has no room for these queries."""
 
 
@@ -60,10 +60,10 @@ class Batcher:
         """Returns the hits of each query.
 
         Raises:
-            Full: There is no room for all queries; none was accepted.
+            QueueFull: There is no room for all queries; none was accepted.
         """
         if self.waiting + len(queries) > self.limits.waiting:
-            raise Full
+            raise QueueFull
         loop = asyncio.get_running_loop()
         pending = [_PendingQuery(query, topk, method, loop.create_future()) for query in queries]
         for entry in pending:

@@ -16,10 +16,10 @@ CONNECTIONS = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 
 gets in."""
 
 
-class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses the class when it is imported
+class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses the class when it is imported
     """uvicorn's protocol with a time limit; uvicorn itself waits for ever for the rest of a request."""
 
-    waiting: dict[Bounded, None] = {}  # noqa: RUF012  shared by all connections, ordered by the start of waiting
+    waiting: dict[TimeLimitedProtocol, None] = {}  # noqa: RUF012  shared by all connections, ordered by the start of waiting
 
     def connection_made(self, transport: Any) -> None:
         """Starts the time limit; closes the longest-waiting connection if there are too many."""

@@ -33,9 +33,9 @@ from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.safe_read import is_unicode
 from skyrl_mega.config.terminal import one_line
-from skyrl_mega.retriever.batcher import Batcher, Full, Limits
+from skyrl_mega.retriever.batcher import Batcher, Limits, QueueFull
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Hit
-from skyrl_mega.retriever.connections import Bounded
+from skyrl_mega.retriever.connections import TimeLimitedProtocol
 from skyrl_mega.retriever.index import Index, read_recipe
 
 RETRY_AFTER_S = 1
@@ -139,7 +139,7 @@ class Service:
         self.pending_passages += passages
         try:
             results = await self.batcher.ask(question.queries, topk, method)
-        except Full as error:
+        except QueueFull as error:
             raise _unavailable(f"{self.batcher.waiting} queries are waiting, allowed: {self.limits.waiting}") from error
         finally:
             self.pending_passages -= passages
@@ -213,7 +213,11 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
         refuse_file(ready_file, "--ready-file", _is_ready_file)
     server = uvicorn.Server(
         uvicorn.Config(
-            service.app, http=Bounded, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVE_S
+            service.app,
+            http=TimeLimitedProtocol,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=LEAVE_S,
         )
     )
     with _bound_socket(host, port) as listening:

@@ -29,7 +29,7 @@ LOOK_EVERY_S = 0.2
 
 
 @contextmanager
-def service_of(
+def running_service(
     config: EnvironmentConfig, logs: Path, say: Callable[[str], None] = print
 ) -> Iterator[EnvironmentConfig]:
     """Yields the settings with `retriever.url` filled in, while the service runs.
@@ -57,7 +57,9 @@ def service_of(
             raise UserError(f"environment.retriever.build: {error}") from error
     logs.mkdir(parents=True, exist_ok=True)
     with _token_in(retriever.token_variable):
-        service = OwnService(index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say)
+        service = RetrieverProcess(
+            index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say
+        )
         try:
             url = service.start()
             yield replace(config, retriever=replace(retriever, url=url))
@@ -79,7 +81,7 @@ def _token_in(variable: str) -> Iterator[None]:
         del os.environ[variable]
 
 
-class OwnService:
+class RetrieverProcess:
     """A service on the loopback interface, in a separate process, with a thread that restarts it on the same port.
 
     Args:

@@ -46,7 +46,7 @@ from skyrl_mega.rollout.worker_messages import (
     TimelineCounts,
     WorkerEvent,
 )
-from skyrl_mega.telemetry.timeline import Taken, Timeline
+from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from skyrl_mega.telemetry.trace import Span
 
 HEARTBEAT_S = 1.0
@@ -136,7 +136,7 @@ class RolloutWorker:
         """Writes the recorded turns of unfinished trajectories to a file."""
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
-    async def end(self, session: str) -> Taken:
+    async def end(self, session: str) -> ActivityReport:
         """Ends a session: cancels all trajectories and closes the environments. Returns the timeline counts since the
         last `TimelineCounts`."""
         if (ended := self.sessions.pop(session, None)) is not None:

@@ -36,7 +36,7 @@ from skyrl_mega.rollout.worker_messages import (
     WorkerEvent,
 )
 from skyrl_mega.rollout.workers import Workers
-from skyrl_mega.telemetry.timeline import Taken
+from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span
 
 SILENCE_S = 120.0
@@ -135,7 +135,7 @@ class WorkerClient:
         self.router = self
         self.links: dict[int, WorkerLink] = {}
         """Rank → connection to the worker."""
-        self.on_counts: Callable[[Taken, object], None] = lambda taken, process: None
+        self.on_counts: Callable[[ActivityReport, object], None] = lambda taken, process: None
         """Receives the timeline counts of a worker and a key of its process."""
         self.syncs = 0
         """Weight syncs after which engines accept requests again."""

@@ -10,7 +10,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.telemetry.timeline import Taken
+from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class KilledForMemory:
 class TimelineCounts:
     """Requests and environment calls in progress on this worker since the last report."""
 
-    taken: Taken
+    taken: ActivityReport
 
 
 WorkerEvent = Finished | Cancelled | RolloutFailed | EngineDead | EngineAwaitsSync | KilledForMemory | TimelineCounts

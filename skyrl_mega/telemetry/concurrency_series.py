@@ -16,7 +16,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class ConcurrencySeries:
     """Number of active items from `times[0]` to `times[-1]`; 0 outside."""
 
     times: Floats
@@ -27,7 +27,7 @@ class Counted:
     """Seconds with a count above 0 up to each boundary."""
 
     @classmethod
-    def of(
+    def from_intervals(
         cls, times: Sequence[float] | Floats, counts: Sequence[float] | Floats, shares: Sequence[float] | Floats
     ) -> Self:
         """Builds a series from the mean count and the busy share of each interval; both are shorter than
@@ -38,9 +38,9 @@ class Counted:
         return cls(edges, sums, busy)
 
     @classmethod
-    def none(cls, start: float, end: float) -> Self:
+    def empty(cls, start: float, end: float) -> Self:
         """Returns a series with count 0."""
-        return cls.of([start, end], [0.0], [0.0])
+        return cls.from_intervals([start, end], [0.0], [0.0])
 
     @property
     def lengths(self) -> Floats:
@@ -78,7 +78,7 @@ class Counted:
         last[0] = True
         return type(self)(self.times[last], self.sums[last], self.busy[last])
 
-    def then(self, later: Sequence[Counted]) -> Self:
+    def followed_by(self, later: Sequence[ConcurrencySeries]) -> Self:
         """Appends later series in order; the count in the gaps is 0."""
         times, sums, busy = [self.times], [self.sums], [self.busy]
         end, total, worked = self.times[-1], self.sums[-1], self.busy[-1]
@@ -95,7 +95,7 @@ class Counted:
         _, first = np.unique(joined, return_index=True)
         return type(self)(joined[first], np.concatenate(sums)[first], np.concatenate(busy)[first])
 
-    def __add__(self, other: Counted) -> Self:
+    def __add__(self, other: ConcurrencySeries) -> Self:
         """Returns the sum of two series.
 
         Within an interval the busy periods of the two series are taken as independent, because the exact positions are
@@ -104,7 +104,7 @@ class Counted:
         edges = np.union1d(self.times, other.times)
         first, second = self.at(edges), other.at(edges)
         shares = 1 - (1 - first.shares) * (1 - second.shares)
-        return type(self).of(edges, first.counts + second.counts, shares)
+        return type(self).from_intervals(edges, first.counts + second.counts, shares)
 
     def total(self, start: float, end: float) -> float:
         """Returns the integral of the count between two times."""

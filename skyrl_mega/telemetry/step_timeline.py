@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from skyrl_mega.config.safe_read import Malformed, parse_json
-from skyrl_mega.telemetry.concurrency_series import Counted
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.trace import Span
 
 FOLDER = "timeline"
 """Subfolder of a run's folder."""
-MOST_STRETCHES, FEWEST = 12_000, 64
-"""Maximum number of intervals of all series in a file; each series may keep at least `FEWEST`."""
-MOST_BYTES = 2**26
+MAX_INTERVALS, MIN_INTERVALS = 12_000, 64
+"""Maximum number of intervals of all series in a file; each series may keep at least `MIN_INTERVALS`."""
+MAX_BYTES = 2**26
 """Maximum size of a decompressed file."""
-MOST_SECONDS = 1e8
+MAX_SECONDS = 1e8
 NAME = re.compile(r"[a-z_]{1,40}")
 """Allowed names of phases."""
 POLICY = ("logprobs", "train", "sync", "residency")
@@ -49,9 +49,9 @@ class StepTimeline:
     end: float
     phases: Sequence[Span]
     """Phases of the driver, in order."""
-    engines: Sequence[Counted]
+    engines: Sequence[ConcurrencySeries]
     """Running requests, by engine."""
-    environments: Counted
+    environments: ConcurrencySeries
     """Running environment calls."""
     slots: int
     """Maximum number of concurrent environment calls."""
@@ -74,7 +74,7 @@ class StepTimeline:
 
     def dumps(self) -> bytes:
         """Returns the content of the step's file."""
-        most = max(FEWEST, MOST_STRETCHES // (len(self.engines) + 1))
+        most = max(MIN_INTERVALS, MAX_INTERVALS // (len(self.engines) + 1))
         tree = {
             "step": self.step,
             "shown": round(self.shown, 3),
@@ -88,7 +88,7 @@ class StepTimeline:
         return gzip.compress(json.dumps(tree, separators=(",", ":")).encode(), 6, mtime=0)
 
 
-def name_of(step: int) -> str:
+def file_name(step: int) -> str:
     """Returns the file name of a step's timeline."""
     return f"step_{step:06d}.json.gz"
 
@@ -101,11 +101,11 @@ def loads(data: bytes) -> StepTimeline:
     """
     unpack = zlib.decompressobj(wbits=31)
     try:
-        text = unpack.decompress(data, MOST_BYTES)
+        text = unpack.decompress(data, MAX_BYTES)
     except zlib.error as error:
         raise Malformed(f"it is not compressed ({error})") from error
     if unpack.unconsumed_tail or not unpack.eof:
-        raise Malformed(f"it is cut off, or has more than {MOST_BYTES} bytes")
+        raise Malformed(f"it is cut off, or has more than {MAX_BYTES} bytes")
     tree = parse_json(text)
     try:
         shown, end = _number(tree["shown"], 1e11), _number(tree["end"]) / 1e3
@@ -128,7 +128,7 @@ def loads(data: bytes) -> StepTimeline:
     return timeline
 
 
-def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
+def _packed(counted: ConcurrencySeries, zero: float, most: int) -> list[list[float]]:
     """Returns, for all intervals, lengths in milliseconds, mean counts and busy shares."""
     coarse = counted.coarser(most)
     edges = np.unique(np.round((coarse.times - zero) * 1e3))
@@ -138,16 +138,16 @@ def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
     return [lengths, np.round(even.counts, 2).tolist(), np.round(even.shares, 3).tolist()]
 
 
-def _unpacked(packed: Sequence[Sequence[float]], zero: float) -> Counted:
+def _unpacked(packed: Sequence[Sequence[float]], zero: float) -> ConcurrencySeries:
     lengths, counts, shares = ([_number(value) for value in column] for column in packed)
     if len(lengths) < 2 or min(lengths[1:]) < 1 or not len(counts) == len(shares) == len(lengths) - 1:
         raise ValueError("a count's columns do not belong together")
     if max(shares) > 1:
         raise ValueError("a share is more than 1")
-    return Counted.of(zero + np.cumsum(lengths) / 1e3, counts, shares)
+    return ConcurrencySeries.from_intervals(zero + np.cumsum(lengths) / 1e3, counts, shares)
 
 
-def _number(value: Any, most: float = MOST_SECONDS * 1e3) -> float:
+def _number(value: Any, most: float = MAX_SECONDS * 1e3) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise ValueError(f"{str(value)[:40]!r} is no number from 0 to {most:g}")
     return float(value)
@@ -173,14 +173,16 @@ def _within(phases: Iterable[Span], names: Sequence[str], start: float, end: flo
     return intervals
 
 
-def _worked(engine: Counted, start: float, end: float, updated: Sequence[tuple[float, float]]) -> float:
+def _worked(engine: ConcurrencySeries, start: float, end: float, updated: Sequence[tuple[float, float]]) -> float:
     """Returns the seconds during which an engine served requests or was being updated."""
     return engine.busy_s(start, end) + sum(b - a - engine.busy_s(a, b) for a, b in updated)
 
 
-def of(by_engine: Mapping[int, Counted], count: int, start: float, end: float) -> list[Counted]:
+def engine_series(
+    by_engine: Mapping[int, ConcurrencySeries], count: int, start: float, end: float
+) -> list[ConcurrencySeries]:
     """Returns the series of engines 0 to `count` - 1 between two times; an engine without requests counts as 0."""
     return [
-        by_engine[engine].between(start, end) if engine in by_engine else Counted.none(start, end)
+        by_engine[engine].between(start, end) if engine in by_engine else ConcurrencySeries.empty(start, end)
         for engine in range(count)
     ]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_mega.telemetry.concurrency_series import Counted
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 
 MOMENT_S = 0.02
 """Minimum length in seconds of a stored interval; closer changes are averaged."""
-PARTS = 64
+MAX_REPORTS = 64
 """Number of reports per process kept before joining."""
-MOST = 2048
+MAX_POINTS = 2048
 """Maximum number of points per counter; a longer series gets a doubled minimum interval."""
 
 
@@ -43,10 +43,10 @@ class Counter:
         self._reach(now)
         self.count += change
 
-    def take(self, now: float, zero: float) -> Counted:
+    def take(self, now: float, zero: float) -> ConcurrencySeries:
         """Returns the series since the last call, with `zero` added to all times, and starts a new series."""
         self._reach(now)
-        series = Counted(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
+        series = ConcurrencySeries(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
         self._begin(now)
         return series
 
@@ -63,13 +63,13 @@ class Counter:
         times.append(point[0])
         self.sums.append(point[1])
         self.busy.append(point[2])
-        if len(times) > MOST:
+        if len(times) > MAX_POINTS:
             self._thin()
 
     def _thin(self) -> None:
-        """Doubles the minimum interval until at most half of `MOST` points are left."""
+        """Doubles the minimum interval until at most half of `MAX_POINTS` points are left."""
         points = list(zip(self.times, self.sums, self.busy, strict=True))
-        while len(points) > MOST // 2:
+        while len(points) > MAX_POINTS // 2:
             self.moment *= 2
             kept = points[:2]
             for point in points[2:]:
@@ -82,26 +82,26 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ActivityReport:
     """Series between two times of the wall clock, possibly recorded by another process."""
 
     start: float
     end: float
-    engines: Mapping[int, Counted]
+    engines: Mapping[int, ConcurrencySeries]
     """Running requests, by engine; a missing engine stands for no requests."""
-    environments: Counted
+    environments: ConcurrencySeries
     """Running environment calls."""
 
 
-def _joined(reports: Sequence[Taken]) -> Taken:
+def _joined(reports: Sequence[ActivityReport]) -> ActivityReport:
     """Joins consecutive reports of a process into a single report."""
     if len(reports) == 1:
         return reports[0]
     numbers = sorted({engine for part in reports for engine in part.engines})
     parts = {engine: [part.engines[engine] for part in reports if engine in part.engines] for engine in numbers}
-    engines = {engine: series[0].then(series[1:]).coarser(MOST) for engine, series in parts.items()}
-    environments = reports[0].environments.then([part.environments for part in reports[1:]]).coarser(MOST)
-    return Taken(reports[0].start, reports[-1].end, engines, environments)
+    engines = {engine: series[0].followed_by(series[1:]).coarser(MAX_POINTS) for engine, series in parts.items()}
+    environments = reports[0].environments.followed_by([part.environments for part in reports[1:]]).coarser(MAX_POINTS)
+    return ActivityReport(reports[0].start, reports[-1].end, engines, environments)
 
 
 class Timeline:
@@ -117,7 +117,7 @@ class Timeline:
         self._since = clock()
         self._engines: dict[int, Counter] = {}
         self._environments = Counter(self._since)
-        self._others: dict[object, list[Taken]] = {}
+        self._others: dict[object, list[ActivityReport]] = {}
         """Process -> its reports, in order."""
 
     def requests(self, engine: int, change: int) -> None:
@@ -134,7 +134,7 @@ class Timeline:
         with self._lock:
             self._environments.add(change, self.clock())
 
-    def merge(self, other: Taken, process: object = None) -> None:
+    def merge(self, other: ActivityReport, process: object = None) -> None:
         """Adds a report from another process to the counts of this process. Must be called before `take`.
 
         Args:
@@ -144,10 +144,10 @@ class Timeline:
         with self._lock:
             reports = self._others.setdefault(process, [])
             reports.append(other)
-            if len(reports) > PARTS:
+            if len(reports) > MAX_REPORTS:
                 self._others[process] = [_joined(reports)]
 
-    def take(self) -> Taken:
+    def take(self) -> ActivityReport:
         """Returns and forgets everything recorded since the last call; running requests and calls remain counted."""
         with self._lock:
             now, start = self.clock(), self._since
@@ -163,4 +163,4 @@ class Timeline:
                 local = engines.get(engine)
                 part = counted.between(begin, end)
                 engines[engine] = part if local is None else local + part
-        return Taken(begin, end, engines, environments)
+        return ActivityReport(begin, end, engines, environments)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.advantages import NEEDS, AdvantageInputs, TokenInputs, estimate, needs, of_tokens, whiten
-from skyrl_mega.algorithms.losses import LOSSES, PULLING
+from skyrl_mega.algorithms.advantages import NEEDS, AdvantageInputs, TokenInputs, estimate, is_per_token, needs, whiten
+from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.derived import response_limit
@@ -243,7 +243,7 @@ def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantage
         batch: Includes the columns needed by the estimator (`algorithms.advantages.needs`).
         algorithm: Names the estimator.
     """
-    judged, tokens = batch.judged, of_tokens(algorithm)
+    judged, tokens = batch.judged, is_per_token(algorithm)
     rewards = batch.rewards
     if batch.penalty is not None:
         rewards = rewards - batch.per_trajectory(batch.penalty)
@@ -252,7 +252,7 @@ def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantage
         batch.group_of[judged],
         batch.written[judged],
         greedy_N=batch.greedy[batch.group_of][judged],
-        of_tokens=_token_inputs(batch, needs(algorithm)) if tokens else None,
+        token_inputs=_token_inputs(batch, needs(algorithm)) if tokens else None,
         named={name: rewards[judged] for name, rewards in batch.named.items()},
     )
 
@@ -362,7 +362,7 @@ def tokens_have_gradient(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeCo
 def learns_without_advantage(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a counted token with advantage 0 may still contribute to the gradient."""
     entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
-    user_defined = algorithm.loss in PULLING or algorithm.loss not in LOSSES
+    user_defined = algorithm.loss in PULLING_AT_ZERO_ADVANTAGE or algorithm.loss not in LOSSES
     return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or user_defined)
 
 

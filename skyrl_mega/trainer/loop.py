@@ -232,7 +232,7 @@ def record_updates(
     if run.entropy.used:
         step.record({"policy/entropy_coefficient": run.entropy.applied})
     if "policy/entropy" in step.metrics and adapt:
-        run.entropy.see(step.metrics["policy/entropy"])
+        run.entropy.update(step.metrics["policy/entropy"])
 
 
 def update_metrics(

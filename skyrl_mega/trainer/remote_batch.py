@@ -15,7 +15,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.advantages import AdvantageInputs, estimate, of_tokens, whiten
+from skyrl_mega.algorithms.advantages import AdvantageInputs, estimate, is_per_token, whiten
 from skyrl_mega.algorithms.old_logprobs import columns
 from skyrl_mega.algorithms.token_weights import sequence_weights
 from skyrl_mega.config.derived import has_critic, response_limit
@@ -44,7 +44,7 @@ def tokens_stay_remote(config: Config, groups: list[Group]) -> bool:
     """Returns True if the driver needs no tokens: all trajectories are stored remotely, and no estimate or selection
     works on tokens. Anything else is fetched on access."""
     algorithm = config.algorithm
-    by_token = has_critic(config) or of_tokens(algorithm) or columns(algorithm)
+    by_token = has_critic(config) or is_per_token(algorithm) or columns(algorithm)
     carried = config.reference.layout is not None or config.policy.moe.replay == "rollout"
     return not by_token and not carried and all_remote([t for group in groups for t in group.trajectories])
 

@@ -27,7 +27,7 @@ from skyrl_mega.envs.registry import with_absolute_paths
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
-from skyrl_mega.retriever.session import service_of
+from skyrl_mega.retriever.session import running_service
 from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
@@ -71,7 +71,9 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     train, evaluation = prompts_of(config, chat, console)
     device = config.cluster.device
     with ExitStack() as stack:
-        config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
+        config = replace(
+            config, environment=stack.enter_context(running_service(config.environment, logs, console.say))
+        )
         with console.phase("start ray"):
             stack.enter_context(ray_of(config, console))
         preflight.before_run(config, model, folder, console)

@@ -31,7 +31,7 @@ class Timelines:
         """Writes the file of a finished step and returns the metrics `idle/*`."""
         timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
-        file = self.folder / step_timeline.name_of(step.number)
+        file = self.folder / step_timeline.file_name(step.number)
         with partial_file(file) as partial:
             partial.write_bytes(timeline.dumps())
             os.replace(partial, file)
@@ -50,7 +50,7 @@ class Timelines:
             start=start,
             end=recorded.end,
             phases=phases,
-            engines=step_timeline.of(recorded.engines, self.engines, shown, recorded.end),
+            engines=step_timeline.engine_series(recorded.engines, self.engines, shown, recorded.end),
             environments=recorded.environments.between(shown, recorded.end),
             slots=self.slots,
         )

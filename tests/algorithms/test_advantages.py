@@ -17,7 +17,7 @@ from skyrl_mega.algorithms.advantages import (
     TokenInputs,
     advantages,
     check,
-    of_tokens,
+    is_per_token,
     varied,
 )
 from skyrl_mega.algorithms.filters import informative_groups
@@ -89,7 +89,7 @@ def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.
         torch.tensor(groups, dtype=torch.int64),
         torch.tensor(tokens, dtype=torch.int64),
         greedy_N=torch.tensor([math.nan if r is None else r for r in greedy], dtype=dtype),
-        of_tokens=TokenInputs(
+        token_inputs=TokenInputs(
             trajectory_T=torch.tensor([i for i, of in enumerate(by_token) for _ in of], dtype=torch.int64),
             turn_T=torch.zeros(sum(map(len, by_token)), dtype=torch.int64),
             rewards_T=torch.tensor([r for of in by_token for r in of], dtype=dtype),
@@ -100,7 +100,7 @@ def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.
 def of_trajectories(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Advantages of trajectories of one answer each, whose tokens then have all the same."""
     found = advantages(inputs, config)
-    if not of_tokens(config):
+    if not is_per_token(config):
         return found
     last = torch.ones(len(found), dtype=torch.bool)
     last[:-1] = inputs.token.trajectory_T.diff() != 0

@@ -40,7 +40,7 @@ def test_the_coefficient_moves_towards_the_target_and_rests_above_it() -> None:
     control = EntropyCoefficient(EntropyConfig(coefficient=0.0, target=0.5, step=0.01, most=0.025))
     seen = []
     for entropy in (0.6, 0.5, 0.4, 0.3, 0.2, 0.7, 0.7, 0.1):
-        control.see(entropy)
+        control.update(entropy)
         seen.append((round(control.coefficient, 6), round(control.applied, 6)))
     assert seen == [
         (0.0, 0.0),  # never below least
@@ -59,7 +59,7 @@ def test_the_coefficient_moves_towards_the_target_and_rests_above_it() -> None:
 
 def test_without_a_target_the_coefficient_is_the_settings() -> None:
     control = EntropyCoefficient(EntropyConfig(coefficient=0.2))
-    control.see(9.0)
+    control.update(9.0)
     assert control.applied == 0.2 and control.used
     again = EntropyCoefficient(EntropyConfig(coefficient=0.1))
     again.restore(control.state())

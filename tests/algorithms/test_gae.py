@@ -54,7 +54,7 @@ def inputs(lengths: list[int], rewards: np.ndarray, values: np.ndarray) -> Advan
         values_T=torch.from_numpy(values),
     )
     of = torch.arange(len(lengths))
-    return AdvantageInputs(torch.zeros(len(lengths), dtype=torch.float64), of, of_tokens=token)
+    return AdvantageInputs(torch.zeros(len(lengths), dtype=torch.float64), of, token_inputs=token)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 0.9), (1.0, 1.0), (0.9, 0.0)])
@@ -113,7 +113,7 @@ def test_whitening_is_over_the_tokens_that_have_a_value(seed: int) -> None:
     known = np.repeat([1, 1, 0, 1, 1, 0], lengths).astype(bool)
     values = np.where(known, rng.normal(2.0, 3.0, sum(lengths)), 0.0)
     given = inputs(lengths, rng.normal(size=sum(lengths)), values)
-    given = replace(given, of_tokens=replace(given.token, known_T=torch.from_numpy(known)))
+    given = replace(given, token_inputs=replace(given.token, known_T=torch.from_numpy(known)))
     algorithm = AlgorithmConfig(advantage="gae", whiten="batch", gamma=0.99, gae=GaeConfig(lam=0.9))
     plain, at = list[float](), 0
     for n in lengths:

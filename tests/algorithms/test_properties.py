@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
-from skyrl_mega.algorithms.losses import LOSSES, PULLING, Figures, LossInputs
+from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE, Figures, LossInputs
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
@@ -212,7 +212,7 @@ def test_a_group_without_a_signal_has_no_gradient(
     algorithm.kl.coefficient, algorithm.entropy = 0.0, EntropyConfig()
     assume(passes(algorithm) and not algorithm.advantage.startswith(("reinforce", "gae", "remax")))
     assume(algorithm.whiten != "batch")
-    assume(algorithm.loss not in PULLING)
+    assume(algorithm.loss not in PULLING_AT_ZERO_ADVANTAGE)
     g = torch.Generator().manual_seed(seed)
     played[0] = [(reward, response, status) for _, response, status in played[0]]
     groups = [group_of(number, trajectories, g) for number, trajectories in enumerate(played)]

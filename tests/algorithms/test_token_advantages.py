@@ -53,7 +53,7 @@ def inputs_of(played: list[Played], named: dict[str, torch.Tensor] | None = None
         torch.tensor([t.reward for t in played], dtype=torch.float64),
         torch.tensor([t.group for t in played]),
         torch.tensor([len(t.tokens) for t in played]),
-        of_tokens=TokenInputs(
+        token_inputs=TokenInputs(
             trajectory_T=torch.tensor(of, dtype=torch.int64),
             turn_T=torch.tensor(turn, dtype=torch.int64),
             rewards_T=torch.tensor(rewards, dtype=torch.float64),

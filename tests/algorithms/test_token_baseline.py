@@ -53,7 +53,7 @@ def inputs_of(played: list[Played]) -> AdvantageInputs:
     return AdvantageInputs(
         torch.tensor([sum(r for r, _, _ in t.tokens) for t in played], dtype=torch.float64),
         torch.tensor([t.group for t in played]),
-        of_tokens=TokenInputs(
+        token_inputs=TokenInputs(
             trajectory_T=torch.tensor(of, dtype=torch.int64),
             turn_T=torch.zeros(len(of), dtype=torch.int64),
             rewards_T=torch.tensor(rewards, dtype=torch.float64),

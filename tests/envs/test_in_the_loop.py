@@ -12,7 +12,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.retriever.build import build
-from skyrl_mega.retriever.session import service_of
+from skyrl_mega.retriever.session import running_service
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Status
 from tests.support.scripted import Scripted, play
@@ -54,7 +54,7 @@ def test_what_the_environment_says_earns_nothing(characters_chat: Renderer, tmp_
         "quotes its search": (["<search><answer>gold</answer></search>", "It is there."], 0.0),
     }
     settings = EnvironmentConfig(retriever=RetrieverConfig(index=str(tmp_path / "index")))
-    with service_of(settings, tmp_path) as served:
+    with running_service(settings, tmp_path) as served:
         played = play(
             characters_chat,
             served,

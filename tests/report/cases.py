@@ -16,8 +16,8 @@ import yaml
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.telemetry.concurrency_series import Counted
-from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, name_of
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
+from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, file_name
 from skyrl_mega.telemetry.trace import Span
 
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
@@ -149,6 +149,10 @@ def timelines(folder: Path, steps: int, engines: int = 2, first: float = 1_770_0
         spans = [Span(name, start + a, start + b) for name, a, b in phases]
         if number == 2:
             spans.insert(0, Span("checkpoint", shown, start))
-        each = [Counted.of(times, [(e + 1) * count for count in counts], busy) for e in range(engines)]
-        made = StepTimeline(number, shown, start, end, spans, each, Counted.of(times, counts, busy), 8)
-        (folder / FOLDER / name_of(number)).write_bytes(made.dumps())
+        each = [
+            ConcurrencySeries.from_intervals(times, [(e + 1) * count for count in counts], busy) for e in range(engines)
+        ]
+        made = StepTimeline(
+            number, shown, start, end, spans, each, ConcurrencySeries.from_intervals(times, counts, busy), 8
+        )
+        (folder / FOLDER / file_name(number)).write_bytes(made.dumps())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from skyrl_mega.retriever.batcher import Batcher, Full, Limits
+from skyrl_mega.retriever.batcher import Batcher, Limits, QueueFull
 from skyrl_mega.retriever.client import Hit
 
 
@@ -55,7 +55,7 @@ def test_a_full_queue_takes_nothing_and_empties_again() -> None:
         await asyncio.sleep(0.05)
         waiting = asyncio.create_task(batcher.ask(["1", "2"], 1, "dense"))
         await asyncio.sleep(0.01)
-        with pytest.raises(Full):
+        with pytest.raises(QueueFull):
             await batcher.ask(["3", "4"], 1, "dense")
         assert batcher.waiting == 2
         searcher.gate.set()

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from skyrl_mega.retriever import connections
-from skyrl_mega.retriever.connections import Bounded
+from skyrl_mega.retriever.connections import TimeLimitedProtocol
 
 LIMIT_S = 1.0
 
@@ -32,7 +32,7 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(connections, "RECEIVE_S", LIMIT_S)
     monkeypatch.setattr(connections, "CONNECTIONS", 8)
-    server = uvicorn.Server(uvicorn.Config(_app, http=Bounded, lifespan="off", log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(_app, http=TimeLimitedProtocol, lifespan="off", log_level="error"))
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -67,9 +67,11 @@ def test_half_sent_headers(port: int) -> None:
     assert get(port) == "ok" and time.monotonic() - start < 60
     assert all(closed_within(one, 30 * LIMIT_S) for one in held)
     assert get(port) == "ok"
-    while Bounded.waiting and time.monotonic() < start + 90:  # the client's own, until the service hears of its end
+    while (
+        TimeLimitedProtocol.waiting and time.monotonic() < start + 90
+    ):  # the client's own, until the service hears of its end
         time.sleep(0.01)
-    assert not Bounded.waiting
+    assert not TimeLimitedProtocol.waiting
 
 
 @pytest.mark.parametrize("data", [b"", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab"])

@@ -17,7 +17,7 @@ import pytest
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
-from skyrl_mega.retriever.session import service_of
+from skyrl_mega.retriever.session import running_service
 from tests.retriever.services import ROOT
 
 
@@ -59,7 +59,7 @@ def test_it_is_built_served_and_ended(corpus: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     config = own(tmp_path / "index", build=f"--corpus {corpus} --methods bm25", serve="--topk 2")
     for _ in range(2):
-        with service_of(config, tmp_path / "logs", lines.append) as given:
+        with running_service(config, tmp_path / "logs", lines.append) as given:
             assert given == replace(config, retriever=replace(config.retriever, url=given.retriever.url))
             url = given.retriever.url
             assert url is not None and len(Client(url, token()).search(["capital of Hungary"])[0]) == 2
@@ -72,7 +72,7 @@ def test_it_is_built_served_and_ended(corpus: Path, tmp_path: Path) -> None:
 
 def test_with_an_address_or_without_an_index_nothing_is_started(tmp_path: Path) -> None:
     for config in (EnvironmentConfig(), EnvironmentConfig(retriever=RetrieverConfig(url="http://far", index="x"))):
-        with service_of(config, tmp_path / "logs") as given:
+        with running_service(config, tmp_path / "logs") as given:
             assert given == config
     assert not (tmp_path / "logs").exists()
 
@@ -86,14 +86,14 @@ def test_with_an_address_or_without_an_index_nothing_is_started(tmp_path: Path) 
     ],
 )
 def test_what_cannot_be_served_is_said(config: EnvironmentConfig, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught, service_of(config, tmp_path / "logs"):
+    with pytest.raises(UserError) as caught, running_service(config, tmp_path / "logs"):
         pass
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_no_request_is_lost_when_it_is_killed(bm25_index: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    with service_of(own(bm25_index), tmp_path / "logs", lines.append) as given, ThreadPoolExecutor(8) as threads:
+    with running_service(own(bm25_index), tmp_path / "logs", lines.append) as given, ThreadPoolExecutor(8) as threads:
         url = given.retriever.url
         assert url is not None
         client, end, enough = Client(url, token(), timeout_s=240), time.monotonic() + 240, threading.Event()
@@ -133,9 +133,9 @@ def test_it_ends_with_a_run_that_is_killed(bm25_index: Path, tmp_path: Path) -> 
 import time
 from pathlib import Path
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
-from skyrl_mega.retriever.session import service_of
+from skyrl_mega.retriever.session import running_service
 config = EnvironmentConfig(retriever=RetrieverConfig(index={str(bm25_index)!r}))
-with service_of(config, Path({str(tmp_path)!r})) as given:
+with running_service(config, Path({str(tmp_path)!r})) as given:
     print(given.retriever.url, flush=True)
     time.sleep(600)
 """

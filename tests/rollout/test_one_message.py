@@ -18,7 +18,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.retriever.build import build
-from skyrl_mega.retriever.session import service_of
+from skyrl_mega.retriever.session import running_service
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
@@ -61,7 +61,7 @@ def search_engine(folder: Path, text: str) -> Iterator[EnvironmentConfig]:
     """One page, titled River."""
     (folder / "c.jsonl").write_text('{"id": "0", "title": "River", "text": "' + text + '"}')
     build(folder / "c.jsonl", folder / "index", methods=("bm25",))
-    with service_of(EnvironmentConfig(retriever=RetrieverConfig(index=str(folder / "index"))), folder) as served:
+    with running_service(EnvironmentConfig(retriever=RetrieverConfig(index=str(folder / "index"))), folder) as served:
         yield served
 
 

@@ -16,7 +16,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotAgent, Slots
 from skyrl_mega.rollout.worker_messages import EngineAwaitsSync, EngineDead, RolloutFailed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
-from skyrl_mega.telemetry.timeline import Taken, Timeline
+from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from tests.support.mortal_workers import PROMPT, player_of
 
 
@@ -147,7 +147,7 @@ def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
     async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 0)
 
-        async def end(session: str) -> Taken:
+        async def end(session: str) -> ActivityReport:
             await asyncio.sleep(5)
             closed.append(len(group.actors[0].tasks))
             return Timeline().take()

@@ -23,7 +23,7 @@ from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Finished, Job, WorkerEvent
 from skyrl_mega.rollout.workers import Workers
-from skyrl_mega.telemetry.timeline import Taken, Timeline
+from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 
 PROMPT = Prompt(0, [], "", {})
 
@@ -137,7 +137,7 @@ class Worker:
     async def _rejoin(self, session: str, engines: EngineView) -> None:
         self.engines.append(engines)
 
-    async def _end(self, session: str) -> Taken:
+    async def _end(self, session: str) -> ActivityReport:
         self.ended += 1
         return Timeline().take()
 

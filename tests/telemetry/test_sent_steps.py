@@ -6,43 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import SentSteps
 
 
 def test_every_step_passes_once(tmp_path: Path) -> None:
     file, stored = tmp_path / "trackers" / "store.json", []
     for start, end in ((None, 4), (2, 3), (2, 6), (6, 8)):  # killed after step 4, after step 3, after step 6
-        once = OnceLog(file)
+        once = SentSteps(file)
         assert (once.resume(start) is None) == (start is None)
         if start is None:
             once.begin("an id")
         for step in range((start or 0) + 1, end + 1):
             if step not in once:
-                with once.giving(step):
+                with once.sending(step):
                     stored.append((step, start))
     assert stored == [(1, None), (2, None), (3, None), (4, None), (5, 2), (6, 2), (7, 6), (8, 6)]
 
 
 def test_what_was_not_taken_is_given_again(tmp_path: Path) -> None:
-    once = OnceLog(tmp_path / "store.json")
+    once = SentSteps(tmp_path / "store.json")
     once.begin("an id")
-    with pytest.raises(OSError), once.giving(0):
+    with pytest.raises(OSError), once.sending(0):
         raise OSError
     assert 0 not in once
-    with once.giving(0):
+    with once.sending(0):
         pass
     assert 0 in once
 
 
 def test_a_run_from_its_beginning_is_a_new_one(tmp_path: Path) -> None:
     file = tmp_path / "store.json"
-    OnceLog(file).begin("first")
-    once = OnceLog(file)
+    SentSteps(file).begin("first")
+    once = SentSteps(file)
     assert once.resume(None) is None
     once.begin("second")
-    with once.giving(3):
+    with once.sending(3):
         pass
-    again = OnceLog(file)
+    again = SentSteps(file)
     assert again.resume(1) == "second"
-    assert again.left_out(1) == "; steps 2 to 3 are repeated now, and not written there again"
-    assert again.left_out(3) == ""
+    assert again.skipped_text(1) == "; steps 2 to 3 are repeated now, and not written there again"
+    assert again.skipped_text(3) == ""

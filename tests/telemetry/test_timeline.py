@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.config.safe_read import Malformed
-from skyrl_mega.telemetry.concurrency_series import Counted
-from skyrl_mega.telemetry.step_timeline import MOST_STRETCHES, StepTimeline, loads, of
-from skyrl_mega.telemetry.timeline import MOMENT_S, MOST, PARTS, Counter, Taken, Timeline
+from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
+from skyrl_mega.telemetry.step_timeline import MAX_INTERVALS, StepTimeline, engine_series, loads
+from skyrl_mega.telemetry.timeline import MAX_POINTS, MAX_REPORTS, MOMENT_S, ActivityReport, Counter, Timeline
 from skyrl_mega.telemetry.trace import Span
 
 TICK = 1 / 256
@@ -55,7 +55,7 @@ def ticks(changes: list[tuple[int, int]], end: int) -> np.ndarray:
     return counts
 
 
-def counted(changes: list[tuple[int, int]], end: int, tick_s: float = TICK) -> Counted:
+def counted(changes: list[tuple[int, int]], end: int, tick_s: float = TICK) -> ConcurrencySeries:
     counter = Counter(0.0)
     for tick, change in changes:
         counter.add(change, tick * tick_s)
@@ -102,7 +102,7 @@ def test_counts_of_two_processes_add_up(left: list[tuple[int, int]], right: list
     assert both.total(0, 2) == pytest.approx(one.total(0, 2) + two.total(0, 2))
     least, most = (f(one.busy_s(0, 2), two.busy_s(0, 2)) for f in (max, lambda a, b: min(2, a + b)))
     assert least - 1e-9 <= both.busy_s(0, 2) <= most + 1e-9
-    half = Counted.of([0, 1], [0.5], [0.5])
+    half = ConcurrencySeries.from_intervals([0, 1], [0.5], [0.5])
     assert (half + half).shares.tolist() == [0.75], "as if independent"
     apart = [(10 * tick, change) for tick, change in left], [(10 * tick, change) for tick, change in right]
     both = counted(apart[0], 4500) + counted(apart[1], 4500)
@@ -115,7 +115,7 @@ def test_a_counter_is_small_however_much_happens() -> None:
     for i in range(40_000):
         now += 0.03
         counter.add(-1 if i % 2 else 1, now)
-    assert len(counter.times) <= MOST and counter.moment > MOMENT_S
+    assert len(counter.times) <= MAX_POINTS and counter.moment > MOMENT_S
     found = counter.take(now, 100.0)
     assert found.busy_s(0, 1e9) == pytest.approx(0.03 * 20_000)
     assert (found.times[0], found.times[-1]) == (100.0, 100.0 + now)
@@ -172,15 +172,15 @@ def test_parts_of_many_processes_are_taken_in_at_once(monkeypatch: pytest.Monkey
         for start, end in pairwise(ends):
             inner = np.sort(draw.uniform(start, end, 8))
             counts = draw.integers(0, 3, 9).astype(float)
-            one = Counted.of(np.concatenate([[start], inner, [end]]), counts, counts > 0)
+            one = ConcurrencySeries.from_intervals(np.concatenate([[start], inner, [end]]), counts, counts > 0)
             expected += one.total(start, end)
-            here.merge(Taken(start, end, {0: one}, one), process)
-        assert len(here._others[process]) <= PARTS
+            here.merge(ActivityReport(start, end, {0: one}, one), process)
+        assert len(here._others[process]) <= MAX_REPORTS
     begun = time.process_time()
     taken = here.take()
     assert time.process_time() - begun < 3
     assert taken.engines[0].total(taken.start, taken.end) == pytest.approx(expected, rel=1e-3)
-    assert len(taken.engines[0].times) <= 16 * MOST + 2
+    assert len(taken.engines[0].times) <= 16 * MAX_POINTS + 2
 
 
 def test_threads_lose_nothing() -> None:
@@ -262,21 +262,24 @@ def test_idle_shares_are_those_of_brute_force(
 
 
 def test_engines_that_were_never_asked_are_idle() -> None:
-    engines = of({1: Counted.of([0, 10], [1], [1])}, 4, 0.0, 10.0)
-    step = StepTimeline(1, 0.0, 0.0, 10.0, [], engines, Counted.none(0, 10), 8)
+    engines = engine_series({1: ConcurrencySeries.from_intervals([0, 10], [1], [1])}, 4, 0.0, 10.0)
+    step = StepTimeline(1, 0.0, 0.0, 10.0, [], engines, ConcurrencySeries.empty(0, 10), 8)
     assert step.idle() == {"idle/engines": 0.75, "idle/policy": 1, "idle/environments": 1, "idle/bottleneck": 0.75}
     assert step.synced is None
 
 
 def test_a_file_is_small_with_64_engines() -> None:
     random = np.random.default_rng(0)
-    times = 1.77e9 + np.cumsum(random.exponential(0.5, MOST))
-    engines = [Counted.of(times, random.integers(0, 256, MOST - 1), np.ones(MOST - 1)) for _ in range(64)]
+    times = 1.77e9 + np.cumsum(random.exponential(0.5, MAX_POINTS))
+    engines = [
+        ConcurrencySeries.from_intervals(times, random.integers(0, 256, MAX_POINTS - 1), np.ones(MAX_POINTS - 1))
+        for _ in range(64)
+    ]
     step = StepTimeline(1, times[0], times[0], times[-1], [], engines, engines[0], 64)
     data = step.dumps()
     assert len(data) < 100_000
     again = loads(data)
-    assert sum(len(e.times) for e in (*again.engines, again.environments)) <= MOST_STRETCHES + 130
+    assert sum(len(e.times) for e in (*again.engines, again.environments)) <= MAX_INTERVALS + 130
     for one, two in zip(step.engines, again.engines, strict=True):
         assert two.total(0, 2e9) == pytest.approx(one.total(0, 2e9), rel=1e-3)
 
@@ -313,6 +316,6 @@ def test_half_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for broken in (data[:-9], b"", b"x" + data):
         with pytest.raises(Malformed):
             loads(broken)
-    monkeypatch.setattr("skyrl_mega.telemetry.step_timeline.MOST_BYTES", 40)
+    monkeypatch.setattr("skyrl_mega.telemetry.step_timeline.MAX_BYTES", 40)
     with pytest.raises(Malformed, match="more than 40"):
         loads(data)

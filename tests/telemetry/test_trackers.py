@@ -262,7 +262,7 @@ def test_the_runs_end_shortens_the_waits() -> None:
 
 def test_a_tracker_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "CLOSE_S", 0.05)
-    monkeypatch.setattr(guarded, "MOST_WAITING", 4)
+    monkeypatch.setattr(guarded, "MAX_QUEUED", 4)
     fake = Fake()
     fake.hold.clear()
     said = played(fake, steps=20)

@@ -325,7 +325,7 @@ def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(
         )  # fmt: skip
 
     run = opened()
-    run.entropy.see(0.4)
+    run.entropy.update(0.4)
     run.save()
     again = opened()
     assert again.entropy.applied == 0.0 and again.restore()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, loads, name_of
+from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, file_name, loads
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trainer.timelines import Timelines
@@ -27,7 +27,7 @@ def play(step: Step, timeline: Timeline) -> None:
 
 
 def read(folder: Path, step: int) -> StepTimeline:
-    return loads((folder / FOLDER / name_of(step)).read_bytes())
+    return loads((folder / FOLDER / file_name(step)).read_bytes())
 
 
 def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> No
     assert found["idle/engines"] == pytest.approx(0.75, abs=0.1), "one does nothing, the other half of the time"
     assert found["idle/policy"] == pytest.approx(0.5, abs=0.15)
     assert found["idle/environments"] == pytest.approx(1 - 0.5 / 4, abs=0.05)
-    assert sorted(file.name for file in (tmp_path / FOLDER).iterdir()) == [name_of(1), name_of(2)]
+    assert sorted(file.name for file in (tmp_path / FOLDER).iterdir()) == [file_name(1), file_name(2)]
     first, last = read(tmp_path, 1), read(tmp_path, 2)
     assert last.idle() == pytest.approx(found, abs=0.02)
     assert first.end < last.start and first.shown == first.start

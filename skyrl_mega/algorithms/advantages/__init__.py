@@ -23,7 +23,7 @@ from skyrl_mega.algorithms.advantages.group import gpg, grpo, maxrl, opo, pass_a
 from skyrl_mega.algorithms.advantages.multi_reward import gdpo
 from skyrl_mega.algorithms.advantages.token_baseline import optimal_token_baseline
 from skyrl_mega.algorithms.advantages.turns import grpo_turns, reinforce_plus_plus
-from skyrl_mega.algorithms.advantages.whitening import after
+from skyrl_mega.algorithms.advantages.whitening import apply_whitening
 from skyrl_mega.algorithms.advantages.whole_batch import reinforce, reinforce_plus_plus_baseline
 from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
@@ -40,8 +40,8 @@ __all__ = [
     "check",
     "check_finite",
     "estimate",
+    "is_per_token",
     "needs",
-    "of_tokens",
     "per_token",
     "varied",
     "whiten",
@@ -104,7 +104,7 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     """Applies `algorithm.whiten` to the result of `estimate`: float64, same shape."""
-    return after(estimated, inputs, algorithm.whiten, tokens=of_tokens(algorithm))
+    return apply_whitening(estimated, inputs, algorithm.whiten, tokens=is_per_token(algorithm))
 
 
 def find(name: str) -> Estimator:
@@ -119,7 +119,7 @@ def find(name: str) -> Estimator:
     return estimator
 
 
-def of_tokens(algorithm: AlgorithmConfig) -> bool:
+def is_per_token(algorithm: AlgorithmConfig) -> bool:
     """Returns True if each token has a separate advantage."""
     return isinstance(find(algorithm.advantage), PerToken)
 

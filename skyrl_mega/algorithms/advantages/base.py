@@ -92,7 +92,7 @@ class AdvantageInputs:
     """int64: number of tokens written by the policy; only for estimators that weigh by length."""
     greedy_N: Tensor | None = None
     """float: reward of the greedy answer to the trajectory's prompt, NaN without a greedy answer; only for ReMax."""
-    of_tokens: TokenInputs | None = None
+    token_inputs: TokenInputs | None = None
     """The tokens; only set for estimators marked with `per_token`."""
     named: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] each: an environment's rewards by name, before weights and length punishment; empty for a single reward."""
@@ -118,14 +118,14 @@ class AdvantageInputs:
 
     @property
     def token(self) -> TokenInputs:
-        """`of_tokens`, if set.
+        """`token_inputs`, if set.
 
         Raises:
             UserError: The estimator reads tokens but is not marked with `per_token`.
         """
-        if self.of_tokens is None:
+        if self.token_inputs is None:
             raise UserError("algorithm.advantage: an estimator that reads inputs.token is marked with @per_token(…)")
-        return self.of_tokens
+        return self.token_inputs
 
     @cached_property
     def group(self) -> Tensor:

@@ -35,7 +35,7 @@ def whitened(values_M: Tensor, weights_M: Tensor | None = None, group_M: Tensor 
     return torch.where(differ_M, centred_M / (variance_M + EPSILON).sqrt(), 0.0)
 
 
-def after(values_M: Tensor, inputs: AdvantageInputs, how: str, *, tokens: bool) -> Tensor:
+def apply_whitening(values_M: Tensor, inputs: AdvantageInputs, how: str, *, tokens: bool) -> Tensor:
     """Applies `algorithm.whiten` to an estimator's advantages: float64 [M].
 
     Args:

@@ -23,7 +23,17 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig
 from skyrl_mega.config.values import shown
 
-__all__ = ["LOSSES", "PULLING", "Figures", "Loss", "LossInputs", "Metrics", "check", "find", "with_absolute_path"]
+__all__ = [
+    "LOSSES",
+    "PULLING_AT_ZERO_ADVANTAGE",
+    "Figures",
+    "Loss",
+    "LossInputs",
+    "Metrics",
+    "check",
+    "find",
+    "with_absolute_path",
+]
 
 LOSSES: Mapping[str, Loss] = {
     "ppo": ppo,
@@ -38,7 +48,7 @@ LOSSES: Mapping[str, Loss] = {
     "kl_cov": kl_cov,
 }
 """Values of `algorithm.loss`."""
-PULLING = frozenset({"dro", "kl_cov"})
+PULLING_AT_ZERO_ADVANTAGE = frozenset({"dro", "kl_cov"})
 """Losses with a gradient at advantage 0: they pull the policy back to the old policy."""
 SUPERVISED = "supervised"
 """Loss of the warm-up; not available as `algorithm.loss`."""

@@ -14,7 +14,7 @@ from skyrl_mega.telemetry.trackers.base import Tracker, TrajectoryText
 WAITS_S = (10.0, 60.0, 300.0)
 """Seconds before each retry of a failed call; after the last failed retry the tracker is off for the rest of
 the run."""
-MOST_WAITING = 256
+MAX_QUEUED = 256
 """Maximum number of queued calls, reached if a call hangs or takes longer than a step; above this, the tracker is
 turned off."""
 CLOSE_S = 30.0
@@ -67,9 +67,9 @@ class Guarded:
     def _add(self, call: Callable[[], Any]) -> None:
         if self._off:
             return
-        if self._calls.qsize() >= MOST_WAITING:
+        if self._calls.qsize() >= MAX_QUEUED:
             self._off = True
-            self._report(f"is off for the rest of the run: {MOST_WAITING} calls wait for it; {KEPT}")
+            self._report(f"is off for the rest of the run: {MAX_QUEUED} calls wait for it; {KEPT}")
             return
         self._calls.put(call)
 

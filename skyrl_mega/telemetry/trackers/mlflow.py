@@ -23,7 +23,7 @@ from skyrl_mega.config.secrets import leaves, masked
 from skyrl_mega.config.values import shown
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.guarded import one_line
-from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import SentSteps
 
 EXPERIMENT = "skyrl_mega"
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
@@ -76,7 +76,7 @@ class MlflowTracker:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder.absolute() / "mlflow", options
-        self._once = OnceLog(folder / "trackers" / "mlflow.json")
+        self._sent = SentSteps(folder / "trackers" / "mlflow.json")
         self._times: dict[int, int] = {}
         self._client: Any = None
         self._run_id = ""
@@ -94,25 +94,25 @@ class MlflowTracker:
             self._folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{self._folder / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
-        known_run = self._once.resume(resumed_step)
+        known_run = self._sent.resume(resumed_step)
         self._run_id = known_run or self._create(config, uri)
         if not known_run:  # record at once: if a later call fails, the retry continues this run
-            self._once.begin(self._run_id)
+            self._sent.begin(self._run_id)
         self._client.update_run(self._run_id, status="RUNNING")
         trouble = self._store(dict(config), "config.json")  # settings of a resumed run may differ
-        line = f"writes run {self._run_id} to {masked(uri)}" + self._once.left_out(resumed_step)
+        line = f"writes run {self._run_id} to {masked(uri)}" + self._sent.skipped_text(resumed_step)
         return f"{line}; {trouble}" if trouble else line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs all metrics of a step in a single call, which the store accepts or rejects as a whole."""
-        if step in self._once:
+        if step in self._sent:
             return
         from mlflow.entities import Metric
 
         # A retry keeps its timestamp, so the store recognises duplicates.
         now = self._times.setdefault(step, int(time.time() * 1000))
         batch = [Metric(allowed_name(name), value, now, step) for name, value in metrics.items()]
-        with self._once.giving(step):
+        with self._sent.sending(step):
             self._client.log_batch(self._run_id, metrics=batch)
         self._times.clear()
 

@@ -24,7 +24,7 @@ ALWAYS = "jsonl"
 METHODS = ("start", "log", "log_trajectories", "close")
 
 
-def chosen(config: TelemetryConfig) -> dict[str, str]:
+def listed_trackers(config: TelemetryConfig) -> dict[str, str]:
     """Returns name -> import path of the run's trackers, without metrics.jsonl. A user-defined tracker is named after
     its class.
 
@@ -87,7 +87,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
     Raises:
         UserError: A setting is invalid.
     """
-    paths = chosen(config)
+    paths = listed_trackers(config)
     for name in config.options:
         if name not in {*paths, *TRACKERS}:
             raise UserError(f"telemetry.options.{name}: {unknown(name)}, named in telemetry.trackers")
@@ -99,7 +99,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
 def unused_notes(config: TelemetryConfig) -> list[str]:
     """Returns notes about non-default options of trackers that are off. A recipe may contain such options."""
     notes = []
-    for name in sorted({*config.options} - {*chosen(config), ALWAYS}):
+    for name in sorted({*config.options} - {*listed_trackers(config), ALWAYS}):
         cls = resolve(TRACKERS[name])
         values, defaults = options_of(name, cls, config), options_of(name, cls, TelemetryConfig())
         notes += [

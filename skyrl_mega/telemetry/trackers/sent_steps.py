@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-class OnceLog:
+class SentSteps:
     """Sends every step of a run to a store at most once, across kills and resumes.
 
     A resumed run repeats the steps after its checkpoint, and an append-only store would show these steps twice.
@@ -38,31 +38,31 @@ class OnceLog:
     def begin(self, run_id: str) -> None:
         """Records a new run of the store, without steps."""
         self._run_id = run_id
-        self._keep(-1)
+        self._save(-1)
 
     def __contains__(self, step: int) -> bool:
         """Returns True if this step was already sent."""
         return step <= self._last
 
     @contextmanager
-    def giving(self, step: int) -> Iterator[None]:
+    def sending(self, step: int) -> Iterator[None]:
         """Records the step as sent inside the block; undoes the record on an exception."""
         before = self._last
-        self._keep(step)
+        self._save(step)
         try:
             yield
         except BaseException:
-            self._keep(before)
+            self._save(before)
             raise
 
-    def left_out(self, resumed_step: int | None) -> str:
+    def skipped_text(self, resumed_step: int | None) -> str:
         """Returns a message about steps that will be repeated and skipped; empty if there are none."""
         first = (resumed_step or 0) + 1
         if self._last < first:
             return ""
         return f"; steps {first} to {self._last} are repeated now, and not written there again"
 
-    def _keep(self, step: int) -> None:
+    def _save(self, step: int) -> None:
         self._last = step
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(".partial")

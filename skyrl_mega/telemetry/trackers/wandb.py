@@ -20,7 +20,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.options import Option, text, texts
 from skyrl_mega.config.values import Rule
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
-from skyrl_mega.telemetry.trackers.sent_steps import OnceLog
+from skyrl_mega.telemetry.trackers.sent_steps import SentSteps
 
 PROJECT = "skyrl_mega"
 FLUSH_S = 0.2
@@ -59,7 +59,7 @@ class WandbTracker:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder.absolute(), options
-        self._once = OnceLog(folder / "trackers" / "wandb.json")
+        self._sent = SentSteps(folder / "trackers" / "wandb.json")
         self._trajectories: dict[int, Sequence[TrajectoryText]] = {}
         self._run: Any = None
 
@@ -72,7 +72,7 @@ class WandbTracker:
         import wandb
 
         options, mode = self._options, _mode(self._options)
-        known_run = self._once.resume(resumed_step)
+        known_run = self._sent.resume(resumed_step)
         run_id = known_run or token_hex(4)
         self._run = wandb.init(
             dir=str(self._folder),
@@ -93,16 +93,16 @@ class WandbTracker:
             ),
         )
         if not known_run:
-            self._once.begin(run_id)
+            self._sent.begin(run_id)
         if mode == "online":
             place = f"writes to {self._run.url}"
         else:
             place = f"writes to {self._folder}/wandb; upload it with: wandb sync {self._folder}/wandb/*-{run_id}"
-        return place + self._once.left_out(resumed_step)
+        return place + self._sent.skipped_text(resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs a row of the history, with the step's trajectories as a table."""
-        if step in self._once:
+        if step in self._sent:
             return
         import wandb
 
@@ -110,7 +110,7 @@ class WandbTracker:
         if trajectories := self._trajectories.get(step):
             columns = [field.name for field in fields(TrajectoryText)]
             row["trajectories"] = wandb.Table(columns=columns, data=[list(astuple(t)) for t in trajectories])
-        with self._once.giving(step):
+        with self._sent.sending(step):
             self._run.log(row, step=step, commit=True)
         self._trajectories.pop(step, None)  # only now: a failed call is retried with the same trajectories
 
