@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_mega.engines.base import Engine
 from skyrl_mega.engines.vllm.actor import VllmEngine
-from tests.laws.source import modules
+from tests.architecture.source import modules
 from tests.support.simulated_engine import SimulatedEngine
 
 PROTOCOL = {name: f for name, f in vars(Engine).items() if inspect.isfunction(f) and not name.startswith("_")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.laws.source import PACKAGE, ROOT
+from tests.architecture.source import PACKAGE, ROOT
 
 
 def named(text: str) -> set[str]:

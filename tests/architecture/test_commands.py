@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.source import ROOT
+from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SELF_MADE = re.compile(r"[*…<>{}$]|^runs/|^data/|\bmy_|\bmine\b|NAME|^/")

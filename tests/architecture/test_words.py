@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.laws.source import ROOT
+from tests.architecture.source import ROOT
 
 WORDS = {
     "mend": "fix",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.source import ROOT
+from tests.architecture.source import ROOT
 
 LONGEST = 120
 

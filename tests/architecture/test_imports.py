@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from tests.laws.source import ROOT, imports, modules
+from tests.architecture.source import ROOT, imports, modules
 
 
 def rooms() -> list[str]:
