@@ -26,5 +26,7 @@ LEFT = 3
 def test_messages_and_paragraphs_are_found() -> None:
     source = '"""Module."""\nraise E(f"engine {n} did not answer within {s} seconds")\nx = "two words"\n'
     assert [text.text for text in messages(source)] == ["engine   did not answer within   seconds"]
-    page = "# Title\n\nA first paragraph of words.\n\n```\ncode that is none of it\n```\n| a cell with four words | b |\n"
+    page = (
+        "# Title\n\nA first paragraph of words.\n\n```\ncode that is none of it\n```\n| a cell with four words | b |\n"
+    )
     assert [text.text for text in paragraphs(page)] == ["A first paragraph of words.", "a cell with four words"]
