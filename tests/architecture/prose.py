@@ -24,8 +24,8 @@ RATES = {
 """Groups of words that stand for a noun or a verb that the writer did not name."""
 PREPOSITIONS = set("of to for by as with in nor also not from between beside".split())
 PRONOUNS = set(
-    "it they those one nobody whoever who what whether where how all others some none its their these this so such more "
-    "another".split()
+    "it they those one nobody whoever who what whether where how all others some none its their these this so such "
+    "more another".split()
 )
 BAND = {
     "that, which, who": 9.5,
