@@ -22,10 +22,10 @@ RATES = {
     "has, have, had": "has have had",
 }
 """Groups of words that stand for a noun or a verb that the writer did not name."""
-PREPOSITIONS = set("of to for by as with in nor also not from between beside".split())
-PRONOUNS = set(
+PREPOSITIONS = "of to for by as with in nor also not from between beside"
+PRONOUNS = (
     "it they those one nobody whoever who what whether where how all others some none its their these this so such "
-    "more another".split()
+    "more another"
 )
 BAND = {
     "that, which, who": 9.5,
@@ -95,7 +95,7 @@ def figures(texts: Iterable[Text]) -> dict[str, float]:
     }
     openings = [_opening(text.text) for text in texts]
     for name, group in (("preposition", PREPOSITIONS), ("pronoun", PRONOUNS)):
-        out[f"opens with a {name}"] = 100 * sum(word in group for word in openings) / max(1, len(texts))
+        out[f"opens with a {name}"] = 100 * sum(word in group.split() for word in openings) / max(1, len(texts))
     return out
 
 
