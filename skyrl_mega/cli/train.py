@@ -119,6 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     changed = resuming.changes(config)
     with Console(as_json=args.json, ended_by=ending_signal) as console, run_folder(config, console.say) as folder:
         console.log_to(folder / "logs" / "run.log")
+        console.events_to(folder)
         if changed:
             console.say(resuming.changes_text(changed))
         if finished := resuming.nothing_left(config):
@@ -173,8 +174,9 @@ def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Conso
 
 def _train(config: Config, folder: Path, console: Console) -> int:
     """Trains and returns the exit code; on a fault prints its cause and the log folder."""
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, facts
     from skyrl_mega.report.overview import write_at_end
+    from skyrl_mega.telemetry.events import Event
     from skyrl_mega.trainer.checkpoints import describe_resume
     from skyrl_mega.trainer.health.mismatch import EngineDiffers
     from skyrl_mega.trainer.health.watch import CannotLearn
@@ -185,18 +187,21 @@ def _train(config: Config, folder: Path, console: Console) -> int:
     except (ActorFailed, ClusterError, CannotLearn, EngineDiffers, OSError) as error:
         if ShutdownRequest().at_once:
             raise Stopped from error
-        console.say(f"fault: {error}")
+        console.say(Event("fault", f"fault: {error}", **facts(error)))
         console.say(f"  logs  {folder / 'logs'}; {describe_resume(folder / 'checkpoints')}")
         if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
-            _keep_traceback(folder)
+            _keep_traceback(folder, traceback.format_exc())
         write_at_end(folder, console.say)  # writes or updates the report, with the fault
         return FAULT
     except UserError as error:
-        console.note(f"fault: {error}")  # the terminal shows it as the last line
+        # The terminal shows the line as the last one of this command.
+        console.note(Event("fault", f"fault: {error}", **facts(error)))
         write_at_end(folder, console.say)
         raise
-    except Exception:
-        _keep_traceback(folder)
+    except Exception as error:
+        text = traceback.format_exc()
+        _keep_traceback(folder, text)
+        console.record(Event("fault", text, **facts(error)))
         write_at_end(folder, console.say)
         raise
     return DONE
@@ -260,8 +265,7 @@ def _enter(directory: str) -> None:
         ) from error
 
 
-def _keep_traceback(folder: Path) -> None:
-    text = traceback.format_exc()
+def _keep_traceback(folder: Path, text: str) -> None:
     try:
         with (folder / "logs" / "run.log").open("a") as log:
             log.write(text)

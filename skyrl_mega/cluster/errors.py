@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ClusterError(RuntimeError):
     """Ray could not be started or reached, or lacks resources."""
@@ -35,3 +37,11 @@ class ActorTimeout(ActorFailed):
         names = ", ".join(actor for actor, _ in silent[:8]) + (" …" if len(silent) > 8 else "")
         self.silent = silent
         super().__init__(*silent[0], method, f"no answer within {seconds:g} s from {names}")
+
+
+def facts(error: BaseException) -> dict[str, Any]:
+    """Returns what an event says of a fault: its class, and of a failed actor who, in which call, and why."""
+    found: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, ActorFailed):
+        found |= {"actor": error.actor, "rank": error.rank, "method": error.method, "cause": error.cause}
+    return found

@@ -22,6 +22,7 @@ from skyrl_mega.cluster.errors import ActorFailed, NodeGone
 from skyrl_mega.cluster.group import ActorGroup, Call, describe, end_processes, gather, settle
 from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.config.residency import ENGINE
+from skyrl_mega.telemetry.events import Event
 
 WEIGHTS, _ = ENGINE
 
@@ -125,7 +126,8 @@ class Fleet:
         del self._starting[rank]
         self.states[rank] = State.STALE
         if error is None:
-            self.say(f"{self.group.name}-{rank} is up again, and waits to be brought up to date")
+            text = f"{self.group.name}-{rank} restarted; it serves again after the next weight sync"
+            self.say(Event("actor_back", text, actor=f"{self.group.name}-{rank}", rank=rank))
         else:
             self.retire(rank, str(error))
 
@@ -156,7 +158,8 @@ class Fleet:
             raise self._last_failure
         self.restarts -= 1
         self.states[rank] = State.STARTING
-        self.say(f"{name} is out of service: {cause}; it is started again ({self.restarts} restarts are left)")
+        text = f"{name} is out of service: {cause}; it is started again ({self.restarts} restarts are left)"
+        self.say(Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts))
         self._ending[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
         if not self.asleep:
             self._start_ended()

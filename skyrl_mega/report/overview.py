@@ -14,7 +14,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.report import estimate, gantt, plots, timeline
 from skyrl_mega.report.document import document, save
-from skyrl_mega.report.run_data import RunData, read
+from skyrl_mega.report.run_data import RunData, local_time, read
 from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.table import duration, number
 
@@ -332,7 +332,7 @@ def _fault(run: RunData, name: str, several: bool) -> str:
         kind = "bad" if fault.last else "warn"
         parts.append(f"<div class='fault {kind}'><b>{what}{when}</b><pre>{escape(fault.text)}</pre></div>")
     if run.recovered:
-        lines = "\n".join(f"{when}  {text}" for when, text in run.recovered[-20:])
+        lines = "\n".join(f"{local_time(event)}  {event.text}" for event in run.recovered[-20:])
         parts.append(
             f"<details class='fault warn'><summary>made good on the way: {len(run.recovered)}</summary>"
             f"<pre>{escape(lines)}</pre></details>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,30 +15,23 @@ from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import masked
-from skyrl_mega.telemetry import metrics
+from skyrl_mega.telemetry import events, metrics
 from skyrl_mega.telemetry.console import PLACES
+from skyrl_mega.telemetry.events import Entry
 from skyrl_mega.telemetry.run_dir import checkpoints_in
 
-STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ")
-"""Beginning of an entry in `logs/run.log`; a line without a time stamp continues the entry before."""
-
-
-TRACEBACK = "Traceback (most recent call last)"
-STEP = re.compile(r" *\d+  ")
-"""A row of the table of steps."""
-RECOVERED = re.compile(r" is out of service: |^retriever: ended ")
-FINDING_LINE = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
-"""A health finding in the log: step, kind, evidence."""
+RECOVERED = ("actor_lost", "retriever_lost", "trajectory_failed")
+"""Kinds of events that a run recovers from."""
 STUCK = ("health/stuck_steps", "health/stuck_groups")
 """Health metrics other than kinds of findings."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The error that ended a run."""
+    """The error that ended a run, or a part of it."""
 
     when: str
-    """Time in the log; empty for a traceback, which has no time stamp."""
+    """Local time."""
     text: str
     last: bool
     """True if the run was not resumed afterwards."""
@@ -111,30 +104,27 @@ class RunData:
         ]
 
     @cached_property
-    def log(self) -> list[tuple[str, str]]:
-        """Time and text of each entry of `logs/run.log`; a traceback has no time stamp."""
-        file = self.folder / "logs" / "run.log"
-        if not file.is_file():
-            return []
-        return list(_entries(safe_read.read(file, "give a log that you may read").decode(errors="replace")))
+    def events(self) -> list[Entry]:
+        """The events of the run, in order."""
+        return events.read(self.folder)
 
     @property
     def fault(self) -> Fault | None:
-        """The last error that ended the run, or None."""
-        faults = [i for i, (_, text) in enumerate(self.log) if text.startswith(("fault:", TRACEBACK))]
+        """The last fault of the run, or None."""
+        faults = [i for i, event in enumerate(self.events) if event.kind == "fault"]
         if not faults:
             return None
-        when, text = self.log[faults[-1]]
-        resumed = any(STEP.match(later) for _, later in self.log[faults[-1] + 1 :])
-        return Fault(when, text.removeprefix("fault: "), not resumed)
+        event = self.events[faults[-1]]
+        resumed = any(later.kind == "step" for later in self.events[faults[-1] + 1 :])
+        return Fault(local_time(event), event.text.removeprefix("fault: "), not resumed)
 
     @cached_property
     def findings(self) -> list[Finding]:
         """Health findings, ordered by first step."""
         first_seen: dict[str, tuple[int, str]] = {}
-        for _, text in self.log:
-            if match := FINDING_LINE.match(text):
-                first_seen.setdefault(match[2], (int(match[1]), match[3]))
+        for event in self.events:
+            if event.kind == "health" and isinstance(step := event.facts.get("step"), int):
+                first_seen.setdefault(str(event.facts.get("finding")), (step, str(event.facts.get("evidence"))))
         steps: dict[str, list[int]] = {kind: [] for kind in first_seen}
         for row in self.rows:
             for name in row:
@@ -150,9 +140,14 @@ class RunData:
         )
 
     @property
-    def recovered(self) -> list[tuple[str, str]]:
-        """Failures from which the run recovered: engines, the retrieval service."""
-        return [entry for entry in self.log if RECOVERED.search(entry[1])]
+    def recovered(self) -> list[Entry]:
+        """Crashes that the run recovered from: engines, rollout workers, trajectories, the retrieval service."""
+        return [event for event in self.events if event.kind in RECOVERED]
+
+
+def local_time(event: Entry) -> str:
+    """Returns the event's local time, such as `2026-01-31 18:05:09`."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
 
 
 def read(folder: Path) -> RunData:
@@ -183,18 +178,3 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
-
-
-def _entries(log: str) -> Iterator[tuple[str, str]]:
-    """Yields time and text of each entry; a traceback is an entry without time."""
-    when, lines = "", list[str]()
-    for line in log.splitlines():
-        stamp = STAMP.match(line)
-        if stamp or line.startswith(TRACEBACK):
-            if lines:
-                yield when, "\n".join(lines)
-            when, lines = (stamp[1], [line[stamp.end() :]]) if stamp else ("", [line])
-        else:
-            lines.append(line)
-    if lines:
-        yield when, "\n".join(lines)

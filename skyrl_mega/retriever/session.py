@@ -19,6 +19,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.retriever.client import TOKEN_VARIABLE
 from skyrl_mega.retriever.commands import build_index
+from skyrl_mega.telemetry.events import Event
 
 START_S = 600.0
 """Time limit in seconds for the start; loading the index of a large corpus takes minutes."""
@@ -156,8 +157,10 @@ class RetrieverProcess:
                 continue
             self.process.stdin.close()
             if restarts == RESTARTS:
-                self.say(f"retriever: ended again ({code}) and stays down; see {self.log}")
+                text = f"retriever: ended again ({code}) and stays down; see {self.log}"
+                self.say(Event("retriever_lost", text, code=code, restarted=False))
                 return
             restarts += 1
-            self.say(f"retriever: ended ({code}) and is started again")
+            text = f"retriever: ended ({code}) and is started again"
+            self.say(Event("retriever_lost", text, code=code, restarted=True))
             self._spawn(self._port)

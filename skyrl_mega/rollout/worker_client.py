@@ -36,6 +36,7 @@ from skyrl_mega.rollout.worker_messages import (
     WorkerEvent,
 )
 from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span
 
@@ -181,7 +182,8 @@ class WorkerClient:
             f"environment {prompt.env_class}: {history.crashes} processes died with it, {history.solo_crashes} of them "
             f"with nothing else, the last one: {cause}"
         )
-        self.workers.say(f"trajectory {name} has failed: {fault}")
+        text = f"trajectory {name} has failed: {fault}"
+        self.workers.say(Event("trajectory_failed", text, trajectory=name, environment=prompt.env_class, cause=cause))
         return fault
 
     def expect(self, trajectories: int) -> None:

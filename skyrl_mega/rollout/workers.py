@@ -12,6 +12,7 @@ from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, SUSPECTED, WorkerCrash, may_run, prompt_hash
+from skyrl_mega.telemetry.events import Event
 
 
 class Workers:
@@ -63,7 +64,8 @@ class Workers:
                 if starting.done():
                     del self._starting[rank]
                     if (error := starting.exception()) is None:
-                        self.say(f"{self.group.name}-{rank} is up again")
+                        name = f"{self.group.name}-{rank}"
+                        self.say(Event("actor_back", f"{name} is up again", actor=name, rank=rank))
                     else:
                         self._replace(rank, f"{type(error).__name__}: {error}")
             if self._last_error is not None and len(self._given_up) == len(self.group):
@@ -170,16 +172,18 @@ class Workers:
         log = self.group.logs[rank]
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, log)
         self._last_error = ActorFailed(name, rank, "play", f"{cause}; its log: {log}")
-        message = f"{name} is lost: {cause}; what it had is played again"
+
+        def lost(then: str) -> Event:
+            text = f"{name} is lost: {cause}; what it had is played again{then}"
+            return Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts)
+
         if self.restarts > 0:
             self.restarts -= 1
-            self._start(rank, f"{message}, and it is started again ({self.restarts} restarts are left)")
+            self._start(rank, lost(f", and it is started again ({self.restarts} restarts are left)"))
         elif not self._no_restarts and self._borrowed_restarts < len(self.group) and (suspects or self._any_suspect()):
             self._borrowed_restarts += 1
-            self._start(
-                rank, f"{message}, and it is started again though no restart is left: a cause is being looked for"
-            )
+            self._start(rank, lost(", and it is started again though no restart is left: a cause is being looked for"))
         else:
             self._given_up.add(rank)
             self._threads.submit(self.group.end, rank)
-            self.say(f"{message}; no restart is left (rollout.restarts)")
+            self.say(lost("; no restart is left (rollout.restarts)"))

@@ -22,9 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from skyrl_mega.config.command import discard_output
 from skyrl_mega.config.safe_read import writing
-from skyrl_mega.config.secrets import hidden
+from skyrl_mega.config.secrets import all_hidden, hidden
 from skyrl_mega.config.terminal import printable
-from skyrl_mega.telemetry import table
+from skyrl_mega.telemetry import events, table
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.metrics import finite
 
 HEADER_EVERY = 20
@@ -38,6 +39,7 @@ PLACES = (
     ("report", "report.html"),
     ("config", "config.yaml"),
     ("metrics", "metrics.jsonl"),
+    ("events", events.FILE),
     ("estimate", "estimate.json"),
     ("profile", "profile"),
     ("timeline", "timeline"),
@@ -97,6 +99,8 @@ class Console:
         self._live = self._out.is_terminal
         self._progress: Progress | None = None
         self._log: TextIO | None = None
+        self._events: TextIO | None = None
+        self._finished_step = 0
         self._open: list[Phase] = []
         self._seen: set[str] = set()
         self._rows = 0
@@ -110,6 +114,11 @@ class Console:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", buffering=1)
         self._stack.callback(_close, self._log)
+
+    def events_to(self, folder: Path) -> None:
+        """Appends all further events to `events.jsonl` of a run's folder."""
+        self._events = (folder / events.FILE).open("a", buffering=1)
+        self._stack.callback(_close, self._events)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
@@ -125,14 +134,29 @@ class Console:
         self._leave(phase, "done in")
 
     def say(self, text: str) -> None:
-        """Prints and logs a line; terminal control characters are escaped and secrets hidden."""
-        text = printable(hidden(text), keep="\n\t")
-        self._print(text)
-        self._write_log(text)
+        """Prints and logs a line; terminal control characters are escaped and secrets hidden. Records an `Event`."""
+        shown = printable(hidden(text), keep="\n\t")
+        self._print(shown)
+        self._write_log(shown)
+        self.record(text)
 
     def note(self, text: str) -> None:
-        """Writes a line to the run's log only."""
+        """Writes a line to the run's log only. Records an `Event`."""
         self._write_log(hidden(text))
+        self.record(text)
+
+    def record(self, text: str) -> None:
+        """Writes an event to `events.jsonl` and to the JSON output; ignores plain text."""
+        if not isinstance(text, Event):
+            return
+        if text.kind in ("step", "resumed"):
+            self._finished_step = text.facts["step"]
+        row = all_hidden(events.row(text, self._finished_step))
+        if self._events:
+            with writing(Path(self._events.name)):
+                self._events.write(json.dumps(row) + "\n")
+        if text.kind != "step":  # the JSON output has the metrics of the step
+            self._emit({"event": text.kind, **row})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the table row of a step, and a header every `HEADER_EVERY` rows."""
@@ -140,7 +164,7 @@ class Console:
             self._print(table.header(), style="bold")
             self._write_log(table.header())
         self._rows += 1
-        self.say(table.row(step, metrics))
+        self.say(Event("step", table.row(step, metrics), step=step))
         self._emit({"step": step, **finite(metrics)})
 
     def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:

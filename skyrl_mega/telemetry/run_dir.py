@@ -29,7 +29,7 @@ _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")
 EARLIER = "earlier"
 """Folder for earlier results found at the start of a run."""
 RESULTS = (
-    *("metrics.jsonl", "trajectories", "timeline", "profile", "tensorboard", "trackers", "report.html"),
+    *("metrics.jsonl", "events.jsonl", "trajectories", "timeline", "profile", "tensorboard", "trackers", "report.html"),
     *("estimate.json", "preflight.json", "model", "logs", "config.yaml"),
 )
 """Output of a run other than checkpoints, which must not mix with the output of another run."""

@@ -14,6 +14,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Phase
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health.failures import failures, refuse_broken
 
 
@@ -45,7 +46,8 @@ class Evaluator:
         trajectories = [t for group in groups for t in group.trajectories]
         refuse_broken(trajectories)
         if failure_text := failures(trajectories):
-            self.say(f"health: evaluation after step {step}: environment_fails: {failure_text}")
+            text = f"health: evaluation after step {step}: environment_fails: {failure_text}"
+            self.say(Event("health", text, step=step, finding="environment_fails", evidence=failure_text))
         metrics = scores(trajectories)
         if failed := [name.split("/")[1] for name, share in metrics.items() if name.endswith("/failed") and share == 1]:
             self.say(

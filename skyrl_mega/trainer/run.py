@@ -25,6 +25,7 @@ from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.by_reference import fetch_arrays
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints, DiskFull
@@ -297,7 +298,8 @@ class Run:
         self.first_evaluation = state["first_evaluation"]
         if "entropy" in state:  # earlier versions did not save the entropy coefficient
             self.entropy.restore(state["entropy"])
-        self.console.say(f"resuming after step {self.step} from {newest}")
+        text = f"resuming after step {self.step} from {newest}"
+        self.console.say(Event("resumed", text, step=self.step, checkpoint=newest.name))
         if restored_line:
             self.console.say(restored_line)
 

@@ -26,8 +26,9 @@ def train(config: Config, folder: Path, console: Console) -> None:
         Stopped: A signal arrived.
     """
     from skyrl_mega.cluster.atomic_output import refuse_folder
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, facts
     from skyrl_mega.hf_checkpoint.load import exported
+    from skyrl_mega.telemetry.events import Event
     from skyrl_mega.trainer.checkpoints import refuse_unusable
     from skyrl_mega.trainer.setup import open_run
     from skyrl_mega.trainer.shutdown import ShutdownRequest
@@ -55,8 +56,9 @@ def train(config: Config, folder: Path, console: Console) -> None:
             ):
                 raise
             restarts_left -= 1
-            console.say(f"fault: {error}")
-            console.say(f"the run starts again from its newest checkpoint ({restarts_left} restarts are left)")
+            console.say(Event("fault", f"fault: {error}", **facts(error)))
+            text = f"the run starts again from its newest checkpoint ({restarts_left} restarts are left)"
+            console.say(Event("restart", text, restarts_left=restarts_left))
 
 
 def finish(run: Run) -> None:

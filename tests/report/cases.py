@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, file_name
 from skyrl_mega.telemetry.trace import Span
 
+BEGAN = 1_770_000_000.0
+"""Seconds since 1970 of a run's first event."""
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
 """What a policy may write."""
 
@@ -128,10 +131,16 @@ def metrics(folder: Path, rows: Sequence[dict[str, float | None]]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def log(folder: Path, text: str) -> None:
-    """Writes a run's log."""
-    (folder / "logs").mkdir(exist_ok=True)
-    (folder / "logs" / "run.log").write_text(text)
+def events(folder: Path, *rows: dict[str, Any]) -> None:
+    """Writes a run's events, a second apart."""
+    common = {"after_step": 0, "text": ""}
+    lines = [json.dumps({"time": BEGAN + second, **common, **row}) for second, row in enumerate(rows)]
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def when(second: int) -> str:
+    """Returns the local time of an event that `events` wrote."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGAN + second))
 
 
 def timelines(folder: Path, steps: int, engines: int = 2, first: float = 1_770_000_000.0) -> None:

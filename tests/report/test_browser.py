@@ -13,7 +13,7 @@ from skyrl_mega.models.char_tokenizer import VOCABULARY, write_tokenizer
 from skyrl_mega.report import __main__ as command
 from tests.report import browser as chromium
 from tests.report.browser import Browser
-from tests.report.cases import EVIL, double, log, metrics, run_folder, single, steps_of_double, timelines, with_steps
+from tests.report.cases import EVIL, double, events, metrics, run_folder, single, steps_of_double, timelines, with_steps
 
 if chromium.program() is None:
     pytest.skip(f"no browser: none of {', '.join(chromium.NAMES)} is installed", allow_module_level=True)
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = run_folder(folder / "r", {1: many, 2: [evil, double()]}, model=str(folder / "model"))
     with_steps(run / "trajectories" / "step_000002.parquet", [[], steps_of_double()])
     metrics(run, [{"step": s, "reward/mean": s / 10, "time/step": 2.0, "time/train": 1.5} for s in range(1, 9)])
-    log(run, f"2026-01-01 00:00:00  fault: {EVIL}\n")
+    events(run, {"kind": "fault", "text": f"fault: {EVIL}"})
     timelines(run, 8, engines=20)
     return run
 

@@ -14,9 +14,9 @@ from skyrl_mega.cli.train import main as launch
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.report import overview, run_data
-from tests.report.cases import log, metrics, run_folder
+from tests.report.cases import events, metrics, run_folder, when
 
-ROW = "2026-01-01 00:00:{:02d}       {}   0.012       ·    -0.003\n"
+STEP = {"kind": "step", "step": 1}
 
 
 def text_of(page: str) -> str:
@@ -67,35 +67,35 @@ def test_several_runs(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_fault_stands_above_all_else(run: Path) -> None:
-    log(
-        run,
-        ROW.format(1, 1)
-        + "2026-01-01 00:00:02  fault: policy-0 failed in train: a\nb\n2026-01-01 00:00:02    logs  x\n",
-    )
-    fault = run_data.read(run).fault
-    assert fault == run_data.Fault("2026-01-01 00:00:02", "policy-0 failed in train: a\nb", last=True)
+    events(run, STEP, {"kind": "fault", "text": "fault: policy-0 failed in train: a\nb"})
+    assert run_data.read(run).fault == run_data.Fault(when(1), "policy-0 failed in train: a\nb", last=True)
     text = text_of(overview.write([run]).read_text())
-    assert "The run ended by a fault at 2026-01-01 00:00:02" in text and "policy-0 failed in train: a" in text
+    assert f"The run ended by a fault at {when(1)}" in text and "policy-0 failed in train: a" in text
 
 
 def test_a_run_that_went_on_says_so(run: Path) -> None:
-    log(run, "2026-01-01 00:00:02  fault: first\n2026-01-01 00:00:03  fault: second\n" + ROW.format(9, 12))
-    assert run_data.read(run).fault == run_data.Fault("2026-01-01 00:00:03", "second", last=False)
+    events(run, {"kind": "fault", "text": "fault: first"}, {"kind": "fault", "text": "fault: second"}, STEP)
+    assert run_data.read(run).fault == run_data.Fault(when(1), "second", last=False)
     assert "The run was resumed after a fault" in overview.write([run]).read_text()
 
 
-def test_a_traceback_is_a_fault(run: Path) -> None:
-    trace = "Traceback (most recent call last):\n  File x\nValueError: no"
-    log(run, ROW.format(1, 1) + trace + "\n")
-    assert run_data.read(run).fault == run_data.Fault("", trace, last=True)
-
-
-def test_what_was_made_good(run: Path) -> None:
-    line = "engine-1 is out of service: it died; it is started again (9 restarts are left)"
-    log(run, f"2026-01-01 00:00:02  {line}\n" + ROW.format(3, 1))
+def test_crashes_that_a_run_recovered_from(run: Path) -> None:
+    lost = [
+        {"kind": "actor_lost", "text": "engine-1 is out of service: it died", "actor": "engine-1"},
+        {"kind": "actor_lost", "text": "rollout-0 is lost: it died", "actor": "rollout-0"},
+        {"kind": "trajectory_failed", "text": "trajectory 3/1 has failed", "trajectory": "3/1"},
+        {"kind": "retriever_lost", "text": "retriever: ended (1) and is started again", "code": 1},
+    ]
+    events(run, *lost, {"kind": "actor_back", "text": "engine-1 restarted"}, STEP)
     data = run_data.read(run)
-    assert data.fault is None and data.recovered == [("2026-01-01 00:00:02", line)]
-    assert line in text_of(overview.write([run]).read_text())
+    assert data.fault is None and [event.text for event in data.recovered] == [row["text"] for row in lost]
+    text = text_of(overview.write([run]).read_text())
+    assert "made good on the way: 4" in text and all(str(row["text"]) in text for row in lost)
+
+
+def test_events_that_are_damaged_are_left_out(run: Path) -> None:
+    (run / "events.jsonl").write_text('{"kind": "fault"}\n[]\n\x00\n{"time": 1, "kind": "fault", "text": "fa')
+    assert run_data.read(run).fault is None
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_a_run_noticed_about_itself(run: Path) -> None:
     rows = [{"step": s, "reward/mean": 0.0, "health/nothing_parsed": 1.0, "health/stuck_steps": s} for s in (1, 2, 3)]
     rows.append({"step": 4, "health/slow": 1.0, "health/stuck_steps": 0.0})
     metrics(run, [*rows, {"step": 5, "health/stuck_steps": 0.0}])
-    log(run, ROW.format(1, 1) + "2026-01-01 00:00:02  health: step 1: nothing_parsed: 'guess': null; e.g. '<b>'\n")
+    events(run, {"kind": "health", "step": 1, "finding": "nothing_parsed", "evidence": "'guess': null; e.g. '<b>'"})
     data = run_data.read(run)
     assert [(n.kind, n.steps, n.text) for n in data.findings] == [
         ("nothing_parsed", [1, 2, 3], "'guess': null; e.g. '<b>'"),

@@ -17,7 +17,7 @@ import pytest
 from skyrl_mega.models.char_tokenizer import VOCABULARY, write_tokenizer
 from skyrl_mega.report import browse, overview, records
 from skyrl_mega.report.records import Query
-from tests.report.cases import EVIL, double, metrics, run_folder, single, steps_of_double, with_steps
+from tests.report.cases import EVIL, double, events, metrics, run_folder, single, steps_of_double, with_steps
 
 
 class Elements(HTMLParser):
@@ -61,8 +61,7 @@ def evil_page(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A page of each kind with hostile text wherever text can be."""
     run = run_folder(tmp_path / "<b onclick=x>", {1: [single(text=EVIL, metadata={EVIL: EVIL})]}, model=EVIL)
     metrics(run, [{"step": 1, "reward/mean": 0.5, f"eval/{EVIL.replace('/', '')}/mean": 0.25}])
-    (run / "logs").mkdir()
-    (run / "logs" / "run.log").write_text(f"2026-01-01 00:00:00  fault: {EVIL}\n")
+    events(run, {"kind": "fault", "text": f"fault: {EVIL}"})
     if request.param == "trajectories":
         return trajectories_page(run)
     return overview.write([run]).read_text()

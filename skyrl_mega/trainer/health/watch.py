@@ -9,6 +9,7 @@ from math import ceil
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health import mismatch, rollouts, training
 from skyrl_mega.trainer.health.step_view import ONSET_STEPS, SPEED, USUAL_STEPS, Finding, Row, StepView
 
@@ -34,7 +35,7 @@ class Verdict:
 
     metrics: dict[str, float]
     """Metrics `health/…` for the step's row."""
-    lines: list[str]
+    lines: list[Event]
     """Lines for the console."""
     stuck: int
     """Number of latest consecutive steps without anything learned."""
@@ -123,7 +124,7 @@ class Health:
         self.last_printed[finding.kind] = number
         return True
 
-    def _line(self, view: StepView, finding: Finding) -> str:
+    def _line(self, view: StepView, finding: Finding) -> Event:
         run, steps_left = self.config.run, 0
         if run.patience:
             missing_groups = run.patience_groups - self.groups
@@ -133,7 +134,9 @@ class Health:
             if finding.stuck and steps_left > 0
             else ""
         )
-        return f"{PREFIX}step {view.number}: {finding.kind}: {finding.text}{ending}"
+        evidence = f"{finding.text}{ending}"
+        text = f"{PREFIX}step {view.number}: {finding.kind}: {evidence}"
+        return Event("health", text, step=view.number, finding=finding.kind, evidence=evidence)
 
 
 def findings(view: StepView) -> list[Finding]:

@@ -18,7 +18,10 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets.settings import FILE
 from tests.fuzz.values import packed, real, replaced, spoilt, unpacked, value
 
-LOG = b"2026-01-01 00:00:00  step 1\nfault: x\nTraceback (most recent call last):\n  x\n"
+EVENTS = b"".join(
+    b'{"time": 1.8e9, "after_step": 0, "text": "x", "kind": %b}\n' % kind
+    for kind in (b'"step", "step": 1', b'"health", "step": 1, "finding": "slow", "evidence": "x"', b'"fault"')
+)
 SAMPLE: dict[str, Any] = {
     "uid": 1,
     "sample": 0,
@@ -56,7 +59,7 @@ def _report(random: Random) -> Any:
     files = {
         "config.yaml": FILE,
         "metrics.jsonl": metrics,
-        "logs/run.log": LOG,
+        "events.jsonl": EVENTS,
         "trajectories/step_000001.parquet": _samples(random),
         "timeline/step_000001.json.gz": gzip.compress(
             json.dumps(replaced(random, STEP) if random.random() < 0.5 else STEP).encode(), mtime=0

@@ -1,0 +1,88 @@
+"""Events of a run: lines for people that carry their facts as data, kept in `events.jsonl`.
+
+Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `after_step` (the last finished step),
+`text` (the sentence that the terminal shows) and the fields of the kind. Reports read the fields, never the sentence.
+
+| kind | what happened | fields |
+|---|---|---|
+| `step` | a training step finished | `step` |
+| `resumed` | the run continues from a checkpoint | `step`, `checkpoint` |
+| `fault` | an error ended the run, or a part of it that was restarted | `error`, `actor`, `rank`, `method`, `cause` |
+| `restart` | the run restarts from its newest checkpoint after a fault | `restarts_left` |
+| `actor_lost` | an engine or a rollout worker crashed or did not answer | `actor`, `rank`, `cause`, `restarts_left` |
+| `actor_back` | its replacement is up | `actor`, `rank` |
+| `retriever_lost` | the retrieval service ended | `code`, `restarted` |
+| `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |
+| `health` | a watcher found something (docs/health.md) | `step`, `finding`, `evidence` |
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.safe_read import Malformed, error_reason, parse_json, read_lines
+
+FILE = "events.jsonl"
+COMMON = ("time", "kind", "after_step", "text")
+"""Fields that every line has."""
+
+
+class Event(str):
+    """A line for people, with its facts: `say(Event("actor_lost", "engine-1 crashed …", actor="engine-1", rank=1))`.
+
+    Being text, it goes wherever a line goes; `telemetry.console` also writes its facts to `events.jsonl`.
+    """
+
+    kind: str
+    facts: dict[str, Any]
+
+    def __new__(cls, kind: str, text: str, **facts: Any) -> Event:
+        """Returns the line `text`; `facts` are JSON values."""
+        event = super().__new__(cls, text)
+        event.kind, event.facts = kind, facts
+        return event
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of `events.jsonl`."""
+
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    text: str
+    after_step: int
+    """The last step that was finished at that time."""
+    facts: dict[str, Any]
+
+
+def row(event: Event, after_step: int) -> dict[str, Any]:
+    """Returns the object of an event that happens now, for `events.jsonl`."""
+    return {"time": time.time(), "kind": event.kind, "after_step": after_step, "text": str(event), **event.facts}
+
+
+def read(folder: Path) -> list[Entry]:
+    """Returns the events of a run's folder in order, none without the file. Lines that a kill cut off are left out.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    file = folder / FILE
+    try:
+        return [entry for _, text in read_lines(file) if (entry := _entry(text))] if file.is_file() else []
+    except (Malformed, OSError) as error:
+        raise UserError(f"{file}: {error_reason(error)}; give a run's folder that you may read") from error
+
+
+def _entry(text: bytes | str) -> Entry | None:
+    """Returns the event of a line; None if it is no event."""
+    try:
+        row = parse_json(text)
+        facts = {name: value for name, value in row.items() if name not in COMMON}
+        return Entry(float(row["time"]), str(row["kind"]), str(row["text"]), int(row["after_step"]), facts)
+    except (Malformed, KeyError, TypeError, ValueError, AttributeError):
+        return None
