@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,6 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.planner.search import SearchResult
-
-HAS_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
-"""Pattern of messages already naming a fix."""
 
 
 def find_error(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
@@ -62,10 +58,7 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
 
     Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
     """
-    if HAS_FIX.search(str(error)):
-        return error
-    about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
-    if not about_settings or find_error(config, hf, planned=planned) is None:
+    if error.fix or not any(fixes.settings_of(error)) or find_error(config, hf, planned=planned) is None:
         return error
 
     def verdict(other: Config) -> UserError | None:
@@ -75,15 +68,16 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     changes = (
         fixes.separate_or_synchronous(config, verdict)
         if shares_and_generates_ahead
-        else fixes.nearest(config, verdict, str(error))
+        else fixes.nearest(config, verdict, error)
     )
     leaving_out = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
-    search_hint = "" if on_cpu(config) else f"; --suggest{leaving_out} searches further"
+    hints = [] if on_cpu(config) else [f"--suggest{leaving_out} searches further"]
     if changes:
-        return UserError(f"{error}{search_hint}; nearest that work: {'; or '.join(map(fixes.as_arguments, changes))}")
+        offered = "; or ".join(map(fixes.as_arguments, changes))
+        return error.with_fix("; ".join([*hints, f"nearest that work: {offered}"]))
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
     except UserError:
         return error  # the message states the allowed values; only memory errors need the sentence below
-    return UserError(f"{error}; nothing near these settings was found to fix it{search_hint}")
+    return error.with_fix("; ".join(["nothing near these settings was found to fix it", *hints]))

@@ -147,7 +147,7 @@ def _run_with_errors(run: Callable[[], int], as_json: bool) -> int:
         return run()
     except UserError as error:
         if as_json:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"error": str(error), **error.fields}))
         for line in error.lines:
             print_error(f"error: {line}")
         return WRONG_INPUT

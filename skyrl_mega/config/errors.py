@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from skyrl_mega.config.secret_names import hide_in_text
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import one_line
 
+NO_VALUE: Any = object()
+"""Marks an error without a value; None is a value."""
+
 
 class UserError(Exception):
-    """A mistake in user input. The text is a single line: key or file, value, allowed values, fix.
+    """A mistake in user input. Its text is one line: `key = value: problem; fix`.
 
     The launcher prints the line without a traceback and exits with code 2, before any process has started.
+
+    Attributes:
+        problem: What is wrong, and what is allowed.
+        key: The setting, option or file with the mistake; empty if the problem names it.
+        value: The user's value as text; empty for an error without a value.
+        fix: Settings to paste or steps to take; empty if the problem alone says what is allowed.
     """
+
+    def __init__(self, problem: object, *, key: object = "", value: object = NO_VALUE, fix: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.key, self.fix = str(problem), str(key), fix
+        self.value = "" if value is NO_VALUE else str(value)
 
     def __str__(self) -> str:
         """Returns the error line, without line breaks, terminal control sequences or secrets."""
-        return one_line(hide_in_text(hidden(super().__str__())))
+        sign = " " if self.key.startswith("--") else " = "
+        subject = f"{self.key}{sign}{self.value}" if self.value else self.key
+        sentence = "; ".join(filter(None, (self.problem, self.fix)))
+        return _printable(": ".join(filter(None, (subject, sentence))))
 
     @property
     def lines(self) -> list[str]:
         """Lines for the terminal: a line per mistake."""
         return [str(self)]
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The parts by name, without empty parts and secrets, for JSON output."""
+        parts = {"key": self.key, "value": self.value, "problem": self.problem, "fix": self.fix}
+        return {name: _printable(text) for name, text in parts.items() if text}
+
+    def with_fix(self, fix: str) -> UserError:
+        """Returns the same mistake with another sentence in its fix."""
+        fixes = "; ".join(filter(None, (self.fix, fix)))
+        return UserError(self.problem, key=self.key, value=self.value or NO_VALUE, fix=fixes)
 
 
 class UserErrors(UserError):
@@ -41,3 +70,8 @@ class UserErrors(UserError):
         lines = [str(UserError(mistake)) for mistake in self.mistakes[: self.MOST]]
         more = len(self.mistakes) - self.MOST
         return [*lines, f"and {more} more"] if more > 0 else lines
+
+
+def _printable(text: str) -> str:
+    """Returns text as one line without terminal control sequences and secrets."""
+    return one_line(hide_in_text(hidden(text)))

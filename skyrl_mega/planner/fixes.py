@@ -24,6 +24,8 @@ Verdict = Callable[[Config], UserError | None]
 Change = tuple[tuple[str, Any], ...]
 """Keys with new values."""
 
+NAME = re.compile(r"([a-z_]+(?:\.[a-z_]+)*)(=?)")
+"""A possible name of a setting, and the sign after it in an assignment."""
 OFFERED = 3
 """Maximum number of fixes shown."""
 SECONDS = 5.0
@@ -167,25 +169,22 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
 """For each key, a function returning values near the current value, nearest first."""
 
 
-def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]:
+def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
     """Returns changes of a single key, or else of two, after which `verdict` returns None.
 
-    Tries keys named by the message first, then keys for which the message proposes a value (`key=`).
+    Tries keys named by the error first, then keys for which the error proposes a value (`key=`).
     """
     end = time.process_time() + SECONDS
-    proposed = {key for key in NEAR if f"{key}=" in message}
-    named = [key for key in NEAR if _mentions(message, key)]
+    named, proposed = settings_of(error)
     others = [key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED)]
     singles = [*named, *sorted(others, key=lambda key: key not in proposed)]
-    group_name = re.split(r"[.: ]", message)[0]
+    group_name = error.key.partition(".")[0]
     pairs = sorted(
         combinations(PAIRED, 2),
         key=lambda pair: (not proposed.issuperset(pair), -sum(k.startswith(group_name) for k in pair)),
     )
-    costly = [] if group_name == MORE_NODES else [MORE_NODES]
-    with_more_nodes = (
-        list(islice(_passing(config, (MORE_NODES,), verdict, end), 1)) if costly and MORE_NODES in named else []
-    )
+    costly = [MORE_NODES]
+    with_more_nodes = list(islice(_passing(config, (MORE_NODES,), verdict, end), 1)) if MORE_NODES in named else []
     changes: list[Change] = []
     for key in singles:
         wanted = 0 if key in costly else 2 if key in named[:1] else 1
@@ -296,10 +295,14 @@ def _doubled(value: Any, other: Any) -> bool:
     return remainder == 0 and ratio & (ratio - 1) == 0
 
 
-def _mentions(message: str, key: str) -> bool:
-    """Returns True if the message names the key, or its group and last part (`policy.layout: tensor 2 × …`)."""
-    group, _, name = key.rpartition(".")
-    return f"{key} " in message or f"{key}:" in message or (f"{group}: " in message and f" {name} " in message)
+def settings_of(error: UserError) -> tuple[list[str], set[str]]:
+    """Returns the searched settings named by an error, in the order of `NEAR`, and those it proposes a value for.
+
+    An error about a group (`policy.layout`) names the settings of the group by their last part (`tensor`).
+    """
+    words = NAME.findall(f"{error.key} {error.problem} {error.fix}")
+    named = {name for name, sign in words if not sign} | {f"{error.key}.{name}" for name, _ in words}
+    return [key for key in NEAR if key in named], {name for name, sign in words if sign}.intersection(NEAR)
 
 
 def _as_text(value: Any) -> str:
