@@ -152,8 +152,9 @@ def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -
             continue
         if chat is None:
             raise UserError(
-                f"--endpoint: environment {name} has tools, which are called in the model's own chat template; "
-                "evaluate without --endpoint"
+                f"environment {name} has tools, which are called in the model's own chat "
+                "template; evaluate without --endpoint",
+                key="--endpoint",
             )
         chat.check_tools(name)
 
@@ -263,8 +264,10 @@ def _score(
         print(json.dumps(figures), flush=True)
     if not any(s.scores for s in scores):
         raise UserError(
-            f"--output {results.folder}: the environments of all samples failed, so there are no scores; fix them or "
-            "what they ask, as the samples' metadata says, and give another --output"
+            "the environments of all samples failed, so there are no scores",
+            key="--output",
+            value=results.folder,
+            fix="fix them or what they ask, as the samples' metadata says, and give another --output",
         )
 
 

@@ -25,15 +25,20 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
         return
     reason = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
     if moe.replay != "off":
-        raise UserError(f"policy.moe.replay = {moe.replay}: {reason} there are no routes; give off")
+        raise UserError(f"{reason} there are no routes; give off", key="policy.moe.replay", value=moe.replay)
     if moe.dispatcher == "deepep":
         raise UserError(
-            f"policy.moe.dispatcher = deepep: {reason} no token is sent to any; give policy.moe.dispatcher=alltoall"
+            f"{reason} no token is sent to any",
+            key="policy.moe.dispatcher",
+            value="deepep",
+            fix="give policy.moe.dispatcher=alltoall",
         )
     if unused := [name for name in fusions if name in MOE_FUSIONS]:
         raise UserError(
-            f"policy.fusions = {shown(fusions)}: {reason} {' and '.join(unused)} would do nothing; allowed there are "
-            "rope and swiglu, or null for all that the model has"
+            f"{reason} {' and '.join(unused)} would do nothing; allowed there are rope and "
+            "swiglu, or null for all that the model has",
+            key="policy.fusions",
+            value=shown(fusions),
         )
 
 
@@ -50,6 +55,8 @@ def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
     for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
         if grid.expert * grid.expert_tensor == 1:
             raise UserError(
-                f"policy.moe.dispatcher = deepep: {key}.expert = 1 has all experts on every rank, and nothing is sent; "
-                f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1"
+                f"{key}.expert = 1 has all experts on every rank, and nothing is sent",
+                key="policy.moe.dispatcher",
+                value="deepep",
+                fix=f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1",
             )

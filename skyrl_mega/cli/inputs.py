@@ -180,7 +180,7 @@ def _check_preparation(config: Config) -> None:
         try:
             check(config.data.prepare)
         except UserError as error:
-            raise UserError(f"data.prepare: {error}") from error
+            raise UserError(error, key="data.prepare") from error
 
 
 def _check_waits(config: Config) -> None:
@@ -191,9 +191,10 @@ def _check_waits(config: Config) -> None:
         seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
         if seconds >= config.rollout.env_timeout_s:
             raise UserError(
-                f"rollout.env_timeout_s = {config.rollout.env_timeout_s:g}: a step of environment {name} may take "
-                f"{seconds:g} s by its own time limits; allowed is more than that, or lower "
-                f"environment.options.{name}'s timeouts"
+                f"a step of environment {name} may take {seconds:g} s by its own time limits; "
+                f"allowed is more than that, or lower environment.options.{name}'s timeouts",
+                key="rollout.env_timeout_s",
+                value=f"{config.rollout.env_timeout_s:g}",
             )
 
 
@@ -201,9 +202,11 @@ def _known(path: Path) -> Mapping[str, Any]:
     """Returns the sizes of a published model absent from this machine."""
     if hub_name(path) is None:
         raise UserError(
-            f"model.path = {path}: it is not here, and its name ends in none of the models that a dry run knows: "
-            f"{', '.join(name.partition('/')[2] for name in KNOWN)}; give a Hugging Face directory (config.json is "
-            "enough for a dry run) or one of these"
+            "it is not here, and its name ends in none of the models that a dry run knows: "
+            f"{', '.join(name.partition('/')[2] for name in KNOWN)}; give a Hugging Face "
+            "directory (config.json is enough for a dry run) or one of these",
+            key="model.path",
+            value=path,
         )
     return known(path)
 
@@ -243,7 +246,7 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
         try:
             prepare_data(config.data.prepare)
         except UserError as error:
-            raise UserError(f"data.prepare: {error}") from error
+            raise UserError(error, key="data.prepare") from error
     return True
 
 
@@ -270,8 +273,10 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
     for name, key in KEYS.items():
         if key in asked and key in hf and hf[key] != asked[key]:
             raise UserError(
-                f"model.build.{name} = {asked[key]}: {config.model.path} is there already and has {hf[key]} "
-                f"({key} in its config.json); remove that folder, name another model.path, or give model.build=null"
+                f"{config.model.path} is there already and has {hf[key]} ({key} in its config.json)",
+                key=f"model.build.{name}",
+                value=asked[key],
+                fix="remove that folder, name another model.path, or give model.build=null",
             )
 
 
@@ -282,8 +287,10 @@ def check_rewriting(config: Config) -> None:
             registry.resolve(name, config.environment), "rewrites_history", False
         ):
             raise UserError(
-                f"rollout.step_wise = off: environment {name} rewrites the conversation between turns, so that a "
-                "trajectory is no single sequence; allowed is turns or merged"
+                f"environment {name} rewrites the conversation between turns, so that a "
+                "trajectory is no single sequence; allowed is turns or merged",
+                key="rollout.step_wise",
+                value="off",
             )
 
 
@@ -304,8 +311,10 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
         trained = key != "reference.layout"
         if config.cluster.device == "cpu" and trained and grid.expert > 1 and grid.expert_tensor > 1:
             raise UserError(
-                f"{key}.expert_tensor = {grid.expert_tensor}: with {key}.expert = {grid.expert} it gathers uneven "
-                "parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+                f"with {key}.expert = {grid.expert} it gathers uneven parts, which Gloo cannot",
+                key=f"{key}.expert_tensor",
+                value=grid.expert_tensor,
+                fix="give one of the two as 1, or run on GPUs",
             )
     check_spread(config, grids)
 
@@ -328,8 +337,10 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     if config.cluster.device == "cpu" and decoder.head_dim not in CPU_HEADS:
         key = "model.build.head_dim" if config.model.build else f"model.path = {config.model.path}: head_dim"
         raise UserError(
-            f"{key} = {decoder.head_dim}: vLLM has no attention of this width on a CPU; allowed are "
-            f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda"
+            "vLLM has no attention of this width on a CPU; allowed are "
+            f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda",
+            key=key,
+            value=decoder.head_dim,
         )
     if fp8_parameters(config.rollout):
         engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
@@ -337,8 +348,10 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
         width = decoder.experts.width // config.rollout.tensor
         if width % CPU_EXPERT_COLUMNS:
             raise UserError(
-                f"rollout.tensor = {config.rollout.tensor}: leaves {width} columns of an expert to a worker; vLLM on a "
-                f"CPU needs a multiple of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model"
+                f"leaves {width} columns of an expert to a worker; vLLM on a CPU needs a multiple "
+                f"of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model",
+                key="rollout.tensor",
+                value=config.rollout.tensor,
             )
     longest = config.model.max_length or decoder.max_length
     if length_limit(config.rollout) > longest:
@@ -346,8 +359,9 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
         has_limit = config.rollout.max_length is not None
         lower = "it, or give null" if has_limit else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
         raise UserError(
-            f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
-            f"{longest} ({source}); lower {lower}"
+            f"sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
+            f"{longest} ({source}); lower {lower}",
+            key="rollout.max_length",
         )
 
 
@@ -399,8 +413,10 @@ def check_vllm(device: str) -> None:
         return
     if device == "cpu" and "cpu" not in version:
         raise UserError(
-            f"cluster.device = cpu (which auto means where there is no GPU): the vLLM installed here, {version}, "
-            "computes on GPUs alone; run with .venv/bin/python, which `make quickstart` makes, or where there are GPUs"
+            f"the vLLM installed here, {version}, computes on GPUs alone; run with "
+            ".venv/bin/python, which `make quickstart` makes, or where there are GPUs",
+            key="cluster.device",
+            value="cpu (which auto means where there is no GPU)",
         )
 
 
@@ -415,8 +431,9 @@ def _check_spec(config: Config) -> None:
     spec, device = config.policy.spec, config.cluster.device
     if spec == "te" and device == "cpu":
         raise UserError(
-            "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
-            "local or auto"
+            "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto",
+            key="policy.spec",
+            value="te",
         )
     installed = {
         str(distribution.name).lower().replace("_", "-") for distribution in importlib.metadata.distributions()
@@ -424,9 +441,10 @@ def _check_spec(config: Config) -> None:
     missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
     if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
         raise UserError(
-            f"policy.spec = {spec}: a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} "
-            "are not installed here; install them with `make cuda`, or give policy.spec=local, which trains without, "
-            "slower"
+            f"a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} are not installed here",
+            key="policy.spec",
+            value=spec,
+            fix="install them with `make cuda`, or give policy.spec=local, which trains without, slower",
         )
 
 

@@ -85,7 +85,7 @@ def _folder(run: Path) -> Iterator[Path]:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"run.directory: {run} cannot be made: {error.strerror}; allowed is a folder that you may write to"
+            f"{run} cannot be made: {error.strerror}; allowed is a folder that you may write to", key="run.directory"
         ) from error
     try:
         yield run

@@ -57,7 +57,9 @@ def trajectories(argv: Sequence[str]) -> None:
 
     key = args.sort.removeprefix("-")
     if key not in records.SORTS:
-        raise UserError(f"--sort {args.sort}: allowed: {', '.join(records.SORTS)}, each also with - before it")
+        raise UserError(
+            f"allowed: {', '.join(records.SORTS)}, each also with - before it", key="--sort", value=args.sort
+        )
     query = records.Query(
         steps=_range("--step", args.step),
         statuses=records.statuses(args.status),

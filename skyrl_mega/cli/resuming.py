@@ -56,8 +56,10 @@ def changes(config: Config) -> list[str]:
         return []
     if has_critic(config) and not (checkpoint / "critic").is_dir():
         raise UserError(
-            f"algorithm.advantage = {config.algorithm.advantage}: {checkpoint} has no critic; set it back, or give "
-            "another run.name and the policy's export (docs/export.md) as model.path"
+            f"{checkpoint} has no critic; set it back, or give another run.name and the policy's "
+            "export (docs/export.md) as model.path",
+            key="algorithm.advantage",
+            value=config.algorithm.advantage,
         )
     try:
         stored = yaml.safe_load(safe_read.read(file, "bring back the one that the run wrote")) or {}
@@ -66,8 +68,8 @@ def changes(config: Config) -> list[str]:
         before = _flat(masked(stored))  # an older run's file may hold what is masked today
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UserError(
-            f"{file} cannot be read as settings: {' '.join(str(error).split())}; "
-            "bring back the one that the run wrote, or remove it"
+            f"{file} cannot be read as settings: {' '.join(str(error).split())}",
+            fix="bring back the one that the run wrote, or remove it",
         ) from error
     now = _flat(masked(asdict(config)))
     changed = []
@@ -80,8 +82,10 @@ def changes(config: Config) -> list[str]:
         bound = next((why for fixed, why in FIXED.items() if name == fixed or name.startswith(f"{fixed}.")), None)
         if bound:
             raise UserError(
-                f"{name} = {_written(value)}: {checkpoint} was made with {_written(before_value)}, and a resumed run "
-                f"keeps it: {bound}; set it back, or give another run.name"
+                f"{checkpoint} was made with {_written(before_value)}, and a resumed run keeps it: {bound}",
+                key=name,
+                value=_written(value),
+                fix="set it back, or give another run.name",
             )
         changed.append(f"{name} {_written(before_value)} → {_written(value)}")
     return [*changed, *_other_rows(config, checkpoint)]
@@ -131,13 +135,14 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
     ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()
     if len(values) != 3 or not all(WHOLE.allows(value) for value in values) or not ordered:
         raise UserError(
-            f"{checkpoint / 'state.json'}: it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
-            f"stream.seed and stream.shuffle; {fix}"
+            f"it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
+            f"stream.seed and stream.shuffle; {fix}",
+            key=checkpoint / "state.json",
         )
     returned = stream.get("returned", []) if isinstance(stream, dict) else []
     ahead = state.get("ahead", 0)
     if not WHOLE.allows(ahead) or not isinstance(returned, list):
-        raise UserError(f"{checkpoint / 'state.json'}: ahead is {WHOLE.words}, stream.returned a list; {fix}")
+        raise UserError(f"ahead is {WHOLE.words}, stream.returned a list; {fix}", key=checkpoint / "state.json")
     return values[0], values[1], values[2] - ahead - len(returned)
 
 

@@ -38,18 +38,24 @@ def run(config: Config, args: argparse.Namespace) -> int:
     check_topology(config)
     if on_cpu(config):
         raise UserError(
-            "cluster.device = cpu: rates are known of GPUs alone (cluster.rates); give cluster.device=cuda with the "
-            "GPUs of cluster.nodes and cluster.gpus_per_node"
+            "rates are known of GPUs alone (cluster.rates)",
+            key="cluster.device",
+            value="cpu",
+            fix="give cluster.device=cuda with the GPUs of cluster.nodes and cluster.gpus_per_node",
         )
     if needs_greedy_answer(config.algorithm):
         raise UserError(
-            f"algorithm.advantage = {config.algorithm.advantage}: --simulate does not play the greedy answers that "
-            "engines write beside the samples, so its step would be too short; give another advantage to simulate with"
+            "--simulate does not play the greedy answers that engines write beside the samples, "
+            "so its step would be too short; give another advantage to simulate with",
+            key="algorithm.advantage",
+            value=config.algorithm.advantage,
         )
     if (data := engine_data(config.rollout)) > 1:
         raise UserError(
-            f"rollout.options.data_parallel_size = {data}: not yet available in a run, so --simulate advises none; "
-            "leave it out"
+            "not yet available in a run, so --simulate advises none",
+            key="rollout.options.data_parallel_size",
+            value=data,
+            fix="leave it out",
         )
     check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes
     hf, _ = dry_run.checked(simulate_choices.synchronous(config).config)
@@ -67,12 +73,12 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
         UserError: An option is wrong.
     """
     if args.like == "":
-        raise UserError("--like '': allowed is the folder of a run; give it, or leave --like out")
+        raise UserError("allowed is the folder of a run", key="--like", value="''", fix="give it, or leave --like out")
     if args.like:
         if wrong := next(
             (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
         ):
-            raise UserError(f"--{wrong}: --like takes all of it from a run; give one of them")
+            raise UserError("--like takes all of it from a run", key=f"--{wrong}", fix="give one of them")
         return Recorded.of_run(Path(args.like))
     parallel, _ = fit.parallel_of(config)
     sizes, most = batch(config, parallel), response_limit(config.rollout)
@@ -84,7 +90,9 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
     turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
     if turns > most_turns:
-        raise UserError(f"--turns {turns}: allowed is at most rollout.max_turns = {most_turns}; raise that too")
+        raise UserError(
+            f"allowed is at most rollout.max_turns = {most_turns}", key="--turns", value=turns, fix="raise that too"
+        )
     return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
 
 

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(config, as_json=args.json, settings=args.settings)
     if args.settings:
-        raise UserError("--settings: it is for --dry-run; a run writes its settings to config.yaml")
+        raise UserError("it is for --dry-run; a run writes its settings to config.yaml", key="--settings")
 
     from skyrl_mega.cli import estimate, inputs, refusal, resuming
 
@@ -147,14 +147,19 @@ def _check_options(args: argparse.Namespace) -> None:
             ("settings", args.settings),
         ):
             if given:
-                raise UserError(f"--simulate --{name}: give one of them; each prints something else, and stops")
+                raise UserError(
+                    "give one of them; each prints something else, and stops", key="--simulate", value=f"--{name}"
+                )
     if args.suggest is not None and args.dry_run:
         raise UserError(
-            "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"
+            "give one of them",
+            key="--suggest",
+            value="--dry-run",
+            fix="--suggest prints the settings for a dry run of each layout",
         )
     for name in () if args.simulate else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:
-            raise UserError(f"--{name}: it is for --simulate")
+            raise UserError("it is for --simulate", key=f"--{name}")
 
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
@@ -230,9 +235,11 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     check_topology(config)
     if generates_ahead(config.asynchrony):
         raise UserError(
-            f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "
-            "--simulate finds a split and a mode. Or leave out asynchrony.mode=… and asynchrony.max_staleness=…, which "
-            "is asynchrony.mode=off"
+            "--suggest counts the phases of a step one after the other; --simulate finds a split "
+            "and a mode. Or leave out asynchrony.mode=… and asynchrony.max_staleness=…, which is "
+            "asynchrony.mode=off",
+            key="asynchrony.mode",
+            value=config.asynchrony.mode,
         )
     hf, _ = inputs.planned_inputs(config)
     result = refusal.without_refused(search.search(config, hf, int(gpus) if gpus else None), hf)
@@ -261,7 +268,10 @@ def _enter(directory: str) -> None:
         os.chdir(directory)
     except OSError as error:
         raise UserError(
-            f"--directory {directory}: {error.strerror}; give a folder that exists, seen by every node of a cluster"
+            error.strerror,
+            key="--directory",
+            value=directory,
+            fix="give a folder that exists, seen by every node of a cluster",
         ) from error
 
 

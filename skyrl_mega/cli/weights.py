@@ -52,7 +52,9 @@ def check(argv: Sequence[str]) -> int:
     p = _parser("check", "Starts policy and engines, synchronises twice, and compares all weights, name by name.")
     args = p.parse_intermixed_args(argv)
     if args.config is None:
-        raise UserError("--config is missing: give the .yaml file of a run, such as configs/quickstart.yaml")
+        raise UserError(
+            "give the .yaml file of a run, such as configs/quickstart.yaml", key="--config", value="is missing"
+        )
 
     from skyrl_mega.cli.weights_check import compare, table
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
@@ -84,7 +86,9 @@ def logprobs(argv: Sequence[str]) -> int:
     )
     args = p.parse_intermixed_args(argv)
     if args.config is None:
-        raise UserError("--config is missing: give the .yaml file of a run, such as configs/quickstart.yaml")
+        raise UserError(
+            "give the .yaml file of a run, such as configs/quickstart.yaml", key="--config", value="is missing"
+        )
 
     from skyrl_mega.cli.weights_logprobs import compare, table
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
@@ -146,7 +150,9 @@ def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:
     check_topology(config)
     path = Path(config.model.path)
     if not config.model.path:
-        raise UserError("model.path is not set: allowed is a Hugging Face directory or its config.json; give --model")
+        raise UserError(
+            "model.path is not set: allowed is a Hugging Face directory or its config.json", fix="give --model"
+        )
     if config.model.build is not None and not path.exists():
         from skyrl_mega.models.tiny import hf_config
 

@@ -204,7 +204,7 @@ def _sample(run: Run, prompts: int, samples: int) -> Batch:
         seed = f"{config.run.seed}/logprobs"
         groups = _source(run).generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
     batch = make_batch(groups, config.algorithm, config.rollout)
-    batch["mask"] = batch.own.float()  # include answers left out of a run's loss
+    batch["mask"] = batch.trained_here.float()  # include answers left out of a run's loss
     return batch
 
 

@@ -125,9 +125,11 @@ def choose_device(
     if torch.sees:
         return "cuda"
     if here:
-        raise UserError(f"cluster.device = {wanted}: here are {here}, but {why_no_gpu(torch, here.driver)}{ALLOWED}")
+        raise UserError(
+            f"here are {here}, but {why_no_gpu(torch, here.driver)}{ALLOWED}", key="cluster.device", value=wanted
+        )
     if wanted == "cuda":
-        raise UserError("cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or auto")
+        raise UserError("torch sees no CUDA device here; allowed is cpu or auto", key="cluster.device", value="cuda")
     return "cpu"
 
 
@@ -135,12 +137,16 @@ def _choose_for_cluster(gpus: float, torch: TorchView, here: GpuEvidence) -> str
     """Resolves `auto` for a joined Ray cluster."""
     if not gpus and here:
         raise UserError(
-            f"cluster.device = auto: here are {here}, but the Ray cluster has none; start Ray with its nodes' GPUs "
-            f"(ray start --num-gpus=8){ALLOWED}"
+            f"here are {here}, but the Ray cluster has none; start Ray with its nodes' GPUs (ray "
+            f"start --num-gpus=8){ALLOWED}",
+            key="cluster.device",
+            value="auto",
         )
     if gpus and torch.cuda is None:
         raise UserError(
-            f"cluster.device = auto: the Ray cluster has {gpus:g} GPUs, but {why_no_gpu(torch, None)}; where only "
-            f"this process has no CUDA, give cluster.device=cuda{ALLOWED}"
+            f"the Ray cluster has {gpus:g} GPUs, but {why_no_gpu(torch, None)}; where only this "
+            f"process has no CUDA, give cluster.device=cuda{ALLOWED}",
+            key="cluster.device",
+            value="auto",
         )
     return "cuda" if gpus else "cpu"

@@ -117,8 +117,11 @@ def _join(address: str, common: Mapping[str, Any]) -> None:
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         # A server responds, but Ray gives no more detail about a rejected token.
         raise UserError(
-            f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
-            "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            f"whoever answers there does not let us in ({_first_line(error)}); is it a Ray "
+            "cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH",
+            key="RAY_ADDRESS",
+            value=address,
         ) from error
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
@@ -232,8 +235,10 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
         raise UserError(
-            f"RAY_ADDRESS={address}: no response ({error.strerror or error}); "
-            "give the host:port of a running Ray cluster, or unset it to run on this machine"
+            f"no response ({error.strerror or error})",
+            key="RAY_ADDRESS",
+            value=address,
+            fix="give the host:port of a running Ray cluster, or unset it to run on this machine",
         ) from error
 
 

@@ -28,36 +28,48 @@ def check_advantage(c: Config) -> None:
     a = c.algorithm
     for name, weight in a.reward_weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
-            raise UserError(f"algorithm.reward_weights.{name} = {weight!r}: allowed is a finite number")
+            raise UserError("allowed is a finite number", key=f"algorithm.reward_weights.{name}", value=f"{weight!r}")
     if a.gamma < 1 and a.advantage not in DISCOUNT and ":" not in a.advantage:
         raise UserError(
-            f"algorithm.gamma = {a.gamma:g}: algorithm.advantage={a.advantage} does not discount with it; give "
-            f"algorithm.gamma=1, or algorithm.advantage={' or '.join(DISCOUNT)}"
+            f"algorithm.advantage={a.advantage} does not discount with it",
+            key="algorithm.gamma",
+            value=f"{a.gamma:g}",
+            fix=f"give algorithm.gamma=1, or algorithm.advantage={' or '.join(DISCOUNT)}",
         )
     if a.whiten == "group" and c.data.samples_per_prompt < 2:
         raise UserError(
-            f"data.samples_per_prompt = {c.data.samples_per_prompt}: algorithm.whiten=group would bring the only "
-            "sample of each prompt to 0; give at least 2, or algorithm.whiten=batch"
+            "algorithm.whiten=group would bring the only sample of each prompt to 0; give at "
+            "least 2, or algorithm.whiten=batch",
+            key="data.samples_per_prompt",
+            value=c.data.samples_per_prompt,
         )
     if a.whiten == "batch_std" and a.normalize and a.advantage in ("grpo", "grpo_turns"):
         raise UserError(
-            f"algorithm.whiten = batch_std: algorithm.advantage={a.advantage} has divided by the group's standard "
-            "deviation; give algorithm.normalize=false, or algorithm.whiten=none"
+            f"algorithm.advantage={a.advantage} has divided by the group's standard deviation",
+            key="algorithm.whiten",
+            value="batch_std",
+            fix="give algorithm.normalize=false, or algorithm.whiten=none",
         )
     if a.whiten == "batch_std" and a.advantage == "gae":
         raise UserError(
-            "algorithm.whiten = batch_std: the deviation of the step's rewards is no scale of what a critic did not "
-            "expect, and is 0 where all earn the same; give algorithm.whiten=batch, or none"
+            "the deviation of the step's rewards is no scale of what a critic did not expect, "
+            "and is 0 where all earn the same",
+            key="algorithm.whiten",
+            value="batch_std",
+            fix="give algorithm.whiten=batch, or none",
         )
     if a.advantage == "gdpo" and a.overlong.buffer and a.overlong.penalty:
         raise UserError(
-            f"algorithm.overlong.buffer = {a.overlong.buffer}: algorithm.advantage=gdpo looks at each of the "
-            "environment's rewards, which the punishment is not; give 0, and a reward for the length in the environment"
+            "algorithm.advantage=gdpo looks at each of the environment's rewards, which the "
+            "punishment is not; give 0, and a reward for the length in the environment",
+            key="algorithm.overlong.buffer",
+            value=a.overlong.buffer,
         )
     if needs_greedy_answer(a) and c.rollout.sampling.temperature == 0:
         raise UserError(
-            f"rollout.sampling.temperature = 0: algorithm.advantage={a.advantage} would compare greedy answers with "
-            "themselves; give a number above 0"
+            f"algorithm.advantage={a.advantage} would compare greedy answers with themselves; give a number above 0",
+            key="rollout.sampling.temperature",
+            value="0",
         )
     _check_kl(c)
 
@@ -68,28 +80,37 @@ def _check_kl(c: Config) -> None:
     if kl.where == "loss":
         if kl.target is not None:
             raise UserError(
-                f"algorithm.kl.target = {kl.target:g}: the coefficient of the loss's term is fixed; give "
-                "algorithm.kl.where=reward, or algorithm.kl.target=null"
+                "the coefficient of the loss's term is fixed",
+                key="algorithm.kl.target",
+                value=f"{kl.target:g}",
+                fix="give algorithm.kl.where=reward, or algorithm.kl.target=null",
             )
         return
     if not kl.coefficient:
         raise UserError(
-            "algorithm.kl.where = reward: algorithm.kl.coefficient = 0 takes nothing from it; give a number above 0, "
-            "or algorithm.kl.where=loss"
+            "algorithm.kl.coefficient = 0 takes nothing from it; give a number above 0, or algorithm.kl.where=loss",
+            key="algorithm.kl.where",
+            value="reward",
         )
     if kl.unbiased or kl.mean != "loss":
         key, value, fix = ("unbiased", "true", "false") if kl.unbiased else ("mean", kl.mean, "loss")
         raise UserError(
-            f"algorithm.kl.{key} = {value}: it is of the loss's term, and algorithm.kl.where=reward has none; "
-            f"give algorithm.kl.{key}={fix}, or algorithm.kl.where=loss"
+            "it is of the loss's term, and algorithm.kl.where=reward has none",
+            key=f"algorithm.kl.{key}",
+            value=value,
+            fix=f"give algorithm.kl.{key}={fix}, or algorithm.kl.where=loss",
         )
     if why := WITHOUT_KL.get(a.advantage):
         raise UserError(
-            f"algorithm.kl.where = reward: algorithm.advantage={a.advantage} {why}; give algorithm.kl.where=loss, or "
-            "another estimator, such as reinforce++"
+            f"algorithm.advantage={a.advantage} {why}",
+            key="algorithm.kl.where",
+            value="reward",
+            fix="give algorithm.kl.where=loss, or another estimator, such as reinforce++",
         )
     if a.old_logprobs == "engine":
         raise UserError(
-            "algorithm.kl.where = reward: it is measured at the policy's own log-probs, which "
-            "algorithm.old_logprobs=engine does not compute; give algorithm.old_logprobs=policy"
+            "it is measured at the policy's own log-probs, which algorithm.old_logprobs=engine does not compute",
+            key="algorithm.kl.where",
+            value="reward",
+            fix="give algorithm.old_logprobs=policy",
         )

@@ -21,14 +21,18 @@ def check_asynchrony(c: Config) -> None:
     if mode == "off":
         if max_staleness not in (0, DEFAULT_STALENESS):
             raise UserError(
-                f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=off trains on nothing that is older than "
-                "its weights; give asynchrony.mode=full, or leave asynchrony.max_staleness out"
+                "asynchrony.mode=off trains on nothing that is older than its weights",
+                key="asynchrony.max_staleness",
+                value=max_staleness,
+                fix="give asynchrony.mode=full, or leave asynchrony.max_staleness out",
             )
         return
     if mode == "one_step" and max_staleness > 1:
         raise UserError(
-            f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=one_step is one step ahead, allowed is 0 or "
-            "1; give asynchrony.max_staleness=1, or asynchrony.mode=full for more"
+            "asynchrony.mode=one_step is one step ahead, allowed is 0 or 1",
+            key="asynchrony.max_staleness",
+            value=max_staleness,
+            fix="give asynchrony.max_staleness=1, or asynchrony.mode=full for more",
         )
     off = "asynchrony.mode=off" + (
         "" if max_staleness in (0, DEFAULT_STALENESS) else " and leave out asynchrony.max_staleness"
@@ -36,20 +40,26 @@ def check_asynchrony(c: Config) -> None:
     needs = f", and {CORRECTION} for what is stale" if max_staleness and not has_correction(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
-            f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
-            f"same GPUs; they take turns with {off}, and have GPUs of their own with cluster.shared=false, "
-            f"residency.keep=null{needs} (--simulate compares both)"
+            "engines and policy compute at the same time, and cluster.shared gives them the same "
+            f"GPUs; they take turns with {off}, and have GPUs of their own with "
+            f"cluster.shared=false, residency.keep=null{needs} (--simulate compares both)",
+            key="asynchrony.mode",
+            value=mode,
         )
     if c.residency.keep is not None:
         raise UserError(
-            f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
-            f"residency.keep=null{needs}, or {off}"
+            "engines and policy compute at the same time, so nothing can take turns",
+            key="asynchrony.mode",
+            value=mode,
+            fix=f"give residency.keep=null{needs}, or {off}",
         )
     if max_staleness and not has_correction(c.algorithm):
         raise UserError(
-            f"asynchrony.max_staleness = {max_staleness}: tokens of older weights would be trained on as the policy's "
-            "own; give a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
-            "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
+            "tokens of older weights would be trained on as the policy's own; give a correction, "
+            "such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
+            "algorithm.rejection.level=token, or asynchrony.max_staleness=0",
+            key="asynchrony.max_staleness",
+            value=max_staleness,
         )
     if mode == "full":
         _check_full(c)
@@ -82,6 +92,8 @@ def _check_full(c: Config) -> None:
     for setting, (is_set, why) in unsupported.items():
         if is_set:
             raise UserError(
-                f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step with "
-                f"asynchrony.max_staleness={min(c.asynchrony.max_staleness, 1)}"
+                f"with asynchrony.mode=full {why}",
+                key=setting,
+                fix="leave it out, or give asynchrony.mode=one_step with asynchrony.max_staleness="
+                f"{min(c.asynchrony.max_staleness, 1)}",
             )

@@ -138,8 +138,10 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     _rollout(config)
     if config.rollout.conversation != "messages" and not engines:
         raise UserError(
-            f"rollout.conversation = {config.rollout.conversation}: an endpoint takes messages and renders them; "
-            "give rollout.conversation=messages, or evaluate without --endpoint"
+            "an endpoint takes messages and renders them",
+            key="rollout.conversation",
+            value=config.rollout.conversation,
+            fix="give rollout.conversation=messages, or evaluate without --endpoint",
         )
     if engines:
         _model(config)
@@ -151,7 +153,7 @@ def check_values(config: Config) -> None:
     """Checks every single value against the rule of its key."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
-            raise UserError(f"{name} = {shown(value)}: {key.refusal(value)}")
+            raise UserError(key.refusal(value), key=name, value=shown(value))
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -168,15 +170,16 @@ def _run(c: Config) -> None:
     _model(c)
     if c.warmup.steps and not c.warmup.files:
         raise UserError(
-            f"warmup.steps = {c.warmup.steps}: it needs warmup.files, parquet files with extra_info.demonstration; "
-            "give some, or warmup.steps=0"
+            "it needs warmup.files, parquet files with extra_info.demonstration; give some, or warmup.steps=0",
+            key="warmup.steps",
+            value=c.warmup.steps,
         )
 
 
 def _name(c: Config) -> None:
     if not re.fullmatch(r"[\w.+-]+", c.run.name) or not c.run.name.strip("."):
         raise UserError(
-            f"run.name = {c.run.name}: allowed are letters, digits and . _ + -; use run.directory for folders"
+            "allowed are letters, digits and . _ + -; use run.directory for folders", key="run.name", value=c.run.name
         )
 
 
@@ -196,7 +199,7 @@ def _paths(c: Config) -> None:
     for key, paths in paths_by_key.items():
         for path in paths:
             if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
-                raise UserError(f"{key} = {shown(path)}: allowed are names of at most {LONGEST_NAME} bytes")
+                raise UserError(f"allowed are names of at most {LONGEST_NAME} bytes", key=key, value=shown(path))
 
 
 def _model(c: Config) -> None:
@@ -207,11 +210,14 @@ def _model(c: Config) -> None:
     if c.model.build and c.model.build.architecture == "qwen3_moe":
         b = c.model.build
         if b.experts < 1:
-            raise UserError(f"model.build.experts = {b.experts}: qwen3_moe needs at least 1; or architecture=qwen3")
+            raise UserError(
+                "qwen3_moe needs at least 1; or architecture=qwen3", key="model.build.experts", value=b.experts
+            )
         if b.experts_per_token > b.experts:
             raise UserError(
-                f"model.build.experts_per_token = {b.experts_per_token}: allowed is at most model.build.experts = "
-                f"{b.experts}"
+                f"allowed is at most model.build.experts = {b.experts}",
+                key="model.build.experts_per_token",
+                value=b.experts_per_token,
             )
 
 
@@ -223,7 +229,9 @@ def _data(c: Config) -> None:
     step, mini = c.data.prompts_per_step, c.data.mini_batch_prompts
     if mini and step % mini:
         raise UserError(
-            f"data.mini_batch_prompts = {mini}: it does not divide data.prompts_per_step = {step}; choose a divisor"
+            f"it does not divide data.prompts_per_step = {step}; choose a divisor",
+            key="data.mini_batch_prompts",
+            value=mini,
         )
 
 
@@ -234,85 +242,101 @@ def _algorithm(c: Config) -> None:
         alternatives = ["algorithm.advantage=reinforce"] if compares else []
         alternatives += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
         raise UserError(
-            f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
-            f"or give {' and '.join(alternatives)}"
+            f"{why} compares the samples of a prompt and needs at least 2; or give {' and '.join(alternatives)}",
+            key="data.samples_per_prompt",
+            value=samples,
         )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(
-            f"rollout.sampling.temperature = 0: the {samples} samples of a prompt would all be the same; "
-            "allowed for training is a number above 0"
+            f"the {samples} samples of a prompt would all be the same; allowed for training is a number above 0",
+            key="rollout.sampling.temperature",
+            value="0",
         )
     if not a.kl.coefficient:
         for name in ("path", "layout", "ranks"):
             if getattr(c.reference, name) is not None:
                 raise UserError(
-                    f"reference.{name} is set: it needs algorithm.kl.coefficient above 0; set that, or null"
+                    f"reference.{name} is set: it needs algorithm.kl.coefficient above 0", fix="set that, or null"
                 )
     elif c.warmup.steps and c.reference.path is None:
         raise UserError(
-            f"algorithm.kl.coefficient = {a.kl.coefficient}: the reference would be the model before its warm-up "
-            f"(warmup.steps = {c.warmup.steps}); give reference.path, a coefficient of 0, or warmup.steps=0"
+            f"the reference would be the model before its warm-up (warmup.steps = {c.warmup.steps}"
+            "); give reference.path, a coefficient of 0, or warmup.steps=0",
+            key="algorithm.kl.coefficient",
+            value=a.kl.coefficient,
         )
     if c.reference.ranks is not None and c.reference.layout is None:
         raise UserError(
-            f"reference.ranks = {c.reference.ranks}: it needs reference.layout; without one the policy's ranks are "
-            "shared"
+            "it needs reference.layout; without one the policy's ranks are shared",
+            key="reference.ranks",
+            value=c.reference.ranks,
         )
     if a.overlong.buffer > response_limit(c.rollout):
         raise UserError(
-            f"algorithm.overlong.buffer = {a.overlong.buffer}: allowed is at most the "
-            f"{response_limit(c.rollout)} tokens of a "
-            "response (rollout.max_response_tokens)"
+            f"allowed is at most the {response_limit(c.rollout)} tokens of a response (rollout.max_response_tokens)",
+            key="algorithm.overlong.buffer",
+            value=a.overlong.buffer,
         )
 
 
 def _rollout(c: Config) -> None:
     r, s = c.rollout, c.rollout.sampling
     if s.top_k == 0:
-        raise UserError("rollout.sampling.top_k = 0: allowed is -1 (all) or at least 1")
+        raise UserError("allowed is -1 (all) or at least 1", key="rollout.sampling.top_k", value="0")
     for name, value in (("rollout.sampling.top_p", s.top_p), ("evaluation.top_p", c.evaluation.top_p)):
         if value == 0:
-            raise UserError(f"{name} = 0: allowed is a number above 0 and at most 1")
+            raise UserError("allowed is a number above 0 and at most 1", key=name, value="0")
     retriever = c.environment.retriever
     if retriever.url is not None and not _is_address(retriever.url):
-        raise UserError(f"environment.retriever.url = {shown(retriever.url)}: allowed is http://host:port or https://…")
+        raise UserError(
+            "allowed is http://host:port or https://…", key="environment.retriever.url", value=shown(retriever.url)
+        )
     if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
         raise UserError(
-            f"environment.retriever.timeout_s = {retriever.timeout_s:g}: allowed is less than rollout.env_timeout_s = "
-            f"{r.env_timeout_s:g}, so that a search that fails is told to the policy"
+            f"allowed is less than rollout.env_timeout_s = {r.env_timeout_s:g}, so that a search "
+            "that fails is told to the policy",
+            key="environment.retriever.timeout_s",
+            value=f"{retriever.timeout_s:g}",
         )
     if (c.evaluation.max_tokens or 0) > response_limit(c.rollout):
         raise UserError(
-            f"evaluation.max_tokens = {c.evaluation.max_tokens}: allowed is at most {response_limit(c.rollout)}, the "
-            "tokens of a whole response; raise rollout.max_response_tokens, or give less"
+            f"allowed is at most {response_limit(c.rollout)}, the tokens of a whole response; "
+            "raise rollout.max_response_tokens, or give less",
+            key="evaluation.max_tokens",
+            value=c.evaluation.max_tokens,
         )
     if s.max_tokens > response_limit(c.rollout):
         raise UserError(
-            f"rollout.sampling.max_tokens = {s.max_tokens}: allowed is at most rollout.max_response_tokens = "
-            f"{r.max_response_tokens}"
+            f"allowed is at most rollout.max_response_tokens = {r.max_response_tokens}",
+            key="rollout.sampling.max_tokens",
+            value=s.max_tokens,
         )
     if r.max_input_tokens is not None and r.max_input_tokens < r.max_prompt_tokens:
         raise UserError(
-            f"rollout.max_input_tokens = {r.max_input_tokens}: allowed is at least rollout.max_prompt_tokens = "
-            f"{r.max_prompt_tokens}, or a prompt would have no turn; or null"
+            f"allowed is at least rollout.max_prompt_tokens = {r.max_prompt_tokens}, or a prompt "
+            "would have no turn; or null",
+            key="rollout.max_input_tokens",
+            value=r.max_input_tokens,
         )
     if r.max_length is not None and r.max_length <= r.max_prompt_tokens:
         raise UserError(
-            f"rollout.max_length = {r.max_length}: allowed is more than rollout.max_prompt_tokens = "
-            f"{r.max_prompt_tokens}; or null, which takes prompt + response"
+            f"allowed is more than rollout.max_prompt_tokens = {r.max_prompt_tokens}; or null, "
+            "which takes prompt + response",
+            key="rollout.max_length",
+            value=r.max_length,
         )
     if c.model.build and c.model.build.max_length < length_limit(c.rollout):
         raise UserError(
-            f"model.build.max_length = {c.model.build.max_length}: allowed is at least "
-            f"{length_limit(c.rollout)}, the longest "
-            "sequence that rollout's limits allow"
+            f"allowed is at least {length_limit(c.rollout)}, the longest sequence that rollout's limits allow",
+            key="model.build.max_length",
+            value=c.model.build.max_length,
         )
     _reject_controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
     _reject_controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
     for name in r.chat_template_options:
         if not isinstance(name, str) or not name.isidentifier():
             raise UserError(
-                f"rollout.chat_template_options: {shown(name)}: allowed is the name of a template's variable"
+                f"{shown(name)}: allowed is the name of a template's variable", key="rollout.chat_template_options"
             )
 
 
@@ -321,7 +345,7 @@ def _reject_controlled(key: str, options: dict[str, Any], controlled: dict[str, 
     for name in options:
         if name in controlled:
             fix = f"use {controlled[name]}" if controlled[name] else "leave it out"
-            raise UserError(f"{key}.{name}: the run decides it; {fix}")
+            raise UserError(f"the run decides it; {fix}", key=f"{key}.{name}")
 
 
 def _is_address(url: str) -> bool:
@@ -337,17 +361,20 @@ def check_topology(c: Config) -> None:
     nics, gpus = c.cluster.topology.nics_per_node, c.cluster.gpus_per_node
     if nics is not None and nics > gpus:
         raise UserError(
-            f"cluster.topology.nics_per_node = {nics}: allowed is at most cluster.gpus_per_node = {gpus}; count NICs "
-            "of one GPU as one, with the sum of their nic_gb_s"
+            f"allowed is at most cluster.gpus_per_node = {gpus}; count NICs of one GPU as one, "
+            "with the sum of their nic_gb_s",
+            key="cluster.topology.nics_per_node",
+            value=nics,
         )
     data = c.rollout.options.get("data_parallel_size", 1)
     if not isinstance(data, int) or data < 1:
-        raise UserError(f"rollout.options.data_parallel_size = {data}: allowed is a whole number of at least 1")
+        raise UserError("allowed is a whole number of at least 1", key="rollout.options.data_parallel_size", value=data)
     cache, allowed = c.rollout.options.get("kv_cache_dtype"), [*filter(None, WIDE_CACHES), *NARROW_CACHES]
     if cache is not None and cache not in allowed:
         raise UserError(
-            f"rollout.options.kv_cache_dtype = {cache}: allowed is one of {', '.join(allowed)}; give fp8 for a byte an "
-            "element, or auto"
+            f"allowed is one of {', '.join(allowed)}; give fp8 for a byte an element, or auto",
+            key="rollout.options.kv_cache_dtype",
+            value=cache,
         )
 
 
@@ -356,8 +383,9 @@ def _cluster(c: Config, planned: bool) -> None:
     _engines(c, planned)
     if c.policy.spec == "te" and c.cluster.device == "cpu":
         raise UserError(
-            "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
-            "local or auto"
+            "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto",
+            key="policy.spec",
+            value="te",
         )
     if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
         check_gpus(c)
@@ -366,11 +394,14 @@ def _cluster(c: Config, planned: bool) -> None:
 def _engines(c: Config, planned: bool = False) -> None:
     if (data := engine_data(c.rollout)) > 1 and not planned:
         raise UserError(
-            f"rollout.options.data_parallel_size = {data}: not yet available in a run; --dry-run and "
-            "python -m skyrl_mega.weights plan know it; give 1"
+            "not yet available in a run; --dry-run and python -m skyrl_mega.weights plan know it; give 1",
+            key="rollout.options.data_parallel_size",
+            value=data,
         )
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
-        raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+        raise UserError(
+            "vLLM has no expert parallelism on a CPU", key="rollout.options.enable_expert_parallel", fix="leave it out"
+        )
 
 
 def check_enough(c: Config, prompts: int, what: str) -> None:
@@ -383,8 +414,10 @@ def check_enough(c: Config, prompts: int, what: str) -> None:
     """
     if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
         raise UserError(
-            f"data.prompts_per_step = {c.data.prompts_per_step}: {prompts} {what}, and run.epochs = {c.run.epochs} "
-            f"draws {prompts * c.run.epochs}, so that no step could be taken; give at most that, or more epochs"
+            f"{prompts} {what}, and run.epochs = {c.run.epochs} draws {prompts * c.run.epochs}, "
+            "so that no step could be taken; give at most that, or more epochs",
+            key="data.prompts_per_step",
+            value=c.data.prompts_per_step,
         )
 
 
@@ -393,13 +426,17 @@ def check_gpus(c: Config, training: bool = True) -> None:
     separate GPUs, except engines colocated with policy ranks. An engine must fit within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
-        raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
+        raise UserError(
+            f"allowed is at most cluster.gpus_per_node = {node}", key="rollout.tensor", value=c.rollout.tensor
+        )
     engines = c.rollout.engines * engine_ranks(c.rollout)
     if not training:
         if engines > total:
             raise UserError(
-                f"rollout.engines = {c.rollout.engines}: with rollout.tensor = {c.rollout.tensor} they need {engines} "
-                f"GPUs, more than cluster.nodes · gpus_per_node = {total}; give fewer"
+                f"with rollout.tensor = {c.rollout.tensor} they need {engines} GPUs, more than "
+                f"cluster.nodes · gpus_per_node = {total}; give fewer",
+                key="rollout.engines",
+                value=c.rollout.engines,
             )
         return
     policy, reference, critic = policy_ranks(c), reference_ranks(c), critic_ranks(c)
@@ -410,8 +447,11 @@ def check_gpus(c: Config, training: bool = True) -> None:
     ):
         if layout is not None and ranks > node and node % layout.tensor:
             raise UserError(
-                f"{key}.layout.tensor = {layout.tensor}: it does not divide cluster.gpus_per_node = {node}, so some "
-                "tensor parallel group would lie on two nodes; choose a divisor"
+                f"it does not divide cluster.gpus_per_node = {node}, so some tensor parallel "
+                "group would lie on two nodes",
+                key=f"{key}.layout.tensor",
+                value=layout.tensor,
+                fix="choose a divisor",
             )
     if c.cluster.shared:
         _check_shared(c, engines, policy)
@@ -428,8 +468,10 @@ def check_gpus(c: Config, training: bool = True) -> None:
             max_engines = available // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
             fix += f" rollout.engines={max_engines}" if max_engines else " with smaller engines (rollout.tensor)"
         raise UserError(
-            f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
-            f"gpus_per_node = {total}; allowed is a sum of at most {total}: {fix}, or more nodes"
+            f"{parts} GPUs are more than cluster.nodes · gpus_per_node = {total}; allowed is a "
+            f"sum of at most {total}: {fix}, or more nodes",
+            key="policy.ranks",
+            value=c.policy.ranks or "null",
         )
 
 
@@ -437,13 +479,17 @@ def _check_shared(c: Config, engines: int, policy: int) -> None:
     """Checks that engine worker w can share the GPU of policy rank w."""
     if engines > policy:
         raise UserError(
-            f"rollout.engines = {c.rollout.engines}: with cluster.shared the workers of all engines have GPUs of "
-            f"policy ranks, and these are {engines} workers, more than policy.ranks = {policy}; allowed is at most "
-            f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false"
+            "with cluster.shared the workers of all engines have GPUs of policy ranks, and these "
+            f"are {engines} workers, more than policy.ranks = {policy}; allowed is at most "
+            f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false",
+            key="rollout.engines",
+            value=c.rollout.engines,
         )
     if c.cluster.gpus_per_node % c.rollout.tensor:
         raise UserError(
-            f"rollout.tensor = {c.rollout.tensor}: with cluster.shared an engine has the GPUs of consecutive policy "
-            f"ranks, and some would lie in two nodes; allowed are divisors of cluster.gpus_per_node = "
-            f"{c.cluster.gpus_per_node}"
+            "with cluster.shared an engine has the GPUs of consecutive policy ranks, and some "
+            "would lie in two nodes; allowed are divisors of cluster.gpus_per_node = "
+            f"{c.cluster.gpus_per_node}",
+            key="rollout.tensor",
+            value=c.rollout.tensor,
         )

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if "\0" in word or not is_unicode(word):
-                raise UserError(f"{shown(word)}: allowed is text in UTF-8 without NUL; see {self.prog} --help")
+                raise UserError("allowed is text in UTF-8 without NUL", key=shown(word), fix=f"see {self.prog} --help")
         return super().parse_known_args(words, namespace)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
-        raise UserError(f"{named}{self._hint(unknown)}; see {self.prog} --help")
+        raise UserError(f"{named}{self._hint(unknown)}", fix=f"see {self.prog} --help")
 
     def _hint(self, unknown: str) -> str:
         """Returns a hint for an unknown option."""

@@ -73,18 +73,22 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     unresolved = OmegaConf.to_container(config, resolve=False)
     if masked := secrets.still_masked(unresolved):
         raise UserError(
-            f"{masked[0]} = {masked[1]}: a secret that was masked when these settings were written; give it again, "
-            f"best from the environment: '{masked[0]}=${{oc.env:NAME}}'"
+            "a secret that was masked when these settings were written",
+            key=masked[0],
+            value=masked[1],
+            fix=f"give it again, best from the environment: '{masked[0]}=${{oc.env:NAME}}'",
         )
     secrets.note(unresolved)
     try:
         composed = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
-        raise UserError("settings that name one another with ${…} in a circle; give one of them a value") from error
+        raise UserError(
+            "settings that name one another with ${…} in a circle", fix="give one of them a value"
+        ) from error
     except OmegaConfBaseException as error:  # interpolations are resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
-        raise UserError(f"{key}: {secrets.hidden(_first_line(error), short=True)}; {allowed}") from error
+        raise UserError(f"{secrets.hidden(_first_line(error), short=True)}; {allowed}", key=key) from error
     secrets.note_resolved(unresolved, asdict(composed))
     return composed
 
@@ -97,17 +101,17 @@ def dump(config: Config) -> str:
 def _file(path: Path) -> Path:
     """Returns the path of an existing configuration file; raises UserError otherwise."""
     if path.suffix != ".yaml":
-        raise UserError(f"--config {path}: allowed is a file that ends in .yaml")
+        raise UserError("allowed is a file that ends in .yaml", key="--config", value=path)
     try:
         exists = path.is_file()
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--config {str(path)[:80]}: {safe_read.error_reason(error)}; give the path of a .yaml file"
+            safe_read.error_reason(error), key="--config", value=str(path)[:80], fix="give the path of a .yaml file"
         ) from error
     if not exists:
         near = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
-        raise UserError(f"--config {path}: no such file; {hint}")
+        raise UserError(f"no such file; {hint}", key="--config", value=path)
     return path
 
 
@@ -121,19 +125,19 @@ def _parse(text: str) -> Override:
         if is_secret(key.lstrip("+~"), value):
             text = f"{key}{sign}{MASK}"
         raise UserError(
-            f"{text[:LONGEST]}: not of the form group.key=value, without spaces; quote what has signs: "
-            "'run.directory=\"a=b\"'"
+            "not of the form group.key=value, without spaces; quote what has signs: 'run.directory=\"a=b\"'",
+            key=text[:LONGEST],
         ) from error
     if not override.key_or_group:
-        raise UserError(f"{text}: no setting is named; allowed is group.key=value")
+        raise UserError("no setting is named; allowed is group.key=value", key=text)
     name = override.key_or_group
     known = keys().get(name)
     if override.type == OverrideType.DEL:
         unset = f"give {name}=null" if known and known.nullable else "leave it out, and the default holds"
-        raise UserError(f"{text}: a setting cannot be taken away; {unset}")
+        raise UserError(f"a setting cannot be taken away; {unset}", key=text)
     if override.is_sweep_override():
         instead = f"; a list is written {text.replace('=', '=[', 1)}]" if known and known.type is list else ""
-        raise UserError(f"{text}: one value is allowed{instead}")
+        raise UserError(f"one value is allowed{instead}", key=text)
     return override
 
 
@@ -150,7 +154,7 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
             warnings.simplefilter("ignore", UserWarning)  # warnings about `_self_` would hide the actual error
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
-        raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
+        raise UserError("its `defaults` go in a circle, or it nests too deep", key="--config", value=path) from error
     except yaml.YAMLError as error:
         raise _invalid_yaml(path, error) from error
     except MissingConfigException as error:
@@ -159,11 +163,11 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
         available = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
         allowed = f"allowed is {', '.join(available)}" if available else f"there is no {group or 'file'} of that name"
         searched = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
-        raise UserError(f"{path}: {missing} is not in {searched}; {allowed}") from error
+        raise UserError(f"{missing} is not in {searched}; {allowed}", key=path) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
         # Hydra raises many types, assertions included, for invalid file contents.
         raise UserError(
-            f"{path}: {_first_line(error) or type(error).__name__}; see `defaults` in docs/configuration.md"
+            _first_line(error) or type(error).__name__, key=path, fix="see `defaults` in docs/configuration.md"
         ) from error
     return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
 
@@ -179,14 +183,16 @@ def _groups_in_defaults(path: Path) -> set[str]:
         content = {} if content is None else content
         safe_read.check_value(content, deepest=DEEPEST, numbers=False)
     except RecursionError as error:
-        raise UserError(f"--config {path}: it nests deeper than {DEEPEST} levels") from error
+        raise UserError(f"it nests deeper than {DEEPEST} levels", key="--config", value=path) from error
     except safe_read.Malformed as error:
-        raise UserError(f"--config {path}: {error}") from error
+        raise UserError(error, key="--config", value=path) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise _invalid_yaml(path, error) from error
     if not isinstance(content, dict):
         raise UserError(
-            f"--config {path}: it holds a {type(content).__name__}; allowed is a mapping of groups to settings"
+            f"it holds a {type(content).__name__}; allowed is a mapping of groups to settings",
+            key="--config",
+            value=path,
         )
     defaults = content.get("defaults") or []
     entries = defaults if isinstance(defaults, list) else [defaults]
@@ -194,7 +200,9 @@ def _groups_in_defaults(path: Path) -> set[str]:
     if defaults is not entries and defaults:
         invalid = [defaults]
     if invalid:
-        raise UserError(f"--config {path}: defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]")
+        raise UserError(
+            f"defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]", key="--config", value=path
+        )
     return {group for entry in entries if isinstance(entry, dict) for group in entry}
 
 
@@ -229,18 +237,19 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         for entry in value:
             if not isinstance(entry, str):
                 raise UserError(
-                    f"{key} = {_shown_masked(value, key)}: {_shown_masked(entry, key)} is no text; allowed is "
-                    f"{known[key].allowed}"
+                    f"{_shown_masked(entry, key)} is no text; allowed is {known[key].allowed}",
+                    key=key,
+                    value=_shown_masked(value, key),
                 )
     number = isinstance(value, int | float)  # OmegaConf would convert any number to text or to true
     if key in known and number and (known[key].type is str or (known[key].type is bool and value not in (0, 1))):
-        raise UserError(f"{key} = {_shown_masked(value, key)}: {known[key].refusal(value)}")
+        raise UserError(known[key].refusal(value), key=key, value=_shown_masked(value, key))
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
         setting = known[mapping or key]
         allowed = f"allowed is {setting.allowed}" if setting.group else setting.refusal(value)
-        raise UserError(f"{key} = {_shown_masked(value, key)}: {allowed}") from error
+        raise UserError(allowed, key=key, value=_shown_masked(value, key)) from error
 
 
 def _shown_masked(value: Any, key: str) -> str:
@@ -289,4 +298,6 @@ def _first_line(error: Exception) -> str:
 def _invalid_yaml(path: Path, error: Exception) -> UserError:
     mark = getattr(error, "problem_mark", None)
     where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-    return UserError(f"--config {path}:{where} is not YAML: {getattr(error, 'problem', None) or _first_line(error)}")
+    return UserError(
+        getattr(error, "problem", None) or _first_line(error), key="--config", value=f"{path}:{where} is not YAML"
+    )

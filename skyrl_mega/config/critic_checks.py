@@ -20,14 +20,16 @@ def check_critic(c: Config) -> None:
         return
     if c.critic.value_clip == 0:
         raise UserError(
-            "critic.value_clip = 0: no value could move; allowed is a number above 0 (PPO has 0.2), or null, which "
-            "does not clip"
+            "no value could move; allowed is a number above 0 (PPO has 0.2), or null, which does not clip",
+            key="critic.value_clip",
+            value="0",
         )
     steps = c.run.steps
     if steps and c.critic.warmup_steps >= steps:
         raise UserError(
-            f"critic.warmup_steps = {c.critic.warmup_steps}: allowed is less than run.steps = {steps}, or the policy "
-            "would never be trained"
+            f"allowed is less than run.steps = {steps}, or the policy would never be trained",
+            key="critic.warmup_steps",
+            value=c.critic.warmup_steps,
         )
 
 
@@ -39,6 +41,6 @@ def _check_unused(c: Config) -> None:
         for field in fields(defaults):
             if getattr(settings, field.name) != getattr(defaults, field.name):
                 raise UserError(
-                    f"{group}.{field.name} is set: algorithm.advantage={c.algorithm.advantage} has no critic; give "
-                    f"algorithm.advantage=gae, or leave {group}.{field.name} out"
+                    f"{group}.{field.name} is set: algorithm.advantage={c.algorithm.advantage} has no critic",
+                    fix=f"give algorithm.advantage=gae, or leave {group}.{field.name} out",
                 )

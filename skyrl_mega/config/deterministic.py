@@ -37,11 +37,15 @@ def check_deterministic(config: Config) -> None:
     limit = config.rollout.trajectory_timeout_s
     if limit is not None:
         raise UserError(
-            f"rollout.trajectory_timeout_s = {limit:g}: the clock would end trajectories, and run.deterministic=true "
-            "allows null only; leave it out, or give run.deterministic=false"
+            "the clock would end trajectories, and run.deterministic=true allows null only",
+            key="rollout.trajectory_timeout_s",
+            value=f"{limit:g}",
+            fix="leave it out, or give run.deterministic=false",
         )
     if config.policy.options.get(OPTION, True) is not True:
         raise UserError(
-            f"policy.options.{OPTION} = {config.policy.options[OPTION]}: run.deterministic=true allows true only; "
-            "leave it out, or give run.deterministic=false"
+            "run.deterministic=true allows true only",
+            key=f"policy.options.{OPTION}",
+            value=config.policy.options[OPTION],
+            fix="leave it out, or give run.deterministic=false",
         )

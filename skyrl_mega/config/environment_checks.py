@@ -17,19 +17,25 @@ def check_environment(config: Config) -> None:
     for name, many in (("slots", slots), ("workers", workers)):
         if many is not None and processes > many:
             raise UserError(
-                f"environment.processes = {processes}: each needs one of the run's environment.{name}, of which there "
-                f"are {many}; give fewer processes, or environment.{name}={processes} and more"
+                f"each needs one of the run's environment.{name}, of which there are {many}; give "
+                f"fewer processes, or environment.{name}={processes} and more",
+                key="environment.processes",
+                value=processes,
             )
     if not config.run.deterministic:
         return
     waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
     if processes:
         raise UserError(
-            f"environment.processes = {processes}: {waves}, in one process; leave it out, or give "
-            "run.deterministic=false"
+            f"{waves}, in one process",
+            key="environment.processes",
+            value=processes,
+            fix="leave it out, or give run.deterministic=false",
         )
     if slots is not None:
         raise UserError(
-            f"environment.slots = {slots}: {waves}, so that all have to be open; leave it out, or give "
-            "run.deterministic=false"
+            f"{waves}, so that all have to be open",
+            key="environment.slots",
+            value=slots,
+            fix="leave it out, or give run.deterministic=false",
         )

@@ -40,7 +40,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
     """
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
-        raise UserError(f"{key}={path}: allowed: {path_forms(kind)}")
+        raise UserError(f"allowed: {path_forms(kind)}", key=key, value=path)
     with _import_lock:
         if source.endswith(".py"):
             module = _module_of_file(source, key, contract or {})
@@ -51,7 +51,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
         names = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
         near = get_close_matches(attribute, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or f'no {kind}'}"
-        raise UserError(f"{key}={path}: {source} has no {kind} {attribute}; {hint}")
+        raise UserError(f"{source} has no {kind} {attribute}; {hint}", key=key, value=path)
     return value
 
 
@@ -73,12 +73,13 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(
-            f"{key} = {shown(name)}: {hint}allowed is one of {', '.join(known)}, or your own as "
-            f"{path_forms('function')}"
+            f"{hint}allowed is one of {', '.join(known)}, or your own as {path_forms('function')}",
+            key=key,
+            value=shown(name),
         )
     function = load(name, key, kind="function")
     if not callable(function):
-        raise UserError(f"{key} = {shown(name)}: it is not a function of {takes}")
+        raise UserError(f"it is not a function of {takes}", key=key, value=shown(name))
     check_takes_two(function, f"{key} = {shown(name)}", takes)
     return function
 
@@ -100,7 +101,7 @@ def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> N
             parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
         ]
         plain_signature = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-        raise UserError(f"{setting}: it takes {plain_signature}; give it two parameters, {takes}") from error
+        raise UserError(f"it takes {plain_signature}", key=setting, fix=f"give it two parameters, {takes}") from error
 
 
 def path_forms(kind: str) -> str:
@@ -112,7 +113,9 @@ def path_forms(kind: str) -> str:
 def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> ModuleType:
     file = Path(source).absolute()
     if not file.is_file():
-        raise UserError(f"{key}: {file} does not exist; give the path of a Python file (relative to {Path.cwd()})")
+        raise UserError(
+            f"{file} does not exist", key=key, fix=f"give the path of a Python file (relative to {Path.cwd()})"
+        )
     # A unique name in sys.modules, because dataclasses and pickle look up a class's module there.
     name = f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -126,7 +129,7 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
     except (Exception, SystemExit) as error:  # a user's file may raise anything at import
         del sys.modules[name]
         text = _one_line(error, contract)
-        raise UserError(f"{key}: {file}{_line_of(error, file)} cannot be imported: {text}") from error
+        raise UserError(f"{file}{_line_of(error, file)} cannot be imported: {text}", key=key) from error
     return module
 
 
@@ -138,8 +141,9 @@ def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str,
     except (Exception, SystemExit) as error:
         file_form = path_forms(kind).rpartition(" or ")[2]
         raise UserError(
-            f"{setting}: {source} cannot be imported: {_one_line(error, contract)}; "
-            f"allowed: a module that Python finds from the working directory, or {file_form}"
+            f"{source} cannot be imported: {_one_line(error, contract)}; allowed: a module that "
+            f"Python finds from the working directory, or {file_form}",
+            key=setting,
         ) from error
 
 

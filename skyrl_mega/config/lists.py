@@ -12,4 +12,4 @@ def check_unique(key: str, given: Sequence[str | int]) -> None:
     """Raises UserError for a duplicate entry."""
     for entry in given:
         if given.count(entry) > 1:
-            raise UserError(f"{key} = {shown(list(given))}: {entry} is there twice; give it once")
+            raise UserError(f"{entry} is there twice", key=key, value=shown(list(given)), fix="give it once")

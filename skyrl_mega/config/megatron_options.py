@@ -169,27 +169,33 @@ def _check_recompute(policy: PolicyConfig) -> None:
     given = [name for name in _RECOMPUTE.split() if name in options]
     if given and policy.recompute != "none":
         raise UserError(
-            f"policy.options.{given[0]}: policy.recompute={policy.recompute} decides it; give policy.recompute=none "
-            "beside it, which leaves the choice to policy.options, or leave it out"
+            f"policy.recompute={policy.recompute} decides it",
+            key=f"policy.options.{given[0]}",
+            fix="give policy.recompute=none beside it, which leaves the choice to policy.options, or leave it out",
         )
     kind, method, layers = (options.get(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
     for name, needed in _REQUIRED_GRANULARITY.items():
         if options.get(name) is not None and kind != needed:
             raise UserError(
-                f"policy.options.{name} = {shown(options[name])}: megatron-core reads it with recompute_granularity="
-                f"{needed} alone; give policy.options.recompute_granularity={needed} beside it, or leave it out"
+                f"megatron-core reads it with recompute_granularity={needed} alone",
+                key=f"policy.options.{name}",
+                value=shown(options[name]),
+                fix=f"give policy.options.recompute_granularity={needed} beside it, or leave it out",
             )
     if kind != "full":
         return
     if method in (None, "uniform") and layers in (None, 1):
         raise UserError(
-            "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give "
-            "policy.recompute=full and leave out the options recompute_*, or recompute_method=block with "
-            "recompute_num_layers for so many layers of a stage"
+            "policy.recompute=none would be planned",
+            key="policy.options.recompute_granularity",
+            value="full",
+            fix="give policy.recompute=full and leave out the options recompute_*, or "
+            "recompute_method=block with recompute_num_layers for so many layers of a stage",
         )
     for name, allowed in (("recompute_method", "block or uniform"), ("recompute_num_layers", "a number of layers")):
         if options.get(name) is None:
             raise UserError(
-                f"policy.options.{name}: recompute_granularity=full needs it; give {allowed}, or policy.recompute=full "
-                "and no options recompute_*"
+                f"recompute_granularity=full needs it; give {allowed}, or policy.recompute=full "
+                "and no options recompute_*",
+                key=f"policy.options.{name}",
             )

@@ -18,20 +18,29 @@ def check_optimizer(o: OptimizerConfig, key: str) -> None:
     """
     if o.schedule != "constant":
         if o.decay_steps is None:
-            raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")
+            raise UserError(
+                f"it needs {key}.decay_steps",
+                key=f"{key}.schedule",
+                value=o.schedule,
+                fix="give it, or schedule=constant",
+            )
         if o.decay_steps <= o.warmup_steps:
             raise UserError(
-                f"{key}.decay_steps = {o.decay_steps}: allowed is more than {key}.warmup_steps = {o.warmup_steps}"
+                f"allowed is more than {key}.warmup_steps = {o.warmup_steps}",
+                key=f"{key}.decay_steps",
+                value=o.decay_steps,
             )
     if o.min_lr > o.lr:
-        raise UserError(f"{key}.min_lr = {o.min_lr:g}: allowed is at most {key}.lr = {o.lr:g}")
+        raise UserError(f"allowed is at most {key}.lr = {o.lr:g}", key=f"{key}.min_lr", value=f"{o.min_lr:g}")
     for name in ("beta1", "beta2"):
         if getattr(o, name) >= 1:
-            raise UserError(f"{key}.{name} = {getattr(o, name):g}: allowed is a number below 1")
+            raise UserError("allowed is a number below 1", key=f"{key}.{name}", value=f"{getattr(o, name):g}")
         if o.moments == "bfloat16" and getattr(o, name) > MOST_BETA:
             raise UserError(
-                f"{key}.moments = bfloat16: it keeps 8 significant bits, and {key}.{name} = {getattr(o, name):g} lets "
-                "a moment without a gradient fall by less than half of the last of them, which is rounded away; "
-                f"allowed is {key}.{name} of at most {MOST_BETA}, as published runs with such moments have (0.9 and "
-                "0.95), or moments=float32"
+                f"it keeps 8 significant bits, and {key}.{name} = {getattr(o, name):g} lets a "
+                "moment without a gradient fall by less than half of the last of them, which is "
+                f"rounded away; allowed is {key}.{name} of at most {MOST_BETA}, as published runs "
+                "with such moments have (0.9 and 0.95), or moments=float32",
+                key=f"{key}.moments",
+                value="bfloat16",
             )

@@ -88,14 +88,16 @@ def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[
         UserError: An option is not declared, or a value violates the option's rule.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise UserError(f"{key} = {shown(given)}: allowed is {_describe(declared)}")
+        raise UserError(f"allowed is {_describe(declared)}", key=key, value=shown(given))
     if declared is None:
         return dict(given or {})
     for name in given or {}:
         if name not in declared:
             near = get_close_matches(str(name), declared, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"{key}.{shown(name)}: there is no such option; {hint}allowed is {_describe(declared)}")
+            raise UserError(
+                f"there is no such option; {hint}allowed is {_describe(declared)}", key=f"{key}.{shown(name)}"
+            )
     return {
         name: _checked(f"{key}.{name}", (given or {}).get(name, option.default), option)
         for name, option in declared.items()
@@ -106,7 +108,7 @@ def _checked(key: str, value: Any, option: Option) -> Any:
     if option.inner is not None:
         return filled(key, value, option.inner)
     if not option.rule.allows(value):
-        raise UserError(f"{key} = {shown(value)}: {option.rule.refusal(value)}")
+        raise UserError(option.rule.refusal(value), key=key, value=shown(value))
     return value
 
 

@@ -66,19 +66,25 @@ def check_precision(c: Config) -> None:
         for name in ("first_layers", "last_layers"):
             if getattr(p, name):
                 raise UserError(
-                    f"policy.precision.{name} = {getattr(p, name)}: with policy.precision.recipe=model all layers "
-                    f"compute in model.dtype; give 0, or one of policy.precision.recipe={', '.join(RECIPES)}"
+                    "with policy.precision.recipe=model all layers compute in model.dtype; give "
+                    f"0, or one of policy.precision.recipe={', '.join(RECIPES)}",
+                    key=f"policy.precision.{name}",
+                    value=getattr(p, name),
                 )
     if p.recipe == "fp8_delayed" and (p.first_layers or p.last_layers):
         name = "first_layers" if p.first_layers else "last_layers"
         raise UserError(
-            f"policy.precision.{name} = {getattr(p, name)}: megatron-core has no layers in another precision with "
-            "delayed scaling; give 0, or policy.precision.recipe=fp8_current"
+            "megatron-core has no layers in another precision with delayed scaling; give 0, or "
+            "policy.precision.recipe=fp8_current",
+            key=f"policy.precision.{name}",
+            value=getattr(p, name),
         )
     if p.recipe != "fp8_delayed" and p.history != PrecisionConfig().history:
         raise UserError(
-            f"policy.precision.history = {p.history}: policy.precision.recipe={p.recipe} keeps no magnitudes; give "
-            f"fp8_delayed, or policy.precision.history={PrecisionConfig().history}"
+            f"policy.precision.recipe={p.recipe} keeps no magnitudes; give fp8_delayed, or "
+            f"policy.precision.history={PrecisionConfig().history}",
+            key="policy.precision.history",
+            value=p.history,
         )
     _check_parameters(c)
     if p.recipe == "model":
@@ -87,13 +93,16 @@ def check_precision(c: Config) -> None:
         check_device(c)
     if p.recipe == "fp8_delayed" and c.policy.recompute == "selective":
         raise UserError(
-            "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed "
-            "scaling; allowed are none, moe and full, or give policy.precision.recipe=fp8_current"
+            "megatron-core recomputes norms and activation functions with no delayed scaling; "
+            "allowed are none, moe and full, or give policy.precision.recipe=fp8_current",
+            key="policy.recompute",
+            value="selective",
         )
     if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_recompute_modules(c)):
         raise UserError(
-            "policy.options.recompute_modules: megatron-core recomputes moe_act and layernorm with no delayed scaling; "
-            "leave them out, or give policy.precision.recipe=fp8_current"
+            "megatron-core recomputes moe_act and layernorm with no delayed scaling",
+            key="policy.options.recompute_modules",
+            fix="leave them out, or give policy.precision.recipe=fp8_current",
         )
 
 
@@ -104,25 +113,31 @@ def _check_parameters(c: Config) -> None:
         return
     if p.recipe != "fp8_blockwise":
         raise UserError(
-            f"{key}: only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and "
-            f"policy.precision.recipe is {p.recipe}; give policy.precision.recipe=fp8_blockwise, with "
-            "weights.wire=fp8, or policy.precision.parameters=model"
+            "only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and "
+            f"policy.precision.recipe is {p.recipe}",
+            key=key,
+            fix="give policy.precision.recipe=fp8_blockwise, with weights.wire=fp8, or "
+            "policy.precision.parameters=model",
         )
     if c.cluster.device == "cpu":
         raise UserError(
-            f"{key}: these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them; give "
-            "policy.precision.parameters=model, which computes the same"
+            "these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them",
+            key=key,
+            fix="give policy.precision.parameters=model, which computes the same",
         )
     if c.weights.wire != "fp8":
         raise UserError(
-            f"{key}: engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as "
-            "model.dtype; give weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model"
+            f"engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as model.dtype",
+            key=key,
+            fix="give weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model",
         )
     for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
         if optimizer.streamed:
             raise UserError(
-                f"{key}: master weights are rounded into them on the GPU, and {name}.optimizer.streamed has only a "
-                f"piece of them there; give {name}.optimizer.streamed=false, or policy.precision.parameters=model"
+                f"master weights are rounded into them on the GPU, and {name}.optimizer.streamed "
+                "has only a piece of them there",
+                key=key,
+                fix=f"give {name}.optimizer.streamed=false, or policy.precision.parameters=model",
             )
 
 
@@ -137,13 +152,17 @@ def check_device(c: Config) -> None:
         return
     if c.policy.spec == "local":
         raise UserError(
-            f"policy.precision.recipe = {p.recipe}: with policy.spec=local a GPU would only round numbers to FP8 and "
-            "multiply them as before; allowed there is policy.spec=te, or policy.precision.recipe=model"
+            "with policy.spec=local a GPU would only round numbers to FP8 and multiply them as "
+            "before; allowed there is policy.spec=te, or policy.precision.recipe=model",
+            key="policy.precision.recipe",
+            value=p.recipe,
         )
     if c.model.dtype != "bfloat16":
         raise UserError(
-            f"model.dtype = {c.model.dtype}: allowed is bfloat16 where policy.precision.recipe is {p.recipe}; give "
-            "that, or policy.precision.recipe=model"
+            f"allowed is bfloat16 where policy.precision.recipe is {p.recipe}; give that, or "
+            "policy.precision.recipe=model",
+            key="model.dtype",
+            value=c.model.dtype,
         )
 
 
@@ -162,8 +181,10 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
         return
     supported = [name for name, needed in RECIPES.items() if needed.capability[0] <= capability < needed.capability[1]]
     raise UserError(
-        f"policy.precision.recipe = {precision.recipe}: this GPU (compute capability {capability[0]}.{capability[1]}) "
-        f"does not multiply such numbers; allowed on it: {', '.join(['model', *supported])}"
+        f"this GPU (compute capability {capability[0]}.{capability[1]}) does not multiply such "
+        f"numbers; allowed on it: {', '.join(['model', *supported])}",
+        key="policy.precision.recipe",
+        value=precision.recipe,
     )
 
 
@@ -187,13 +208,17 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
     for name in ("first_layers", "last_layers"):
         if getattr(precision, name) > limit:
             raise UserError(
-                f"policy.precision.{name} = {getattr(precision, name)}: megatron-core takes at most the layers of a "
-                f"pipeline stage, {layers} // {pipeline} = {limit}, and one layer is to be left; give at most "
-                f"{min(limit, layers - 1)}"
+                f"megatron-core takes at most the layers of a pipeline stage, {layers} // "
+                f"{pipeline} = {limit}, and one layer is to be left; give at most "
+                f"{min(limit, layers - 1)}",
+                key=f"policy.precision.{name}",
+                value=getattr(precision, name),
             )
     if precision.first_layers + precision.last_layers >= layers:
         raise UserError(
-            f"policy.precision.first_layers = {precision.first_layers} and last_layers = {precision.last_layers}: all "
-            f"of the model's {layers} layers would compute in model.dtype, and none in {precision.recipe}; give "
-            f"{layers - 1} together at most, or policy.precision.recipe=model with neither of them"
+            f"all of the model's {layers} layers would compute in model.dtype, and none in "
+            f"{precision.recipe}; give {layers - 1} together at most, or "
+            "policy.precision.recipe=model with neither of them",
+            key="policy.precision.first_layers",
+            value=f"{precision.first_layers} and last_layers = {precision.last_layers}",
         )

@@ -15,18 +15,21 @@ def check_profile(c: Config) -> None:
         check_unique(f"telemetry.profile.{name}", given)
     if not profile.steps and profile.ranks != (default_ranks := ProfileConfig().ranks):
         raise UserError(
-            f"telemetry.profile.ranks = {profile.ranks}: no step is recorded; give telemetry.profile.steps, or "
-            f"telemetry.profile.ranks={default_ranks}"
+            f"no step is recorded; give telemetry.profile.steps, or telemetry.profile.ranks={default_ranks}",
+            key="telemetry.profile.ranks",
+            value=profile.ranks,
         )
     beyond = [rank for rank in profile.ranks if rank >= ranks]
     if profile.steps and beyond:
         raise UserError(
-            f"telemetry.profile.ranks = {profile.ranks}: there is no policy rank {beyond[0]}; allowed are 0 to "
-            f"{ranks - 1} (policy.ranks)"
+            f"there is no policy rank {beyond[0]}; allowed are 0 to {ranks - 1} (policy.ranks)",
+            key="telemetry.profile.ranks",
+            value=profile.ranks,
         )
     late = [step for step in profile.steps if c.run.steps is not None and step > c.run.steps]
     if late:
         raise UserError(
-            f"telemetry.profile.steps = {profile.steps}: there is no step {late[0]}; allowed are 1 to "
-            f"{c.run.steps} (run.steps)"
+            f"there is no step {late[0]}; allowed are 1 to {c.run.steps} (run.steps)",
+            key="telemetry.profile.steps",
+            value=profile.steps,
         )

@@ -22,36 +22,48 @@ def check_replay(c: Config) -> None:
         return
     if options.get("moe_router_fusion"):
         raise UserError(
-            f"policy.options.moe_router_fusion = true: a fused router chooses by itself, and "
-            f"policy.moe.replay={replay} tells it what to choose; give false, {OFF}"
+            f"a fused router chooses by itself, and policy.moe.replay={replay} tells it what to "
+            f"choose; give false, {OFF}",
+            key="policy.options.moe_router_fusion",
+            value="true",
         )
     if c.policy.recompute == "moe":
         raise UserError(
-            f"policy.recompute = moe: {_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give policy.recompute=full, "
-            f"which recomputes whole layers, {OFF}"
+            f"{_RECOMPUTED_ALONE} (policy.moe.replay={replay})",
+            key="policy.recompute",
+            value="moe",
+            fix=f"give policy.recompute=full, which recomputes whole layers, {OFF}",
         )
     if options.get("moe_layer_recompute"):
         raise UserError(
-            f"policy.options.moe_layer_recompute = true: {_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give false, "
-            f"policy.recompute=full, which recomputes whole layers, {OFF}"
+            f"{_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give false, "
+            f"policy.recompute=full, which recomputes whole layers, {OFF}",
+            key="policy.options.moe_layer_recompute",
+            value="true",
         )
     if "moe" in (options.get("recompute_modules") or ()):
         raise UserError(
-            f"policy.options.recompute_modules = {shown(options['recompute_modules'])}: {_RECOMPUTED_ALONE} "
-            f"(policy.moe.replay={replay}); leave moe out, give policy.recompute=full, which recomputes whole layers, "
-            f"{OFF}"
+            f"{_RECOMPUTED_ALONE} (policy.moe.replay={replay})",
+            key="policy.options.recompute_modules",
+            value=shown(options["recompute_modules"]),
+            fix=f"leave moe out, give policy.recompute=full, which recomputes whole layers, {OFF}",
         )
     one_update = c.data.mini_batch_prompts in (None, c.data.prompts_per_step) and c.data.epochs_per_step == 1
     if replay == "policy" and one_update:
         raise UserError(
-            "policy.moe.replay = policy: a step has one mini-batch, whose update has the weights and routes of the old "
+            "a step has one mini-batch, whose update has the weights and routes of the old "
             "log-probs anyway; give data.mini_batch_prompts below data.prompts_per_step = "
-            f"{c.data.prompts_per_step}, policy.moe.replay=rollout, {OFF}"
+            f"{c.data.prompts_per_step}, policy.moe.replay=rollout, {OFF}",
+            key="policy.moe.replay",
+            value="policy",
         )
     if replay == "policy" and c.algorithm.old_logprobs != "policy":
         raise UserError(
-            f"policy.moe.replay = policy: with algorithm.old_logprobs={c.algorithm.old_logprobs} no pass of the policy "
-            f"computes old log-probs, whose routes could be replayed; give policy.moe.replay=rollout, {OFF}"
+            f"with algorithm.old_logprobs={c.algorithm.old_logprobs} no pass of the policy "
+            "computes old log-probs, whose routes could be replayed",
+            key="policy.moe.replay",
+            value="policy",
+            fix=f"give policy.moe.replay=rollout, {OFF}",
         )
     if replay == "rollout":
         _check_engine(c)
@@ -61,13 +73,16 @@ def _check_engine(c: Config) -> None:
     """Rejects engine options for which vLLM reports no routes, or for which routes are not supported here."""
     if (data := engine_data(c.rollout)) > 1:
         raise UserError(
-            f"rollout.options.data_parallel_size = {data}: its replicas' routes are not gathered "
-            f"(policy.moe.replay=rollout); give rollout.engines instead, {OFF}"
+            f"its replicas' routes are not gathered (policy.moe.replay=rollout); give rollout.engines instead, {OFF}",
+            key="rollout.options.data_parallel_size",
+            value=data,
         )
     for name, without in (("speculative_config", None), ("enable_prefix_caching", True)):
         value = c.rollout.options.get(name, without)
         if value != without:
             raise UserError(
-                f"rollout.options.{name} = {shown(value)}: vLLM gives no routes with it (policy.moe.replay=rollout); "
-                f"leave it out, {OFF}"
+                "vLLM gives no routes with it (policy.moe.replay=rollout)",
+                key=f"rollout.options.{name}",
+                value=shown(value),
+                fix=f"leave it out, {OFF}",
             )

@@ -34,25 +34,31 @@ def check_residency(c: Config) -> None:
     check_unique("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(
-            f"residency.keep = {shown(c.residency.keep)}: algorithm.advantage={c.algorithm.advantage} has no critic; "
-            "leave critic out, or give algorithm.advantage=gae"
+            f"algorithm.advantage={c.algorithm.advantage} has no critic",
+            key="residency.keep",
+            value=shown(c.residency.keep),
+            fix="leave critic out, or give algorithm.advantage=gae",
         )
     if c.policy.optimizer.streamed and "optimizer" in (c.residency.keep or ()):
         raise UserError(
-            f"residency.keep = {shown(c.residency.keep)}: policy.optimizer.streamed=true has the optimizer's state in "
-            "host memory in every phase; leave optimizer out, or give policy.optimizer.streamed=false"
+            "policy.optimizer.streamed=true has the optimizer's state in host memory in every phase",
+            key="residency.keep",
+            value=shown(c.residency.keep),
+            fix="leave optimizer out, or give policy.optimizer.streamed=false",
         )
     dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
     for name, why in INCOMPATIBLE_ARGUMENTS.items() if dropped else ():
         if c.rollout.options.get(name):
             raise UserError(
-                f"rollout.options.{name}: {why}, so an engine with it cannot drop {' and '.join(dropped)}; leave it "
-                "out, or let residency.keep have engine_weights and kv_cache"
+                f"{why}, so an engine with it cannot drop {' and '.join(dropped)}",
+                key=f"rollout.options.{name}",
+                fix="leave it out, or let residency.keep have engine_weights and kv_cache",
             )
     buffers = ("parameters", "gradients", *CRITIC[: has_critic(c)])
     moved = [part for part in buffers if part not in kept(c.residency.keep)]
     if moved and c.policy.ddp_options.get("nccl_ub"):
         raise UserError(
-            f"policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave "
-            f"the device; leave it out, or let residency.keep have {', '.join(buffers)}"
+            f"NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave the device",
+            key="policy.ddp_options.nccl_ub",
+            fix=f"leave it out, or let residency.keep have {', '.join(buffers)}",
         )

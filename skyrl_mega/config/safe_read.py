@@ -101,9 +101,9 @@ def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]
     try:
         value = parse_json(read(file, fix, most=most), most=most)
     except Malformed as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error}); {fix}") from error
+        raise UserError(f"cannot be read as JSON ({error}); {fix}", key=file) from error
     if not isinstance(value, dict):
-        raise UserError(f"{file}: is no JSON object; {fix}")
+        raise UserError(f"is no JSON object; {fix}", key=file)
     return value
 
 
@@ -117,9 +117,9 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
         with open_regular(file) as opened:
             data = opened.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: the name contains NUL
-        raise UserError(f"{file}: {error_reason(error)}; {fix}") from error
+        raise UserError(f"{error_reason(error)}; {fix}", key=file) from error
     if len(data) > most:
-        raise UserError(f"{file}: it has more than {most} bytes; {fix}")
+        raise UserError(f"it has more than {most} bytes; {fix}", key=file)
     return data
 
 
@@ -156,7 +156,7 @@ def check_folder(folder: Path, fix: str) -> None:
     try:
         files = sorted(folder.iterdir())
     except OSError as error:
-        raise UserError(f"{folder}: {error_reason(error)}; {fix}") from error
+        raise UserError(f"{error_reason(error)}; {fix}", key=folder) from error
     for file in files:
         try:
             status = os.stat(file)
@@ -166,9 +166,9 @@ def check_folder(folder: Path, fix: str) -> None:
         except FileNotFoundError:  # a broken link is reported by the reader of the file
             continue
         except OSError as error:
-            raise UserError(f"{file}: {error_reason(error)}; {fix}") from error
+            raise UserError(f"{error_reason(error)}; {fix}", key=file) from error
         if file.suffix in WHOLE_FILE_SUFFIXES and status.st_size > MOST_BYTES:
-            raise UserError(f"{file}: it has more than {MOST_BYTES} bytes; {fix}")
+            raise UserError(f"it has more than {MOST_BYTES} bytes; {fix}", key=file)
 
 
 def _check_kind(file: Path, status: os.stat_result) -> None:
@@ -189,7 +189,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with open_regular(file) as opened:
         while line := opened.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:
-                raise UserError(f"{file}: the line at byte {offset} has more than {MOST_BYTES} bytes; write it again")
+                raise UserError(
+                    f"the line at byte {offset} has more than {MOST_BYTES} bytes", key=file, fix="write it again"
+                )
             if line.strip():
                 yield offset, line
             offset += len(line)

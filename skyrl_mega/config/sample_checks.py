@@ -17,11 +17,15 @@ def check_samples(c: Config) -> None:
         value = getattr(dynamic, name)
         if not dynamic.enabled and value != getattr(unset, name):
             raise UserError(
-                f"algorithm.dynamic_sampling.{name} = {value}: there is no dynamic sampling; give "
-                "algorithm.dynamic_sampling.enabled=true, or leave it out"
+                "there is no dynamic sampling",
+                key=f"algorithm.dynamic_sampling.{name}",
+                value=value,
+                fix="give algorithm.dynamic_sampling.enabled=true, or leave it out",
             )
     if overlong.filter_by == "tokens" and not overlong.filter:
         raise UserError(
-            "algorithm.overlong.filter_by = tokens: nothing is filtered; give algorithm.overlong.filter=true, or leave "
-            "it out"
+            "nothing is filtered",
+            key="algorithm.overlong.filter_by",
+            value="tokens",
+            fix="give algorithm.overlong.filter=true, or leave it out",
         )

@@ -24,8 +24,10 @@ def _check_head(c: Config) -> None:
     default = PolicyConfig().logit_chunk
     if c.policy.head == "fused" and c.policy.logit_chunk != default:
         raise UserError(
-            f"policy.logit_chunk = {c.policy.logit_chunk}: policy.head=fused has no logits in memory, and so no chunks "
-            f"of them; give policy.head=chunked, or policy.logit_chunk={default}"
+            "policy.head=fused has no logits in memory, and so no chunks of them",
+            key="policy.logit_chunk",
+            value=c.policy.logit_chunk,
+            fix=f"give policy.head=chunked, or policy.logit_chunk={default}",
         )
 
 
@@ -33,18 +35,24 @@ def _check_recompute(c: Config) -> None:
     # megatron-core 0.16 recomputes norms and activations with Transformer Engine's functions, and crashes without them.
     if c.policy.recompute == "selective" and (without := _no_transformer_engine(c)):
         raise UserError(
-            f"policy.recompute = selective: megatron-core recomputes such parts of Transformer Engine's layers alone, "
-            f"and {without}; allowed there is none, moe or full"
+            "megatron-core recomputes such parts of Transformer Engine's layers alone, and "
+            f"{without}; allowed there is none, moe or full",
+            key="policy.recompute",
+            value="selective",
         )
     if c.policy.offload_layers and c.policy.options.get("recompute_granularity") == "full":
         raise UserError(
-            f"policy.offload_layers = {c.policy.offload_layers}: policy.options.recompute_granularity=full has layers "
-            "computed once more, which then keep nothing; give selective there, or policy.offload_layers=0"
+            "policy.options.recompute_granularity=full has layers computed once more, which then "
+            "keep nothing; give selective there, or policy.offload_layers=0",
+            key="policy.offload_layers",
+            value=c.policy.offload_layers,
         )
     if c.policy.recompute == "full" and c.policy.offload_layers:
         raise UserError(
-            f"policy.offload_layers = {c.policy.offload_layers}: with policy.recompute=full a layer keeps its input "
-            "alone; give policy.recompute=none, selective or moe, or policy.offload_layers=0"
+            "with policy.recompute=full a layer keeps its input alone",
+            key="policy.offload_layers",
+            value=c.policy.offload_layers,
+            fix="give policy.recompute=none, selective or moe, or policy.offload_layers=0",
         )
 
 
@@ -55,14 +63,18 @@ def _check_fusions(c: Config) -> None:
     check_unique("policy.fusions", fusions)
     if without := _no_transformer_engine(c):
         raise UserError(
-            f"policy.fusions = {shown(fusions)}: they are kernels of Transformer Engine's layers, and {without}; leave "
-            "it out"
+            f"they are kernels of Transformer Engine's layers, and {without}",
+            key="policy.fusions",
+            value=shown(fusions),
+            fix="leave it out",
         )
     if "router" in fusions and (moe.replay != "off" or moe.aux_loss):
         why = f"policy.moe.replay={moe.replay}" if moe.replay != "off" else f"policy.moe.aux_loss={moe.aux_loss:g}"
         raise UserError(
-            f"policy.fusions = {shown(fusions)}: a fused router chooses by itself, and {why} needs megatron-core's "
-            "own; leave router out, or policy.fusions, which then is without it"
+            f"a fused router chooses by itself, and {why} needs megatron-core's own",
+            key="policy.fusions",
+            value=shown(fusions),
+            fix="leave router out, or policy.fusions, which then is without it",
         )
 
 
@@ -72,10 +84,10 @@ def _check_dispatcher(c: Config) -> None:
     setting = "policy.moe.dispatcher = deepep"
     fix = "give policy.moe.dispatcher=alltoall"
     if without := _no_transformer_engine(c):
-        raise UserError(f"{setting}: it has kernels for CUDA alone, and {without}; {fix}")
+        raise UserError(f"it has kernels for CUDA alone, and {without}; {fix}", key=setting)
     if c.model.dtype != "bfloat16":
         raise UserError(
-            f"{setting}: it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16"
+            f"it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16", key=setting
         )
 
 

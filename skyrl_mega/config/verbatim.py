@@ -112,9 +112,9 @@ def parse_override(argument: str) -> Override:
         return _parse_override(argument)
     except yaml.YAMLError as error:
         raise UserError(
-            f"{argument.partition('=')[0]}: is no quoted text of YAML "
-            f"({getattr(error, 'problem', None) or 'a control character'}); write a backslash twice between double "
-            "quotes, or use single quotes"
+            f"is no quoted text of YAML ({getattr(error, 'problem', None) or 'a control character'})",
+            key=argument.partition("=")[0],
+            fix="write a backslash twice between double quotes, or use single quotes",
         ) from error
 
 

@@ -20,15 +20,18 @@ def check_wire(c: Config) -> None:
     kind = options.get("quantization")
     if options.get("quantization_config"):
         raise UserError(
-            "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them; "
-            f"leave it out, and give {ONLINE_SETTING} for engines that quantise what arrives (docs/weight-sync.md)"
+            "vLLM would quantise layers otherwise than a weight sync brings them",
+            key="rollout.options.quantization_config",
+            fix=f"leave it out, and give {ONLINE_SETTING} for engines that quantise what arrives (docs/weight-sync.md)",
         )
     if fp8_parameters(c.rollout):
         _check_checkpoint(c, kind, options["hf_overrides"]["quantization_config"])
     elif kind not in (None, ONLINE_FP8):
         raise UserError(
-            f"rollout.options.quantization = {shown(kind)}: a weight sync brings blocks with a scale each, and no "
-            f"other quantised weights; allowed is {ONLINE_FP8} (docs/weight-sync.md), or leave it out"
+            "a weight sync brings blocks with a scale each, and no other quantised weights; "
+            f"allowed is {ONLINE_FP8} (docs/weight-sync.md), or leave it out",
+            key="rollout.options.quantization",
+            value=shown(kind),
         )
 
 
@@ -37,17 +40,22 @@ def _check_checkpoint(c: Config, kind: Any, quantization: Any) -> None:
     key = "rollout.options.hf_overrides.quantization_config"
     if not isinstance(quantization, dict) or any(quantization.get(name) != value for name, value in CHECKPOINT.items()):
         raise UserError(
-            f"{key} = {shown(quantization)}: a weight sync brings FP8 numbers with a scale for each block of 128 × "
-            f"128, and no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give "
-            f"{ONLINE_SETTING}"
+            "a weight sync brings FP8 numbers with a scale for each block of 128 × 128, and no other quantised weights",
+            key=key,
+            value=shown(quantization),
+            fix=f"give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {ONLINE_SETTING}",
         )
     if kind not in (None, CHECKPOINT["quant_method"]):
         raise UserError(
-            f"rollout.options.quantization = {shown(kind)}: {key} says fp8, and vLLM ends where they differ; leave one "
-            "of them out"
+            f"{key} says fp8, and vLLM ends where they differ",
+            key="rollout.options.quantization",
+            value=shown(kind),
+            fix="leave one of them out",
         )
     if c.weights.wire != "fp8":
         raise UserError(
-            f"weights.wire = {c.weights.wire}: allowed is fp8 where {key} makes engines that take FP8 numbers and "
-            f"scales; or let them quantise what arrives, with {ONLINE_SETTING}"
+            f"allowed is fp8 where {key} makes engines that take FP8 numbers and scales; or let "
+            f"them quantise what arrives, with {ONLINE_SETTING}",
+            key="weights.wire",
+            value=c.weights.wire,
         )

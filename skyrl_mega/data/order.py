@@ -97,8 +97,10 @@ class PromptStream:
         for name, setting in (("count", "data.train rows"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"{setting}={getattr(self, name)}: the checkpoint was taken with {state[name]}, so its place in "
-                    "the data is lost; set it back, or start another run with run.name"
+                    f"the checkpoint was taken with {state[name]}, so its place in the data is lost",
+                    key=setting,
+                    value=getattr(self, name),
+                    fix="set it back, or start another run with run.name",
                 )
         self.position, self.returned = state["position"], [*state.get("returned", [])]
 

@@ -89,8 +89,8 @@ def prepare(arguments: str | Sequence[str]) -> list[Path]:
             written.append(file)
     except OSError as error:  # from a source, or from the output folder
         raise UserError(
-            f"{error.filename or args.output} cannot be read or written: {error.strerror or error}; give a source that "
-            "you may read, and as --output a folder with room that you may write to"
+            f"{error.filename or args.output} cannot be read or written: {error.strerror or error}",
+            fix="give a source that you may read, and as --output a folder with room that you may write to",
         ) from error
     return written
 
@@ -99,4 +99,4 @@ def _words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{text}: {error}; close the quotation") from error
+        raise UserError(error, key=text, fix="close the quotation") from error

@@ -169,13 +169,15 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
     """Yields batches of a file with the number of their first row, after checking the file and its columns."""
     path = Path(file)
     if not path.exists():
-        raise UserError(f"{key}: {file} does not exist; allowed: parquet files; `python -m skyrl_mega.data` makes some")
+        raise UserError(
+            f"{file} does not exist; allowed: parquet files; `python -m skyrl_mega.data` makes some", key=key
+        )
     try:
         check_regular(path)
         with pq.ParquetFile(path) as reader:
             _check_columns(reader.schema_arrow, file, key)
             if reader.metadata.num_rows == 0:
-                raise UserError(f"{key}: {file} has no rows")
+                raise UserError(f"{file} has no rows", key=key)
             first = 0
             for batch in bounded_batches(reader, ROWS_AT_ONCE):
                 _check_text(batch, first, f"{key}: {file}")
@@ -183,21 +185,23 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
                 first += len(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{key}: {file} cannot be read as parquet ({reason}); write it again") from error
+        raise UserError(f"{file} cannot be read as parquet ({reason})", key=key, fix="write it again") from error
 
 
 def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
-        raise UserError(f"{key}: {file} has two columns {shown(twice[0])}; write it again with one of each name")
+        raise UserError(
+            f"{file} has two columns {shown(twice[0])}", key=key, fix="write it again with one of each name"
+        )
     if "prompt" not in schema.names:
-        raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {ALLOWED_PROMPT}")
+        raise UserError(f"{file} has no column prompt (it has {', '.join(schema.names)}); {ALLOWED_PROMPT}", key=key)
     kind = schema.field("prompt").type
     if not _is_conversation(kind):
-        raise UserError(f"{key}: {file}, column prompt: its type is {kind}; {ALLOWED_PROMPT}")
+        raise UserError(f"{file}, column prompt: its type is {kind}; {ALLOWED_PROMPT}", key=key)
     if "env_class" in schema.names and not _is_string(schema.field("env_class").type):
         raise UserError(
-            f"{key}: {file}, column env_class: its type is {schema.field('env_class').type}; allowed: string"
+            f"{file}, column env_class: its type is {schema.field('env_class').type}; allowed: string", key=key
         )
 
 
@@ -208,7 +212,9 @@ def _check_text(batch: pa.RecordBatch, first: int, where: str) -> None:
     except pa.ArrowInvalid as error:
         column = next((name for name in batch.schema.names if _is_broken(batch[name])), "?")
         at = next((row for row in range(len(batch)) if _is_broken(batch[column].slice(row, 1).take([0]))), 0)
-        raise UserError(f"{where}, row {first + at}, column {column}: it is no UTF-8; write it again") from error
+        raise UserError(
+            "it is no UTF-8", key=f"{where}, row {first + at}, column {column}", fix="write it again"
+        ) from error
 
 
 def _is_broken(values: pa.Array) -> bool:
@@ -233,7 +239,8 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
         if at >= 0:
             row = first + row_of[at].as_py()
             raise UserError(
-                f"{where}, row {row}, column {column}: {name} is {repr(values[at].as_py())[:80]}; allowed: {allowed}"
+                f"{name} is {repr(values[at].as_py())[:80]}; allowed: {allowed}",
+                key=f"{where}, row {row}, column {column}",
             )
 
 
@@ -284,7 +291,7 @@ def _refuse(bad: pa.Array, first: int, where: str, column: str, problem: str) ->
     """Raises UserError for the first row with a true value in `bad`."""
     index = pc.index(bad, True).as_py()
     if index >= 0:
-        raise UserError(f"{where}, row {first + index}, column {column}: {problem}")
+        raise UserError(problem, key=f"{where}, row {first + index}, column {column}")
 
 
 def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
@@ -347,7 +354,7 @@ def _check_calls(conversations: Sequence[list[Message]], first: int, where: str,
         try:
             calls_of(message)
         except Malformed as error:
-            raise UserError(f"{where}, row {row}, column {column}: tool_calls: {error}") from error
+            raise UserError(f"tool_calls: {error}", key=f"{where}, row {row}, column {column}") from error
         unlearned = (
             [key for key, value in message.items() if value and key not in allowed]
             if allowed and message["role"] == "assistant"
@@ -355,6 +362,7 @@ def _check_calls(conversations: Sequence[list[Message]], first: int, where: str,
         )
         if unlearned:
             raise UserError(
-                f"{where}, row {row}, column {column}: {shown(unlearned[0])} of an assistant's message is not learned; "
-                f"allowed are {', '.join(allowed)}; thoughts belong into content, as the model writes them"
+                f"{shown(unlearned[0])} of an assistant's message is not learned; allowed are "
+                f"{', '.join(allowed)}; thoughts belong into content, as the model writes them",
+                key=f"{where}, row {row}, column {column}",
             )

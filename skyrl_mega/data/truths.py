@@ -68,7 +68,9 @@ class WrongRows:
     def refuse(self) -> None:
         """Raises UserError if the share of wrong rows exceeds `MOST_WRONG`."""
         if self.count > MOST_WRONG * self.rows:
-            raise UserError(f"{self.summary()}; correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
+            raise UserError(
+                self.summary(), fix=f"correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so"
+            )
 
 
 def judged_rows(

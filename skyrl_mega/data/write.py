@@ -75,7 +75,7 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
     try:
         return pa.Table.from_pylist(rows, schema=schema)
     except OverflowError as error:
-        raise UserError(f"{file}: a row has a whole number of more than 64 bits; write it as text") from error
+        raise UserError("a row has a whole number of more than 64 bits", key=file, fix="write it as text") from error
 
 
 def is_ours(file: Path) -> bool:

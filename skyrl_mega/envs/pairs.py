@@ -46,8 +46,11 @@ def disjoint_pairs(
     if len(train_pairs) < train or len(test_pairs) < test:
         numbers = f"--digits {digits}" if second == digits else f"--digits {digits} and --second {second}"
         raise UserError(
-            f"--train {train} --test {test}: numbers of {numbers} form {81 * 10 ** (digits + second - 2)} pairs, of "
-            f"which {len(train_pairs)} remain for training; ask for fewer or for more digits"
+            f"numbers of {numbers} form {81 * 10 ** (digits + second - 2)} pairs, of which "
+            f"{len(train_pairs)} remain for training",
+            key="--train",
+            value=f"{train} --test {test}",
+            fix="ask for fewer or for more digits",
         )
     return train_pairs[:train], test_pairs[:test]
 

@@ -97,7 +97,7 @@ def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
         resolve(name, config)
     for name in config.options:
         if name not in names(config):
-            raise UserError(f"environment.options.{name}: {unknown_name(name, config)}")
+            raise UserError(unknown_name(name, config), key=f"environment.options.{name}")
         check_options(name, config)
 
 
@@ -181,13 +181,20 @@ def _load(path: str, key: str) -> type[BaseTextEnv]:
     attribute = path.rpartition(":")[2]
     if not isinstance(cls, type) or not all(callable(getattr(cls, m, None)) for m in ("init", "step", "close")):
         raise UserError(
-            f"{key}={path}: {attribute} is no environment; allowed: a class with init, step and close, "
-            "as skyrl_mega.envs.BaseTextEnv has them"
+            f"{attribute} is no environment; allowed: a class with init, step and close, as "
+            "skyrl_mega.envs.BaseTextEnv has them",
+            key=key,
+            value=path,
         )
     if issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
-        raise UserError(f"{key}={path}: {attribute} has no step; write `def step(self, action)`, which judges a turn")
+        raise UserError(
+            f"{attribute} has no step", key=key, value=path, fix="write `def step(self, action)`, which judges a turn"
+        )
     if issubclass(cls, ToolEnv) and cls.step is ToolEnv.step and cls.judge is ToolEnv.judge:
         raise UserError(
-            f"{key}={path}: {attribute} has no judge; write `def judge(self, answer)`, the reward of an answer"
+            f"{attribute} has no judge",
+            key=key,
+            value=path,
+            fix="write `def judge(self, answer)`, the reward of an answer",
         )
     return cls

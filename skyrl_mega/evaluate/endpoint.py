@@ -71,26 +71,32 @@ class Endpoint:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise UserError(f"--endpoint {url}: {error}; allowed is http://host:port/v1") from error
+            raise UserError(f"{error}; allowed is http://host:port/v1", key="--endpoint", value=url) from error
         if (
             parsed.scheme not in ("http", "https")
             or not parsed.host
             or not 1 <= (80 if parsed.port is None else parsed.port) <= 65535
         ):
-            raise UserError(f"--endpoint {url}: allowed is http://host:port/v1 or https://…")
+            raise UserError("allowed is http://host:port/v1 or https://…", key="--endpoint", value=url)
         if parsed.userinfo:
             raise UserError(
-                f"--endpoint: a key is not given in the address; set the environment variable {key_variable}"
+                "a key is not given in the address",
+                key="--endpoint",
+                fix=f"set the environment variable {key_variable}",
             )
         if not model:
-            raise UserError(f"--endpoint {url}: it needs --served-model, the name that it serves the model under")
+            raise UserError(
+                "it needs --served-model, the name that it serves the model under", key="--endpoint", value=url
+            )
         try:
             fields = parse_json(extra)
         except Malformed as error:
-            raise UserError(f"--request {extra[:200]}: {error}; allowed is a JSON object") from error
+            raise UserError(f"{error}; allowed is a JSON object", key="--request", value=extra[:200]) from error
         if not isinstance(fields, dict):
             raise UserError(
-                f"--request {extra[:200]}: allowed is a JSON object, such as '{{\"max_completion_tokens\": 500}}'"
+                "allowed is a JSON object, such as '{\"max_completion_tokens\": 500}'",
+                key="--request",
+                value=extra[:200],
             )
         base = url.rstrip("/").removesuffix("/chat/completions")
         if parsed.path in ("", "/"):

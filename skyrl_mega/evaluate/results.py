@@ -171,8 +171,10 @@ class Results:
         same = (prompt.messages, prompt.env_class, trajectory_io.plain_json(prompt.extras))
         if same != (row["prompt_messages"], row["env_class"], row["extras"]):
             raise UserError(
-                f"--output {self.folder}: row {prompt.uid} of the set {name} was another one when its samples were "
-                "drawn; give another --output"
+                f"row {prompt.uid} of the set {name} was another one when its samples were drawn",
+                key="--output",
+                value=self.folder,
+                fix="give another --output",
             )
         return True
 
@@ -190,7 +192,9 @@ def open_results(
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder}: it cannot be made: {error.strerror}; give another folder") from error
+        raise UserError(
+            f"it cannot be made: {error.strerror}", key="--output", value=folder, fix="give another folder"
+        ) from error
     with locked(folder, f"--output {folder}", "give another --output, or end that one"):
         _claim(folder, identity)
         results = Results(folder, sets, samples)
@@ -217,15 +221,19 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
             old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
             if old != new and not equal_or_digest(before.get(key), identity.get(key)):
                 raise UserError(
-                    f"--output {folder}: it holds an evaluation with {key} = {old}, and this one has {new}; "
-                    "give another --output, or set it back"
+                    f"it holds an evaluation with {key} = {old}, and this one has {new}",
+                    key="--output",
+                    value=folder,
+                    fix="give another --output, or set it back",
                 )
         return
     partial = folder / ".evaluation.json.partial"
     if others := {path.name for path in folder.iterdir()} - {".lock", "logs", partial.name}:
         raise UserError(
-            f"--output {folder}: it holds {min(others)} and no evaluation; give a new or an empty folder, or one with "
-            "an evaluation.json"
+            f"it holds {min(others)} and no evaluation",
+            key="--output",
+            value=folder,
+            fix="give a new or an empty folder, or one with an evaluation.json",
         )
     partial.write_text(json.dumps(identity, indent=2) + "\n")
     os.replace(partial, file)
@@ -259,8 +267,9 @@ def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
         _sample(row, place)
     except (ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise UserError(
-            f"{file}, at byte {place}: it is no sample ({' '.join(str(error).split())}); cut the file off there, and "
-            "what is missing is drawn again"
+            f"it is no sample ({' '.join(str(error).split())})",
+            key=f"{file}, at byte {place}",
+            fix="cut the file off there, and what is missing is drawn again",
         ) from error
     sample: dict[str, Any] = row
     return sample

@@ -53,7 +53,7 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
         UserError: No set, an invalid or repeated name, or an invalid row.
     """
     if not given and not config.data.eval:
-        raise UserError("data.eval is empty: allowed is a list of parquet files; or give --set NAME=file.parquet")
+        raise UserError("data.eval is empty: allowed is a list of parquet files", fix="or give --set NAME=file.parquet")
     sets: dict[str, list[Prompt]] = {}
     sources: list[tuple[str, list[str], str]] = [_parse(text) for text in given] or [
         ("", config.data.eval, "data.eval")
@@ -62,7 +62,9 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
         prompts = load_prompts(files, config.environment, key=key)
         for set_name, set_prompts in ({name: prompts} if name else _by_source(prompts)).items():
             if set_name in sets:
-                raise UserError(f"{key}: the set {set_name} is there twice; name one of them: --set NAME={files[0]}")
+                raise UserError(
+                    f"the set {set_name} is there twice", key=key, fix=f"name one of them: --set NAME={files[0]}"
+                )
             sets[set_name] = set_prompts
     return [PromptSet(name, prompts[: config.evaluation.limit]) for name, prompts in sets.items()]
 
@@ -84,8 +86,9 @@ def drop_long_prompts(
         ]
         if not prompts:
             raise UserError(
-                f"rollout.max_prompt_tokens = {longest}: all {len(s.prompts)} prompts of the set {s.name} are longer; "
-                "give more"
+                f"all {len(s.prompts)} prompts of the set {s.name} are longer; give more",
+                key="rollout.max_prompt_tokens",
+                value=longest,
             )
         kept.append(replace(s, prompts=prompts, left_out=len(s.prompts) - len(prompts)))
     return kept
@@ -105,9 +108,9 @@ def _parse(text: str) -> tuple[str, list[str], str]:
     if not sign:
         name, file = "", text
     elif not NAME.fullmatch(name):
-        raise UserError(f"--set {text}: allowed is NAME=file.parquet, NAME of letters, digits and . _ + -")
+        raise UserError("allowed is NAME=file.parquet, NAME of letters, digits and . _ + -", key="--set", value=text)
     if not Path(file).is_file():
-        raise UserError(f"--set {text}: {file} does not exist; allowed is a parquet file")
+        raise UserError(f"{file} does not exist; allowed is a parquet file", key="--set", value=text)
     return name, [file], f"--set {text}"
 
 

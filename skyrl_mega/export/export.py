@@ -91,7 +91,7 @@ def export(
     _check_disk_space(output, job)
     verify_s = 0.0
     if being_written(output):
-        raise UserError(f"--output {output}: another export writes it now; wait for it, or end it")
+        raise UserError("another export writes it now", key="--output", value=output, fix="wait for it, or end it")
     with atomic_folder(output, f"--output {output}", last="config.json") as partial:
         _write_tensors(job, partial, workers, progress)
         write_companion_files(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
@@ -118,8 +118,10 @@ def _check_disk_space(output: Path, job: Job) -> None:
     needed, free = job.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
         raise UserError(
-            f"--output {output}: {needed / 1e9:.1f} GB are needed, {parent} has {free / 1e9:.1f} GB; choose another "
-            "place"
+            f"{needed / 1000000000.0:.1f} GB are needed, {parent} has {free / 1000000000.0:.1f} GB",
+            key="--output",
+            value=output,
+            fix="choose another place",
         )
 
 

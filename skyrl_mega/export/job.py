@@ -119,7 +119,7 @@ def plan_job(
     trained = {entry.tensor for entry in entries if entry.kind == MASTER}
     model = DTYPES[header.dtype]
     if origin == "master" and not trained:
-        raise UserError("--from master: the checkpoint has no master weights; allowed is --from weights")
+        raise UserError("the checkpoint has no master weights; allowed is --from weights", key="--from", value="master")
     intermediate = torch.float32 if origin == "master" else model
     dtype = dtype or intermediate
     indices_by_tensor: dict[str, list[int]] = defaultdict(list)
@@ -170,8 +170,10 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
         expected, stored = shapes.get(name), header.tensors.get(name)
         if expected != stored:
             raise UserError(
-                f"{name}: the checkpoint has {f'shape {list(stored)}' if stored else 'none'}, config.json makes "
-                f"{f'it {list(expected)}' if expected else 'none'}; the two are of different models, give --model"
+                f"the checkpoint has {(f'shape {list(stored)}' if stored else 'none')}, "
+                f"config.json makes {(f'it {list(expected)}' if expected else 'none')}; the two "
+                "are of different models, give --model",
+                key=name,
             )
 
 
@@ -187,8 +189,8 @@ def _check_covered(
         covered = sum(entries[index].box.numel for index in entries_of.get(tensor, ()))
         if covered != prod(shape):
             raise UserError(
-                f"{tensor}: the checkpoint has {covered} of its {prod(shape)} elements; it is not whole, take another "
-                "one"
+                f"the checkpoint has {covered} of its {prod(shape)} elements; it is not whole, take another one",
+                key=tensor,
             )
 
 

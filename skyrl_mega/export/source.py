@@ -45,12 +45,14 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
         UserError: The checkpoint is missing or incomplete, or the model is missing.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a run's folder or one of its checkpoints")
+        raise UserError("no such folder", key=path, fix="give a run's folder or one of its checkpoints")
     run: Path | None = None
     if _is_run(path):
         run, folder = path, _run_checkpoint(path, step)
     elif step is not None:
-        raise UserError(f"--step {step}: {path} is no run's folder; leave --step out, or give the run's folder")
+        raise UserError(
+            f"{path} is no run's folder", key="--step", value=step, fix="leave --step out, or give the run's folder"
+        )
     elif re.fullmatch(r"step_\d+(\.partial)?", path.resolve().name) or (path / "policy").is_dir():
         run, folder = path.resolve().parents[1], _complete_checkpoint(path)
     else:
@@ -68,7 +70,7 @@ def check_output(output: Path) -> None:
     refuse_folder(output, f"--output {output}")
     parent = disk_of(output)
     if not os.access(parent, os.W_OK):
-        raise UserError(f"--output {output}: {parent} may not be written to; choose another place")
+        raise UserError(f"{parent} may not be written to", key="--output", value=output, fix="choose another place")
 
 
 def disk_of(output: Path) -> Path:
@@ -84,9 +86,11 @@ def _is_run(path: Path) -> bool:
 def _run_checkpoint(run: Path, step: int | None) -> Path:
     complete = checkpoints_in(run / "checkpoints")
     if not complete:
-        raise UserError(f"{run}: has no whole checkpoint; a run saves one every checkpoint.every steps")
+        raise UserError("has no whole checkpoint; a run saves one every checkpoint.every steps", key=run)
     if step is not None and step not in complete:
-        raise UserError(f"--step {step}: {run} has no checkpoint of that step; allowed are {_listed(complete)}")
+        raise UserError(
+            f"{run} has no checkpoint of that step; allowed are {_listed(complete)}", key="--step", value=step
+        )
     return complete[max(complete) if step is None else step] / "policy"
 
 
@@ -96,7 +100,7 @@ def _listed(steps: Any) -> str:
 
 def _complete_checkpoint(step: Path) -> Path:
     if step.resolve().name.endswith(".partial") or not (step / "state.json").is_file():
-        raise UserError(f"{step}: its save was interrupted; take another checkpoint")
+        raise UserError("its save was interrupted", key=step, fix="take another checkpoint")
     return step / "policy"
 
 
@@ -108,17 +112,20 @@ def _model_of(run: Path | None, path: Path) -> Path:
     """
     if run is None or not (run / "config.yaml").is_file():
         raise UserError(
-            f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"
+            f"{path} has no config.yaml of a run beside it",
+            key="--model",
+            value="is missing",
+            fix="give a Hugging Face directory",
         )
     try:
         config = OmegaConf.create(yaml.safe_load(safe_read.read(run / "config.yaml", "give --model")))
         named, directory = Path(config["model"]["path"]), Path(config["run"]["directory"])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise UserError(f"{run / 'config.yaml'}: has no model.path ({error}); give --model") from error
+        raise UserError(f"has no model.path ({error})", key=run / "config.yaml", fix="give --model") from error
     places = [named]
     if not named.is_absolute() and not directory.is_absolute():
         places.insert(0, run.resolve().parents[len(directory.parts)] / named)
     for place in places:
         if place.is_dir():
             return place
-    raise UserError(f"model.path: {named} of {run / 'config.yaml'} is not there any more; give --model")
+    raise UserError(f"{named} of {run / 'config.yaml'} is not there any more; give --model", key="model.path")

@@ -218,8 +218,9 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
                 covered += common.numel
         if covered != part.box.numel:
             raise UserError(
-                f"{part.name}: the checkpoint has {covered} of its {part.box.numel} elements; it is not whole, or was "
-                "saved while the tensor was frozen (policy.moe.freeze_router)"
+                f"the checkpoint has {covered} of its {part.box.numel} elements; it is not whole, "
+                "or was saved while the tensor was frozen (policy.moe.freeze_router)",
+                key=part.name,
             )
     tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
     buffers = _buffers([Part("", common, "", values) for task in tasks for _, common, values in task])

@@ -84,8 +84,9 @@ def refuse_old(folder: Path) -> None:
     fix += "model.path set to the export"
     if (folder / _OLD).exists() and not (folder / HEADER).exists():
         raise UserError(
-            f"{folder}: is a distributed checkpoint of torch ({_OLD}), as versions before {HEADER} wrote them; this "
-            f"one does not read it: {fix}"
+            f"is a distributed checkpoint of torch ({_OLD}), as versions before {HEADER} wrote "
+            f"them; this one does not read it: {fix}",
+            key=folder,
         )
     try:
         content = parse_json((folder / HEADER).read_bytes())
@@ -93,7 +94,7 @@ def refuse_old(folder: Path) -> None:
         return
     if isinstance(content, dict) and (version := content.get("format")) in range(1, FORMAT):
         raise UserError(
-            f"{folder / HEADER}: format is {version}, of an earlier version; this one reads {FORMAT}: {fix}"
+            f"format is {version}, of an earlier version; this one reads {FORMAT}: {fix}", key=folder / HEADER
         )
 
 
@@ -109,7 +110,7 @@ def read_header(folder: Path) -> Header:
     try:
         content = parse_json(file.read_bytes())
         if content["format"] != FORMAT:
-            raise UserError(f"{file}: format is {content['format']}; this version reads {FORMAT}, use the other one")
+            raise UserError(f"format is {content['format']}; this version reads {FORMAT}, use the other one", key=file)
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}
         files = {name: SavedFile(**written) for name, written in content["files"].items()}
         header = Header(**{**content, "tensors": shapes, "files": files})

@@ -48,8 +48,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
         raise UserError(
-            f"model.path: {path} {what}; give a Hugging Face directory with config.json, *.safetensors and "
-            "tokenizer.json"
+            f"{path} {what}; give a Hugging Face directory with config.json, *.safetensors and tokenizer.json",
+            key="model.path",
         )
     hf = read_json(path / "config.json", FETCH)
     check_folder(path, FETCH)
@@ -77,16 +77,18 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
         file = file_of[name]
         entry = headers[file].get(name)
         if entry is None:
-            raise UserError(f"{file}: tensor {name} is missing; download or export the checkpoint again")
+            raise UserError(f"tensor {name} is missing", key=file, fix="download or export the checkpoint again")
         if entry.shape != shape:
             raise UserError(
-                f"{file}: tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}; "
-                "the two are of different models"
+                f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}"
+                "; the two are of different models",
+                key=file,
             )
         if entry.dtype not in DTYPES:
             raise UserError(
-                f"{file}: tensor {name} has type {entry.dtype}; allowed are {', '.join(DTYPES)}; "
-                "give a checkpoint without quantisation"
+                f"tensor {name} has type {entry.dtype}; allowed are {', '.join(DTYPES)}",
+                key=file,
+                fix="give a checkpoint without quantisation",
             )
         entries[name] = entry
     return entries
@@ -107,19 +109,22 @@ def read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(LONGEST_HEADER, size - 8):
                 raise UserError(
-                    f"{file}: {size} bytes, its header alone has {length}; the file is cut off or no safetensors file, "
-                    "fetch it again"
+                    f"{size} bytes, its header alone has {length}; the file is cut off or no "
+                    "safetensors file, fetch it again",
+                    key=file,
                 )
             header = parse_json(f.read(length))
         header.pop("__metadata__", None)
         needed = 8 + length + _tiled(header)
         entries = {name: Entry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); fetch it again or fix model.path") from error
+        raise UserError(
+            f"cannot be read ({error.strerror})", key=file, fix="fetch it again or fix model.path"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: its header is no safetensors header ({error}); fetch it again") from error
+        raise UserError(f"its header is no safetensors header ({error})", key=file, fix="fetch it again") from error
     if size != needed:
-        raise UserError(f"{file}: {size} bytes, its header asks for {needed}; the file is cut off, fetch it again")
+        raise UserError(f"{size} bytes, its header asks for {needed}; the file is cut off, fetch it again", key=file)
     return entries
 
 
@@ -149,15 +154,17 @@ def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
     if not index.exists():
         single = path / SINGLE
         if not single.exists():
-            raise UserError(f"{path}: holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
+            raise UserError(
+                f"holds neither {SINGLE} nor {INDEX}", key=path, fix="give a directory with safetensors weights"
+            )
         return dict.fromkeys(tensors, single)
     weight_map = read_json(index, FETCH).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: has no weight_map; fetch it again")
+        raise UserError("has no weight_map", key=index, fix="fetch it again")
     for name in tensors:
         if name not in weight_map:
-            raise UserError(f"{index}: tensor {name} is missing; download or export the checkpoint again")
+            raise UserError(f"tensor {name} is missing", key=index, fix="download or export the checkpoint again")
         # A name in a file must not lead out of the directory.
         if Path(str(weight_map[name])).name != weight_map[name] or not weight_map[name].isprintable():
-            raise UserError(f"{index}: {weight_map[name]!r} is no file name; fetch it again")
+            raise UserError(f"{weight_map[name]!r} is no file name", key=index, fix="fetch it again")
     return {name: path / weight_map[name] for name in tensors}

@@ -62,7 +62,7 @@ def load(
     for tensor in wanted:
         if tensor not in shapes:
             raise UserError(
-                f"{path / 'config.json'}: a model of it has no tensor {tensor}; give weights of the same model"
+                f"a model of it has no tensor {tensor}", key=path / "config.json", fix="give weights of the same model"
             )
     entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted})
     by_file: dict[Path, list[str]] = defaultdict(list)

@@ -59,8 +59,9 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             raise _unusable(path, key, second) from second
     if file_tokenizer is not None and (differs := difference(tokenizer, file_tokenizer)):
         raise UserError(
-            f"{key}={path}: tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}; "
-            f"{FETCH}"
+            f"tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}; {FETCH}",
+            key=key,
+            value=path,
         )
     if lossless:
         _check_lossless(tokenizer, f"{key}={path}: {'tokenizer.json' if file_tokenizer else 'the tokenizer'}")
@@ -121,7 +122,9 @@ def _config(path: Path, key: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its values can make a model's classes raise anything
-        raise UserError(f"{key}={path}: config.json cannot be used: {_error_text(error)}; fetch it again") from error
+        raise UserError(
+            f"config.json cannot be used: {_error_text(error)}", key=key, value=path, fix="fetch it again"
+        ) from error
 
 
 def _file(path: Path, key: str) -> Tokenizer | None:
@@ -138,7 +141,9 @@ def _file(path: Path, key: str) -> Tokenizer | None:
 
 
 def _unusable(path: Path, key: str, error: Exception) -> UserError:
-    return UserError(f"{key}={path}: no tokenizer can be loaded: {type(error).__name__}: {_error_text(error)}; {FETCH}")
+    return UserError(
+        f"no tokenizer can be loaded: {type(error).__name__}: {_error_text(error)}; {FETCH}", key=key, value=path
+    )
 
 
 def _error_text(error: Exception) -> str:

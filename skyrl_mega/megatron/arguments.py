@@ -61,7 +61,7 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
             if name not in known:
                 _refuse_unknown(key, str(name), known)
             if not _allows(known[name], value):
-                raise UserError(f"{key}.{name} = {shown(value)}: allowed is {_describe(known[name])}")
+                raise UserError(f"allowed is {_describe(known[name])}", key=f"{key}.{name}", value=shown(value))
 
 
 def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
@@ -69,8 +69,8 @@ def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
     _, class_name = CLASSES[key][0]
     raise UserError(
-        f"{key}.{shown(name)}: megatron-core has no such field; {hint}allowed are the fields of its {class_name}, "
-        "by their own names"
+        f"megatron-core has no such field; {hint}allowed are the fields of its {class_name}, by their own names",
+        key=f"{key}.{shown(name)}",
     )
 
 

@@ -168,8 +168,10 @@ def _check_model(folder: Path, header: Header, tensors: Mapping[str, tuple[int, 
         ours, theirs = tensors.get(name), header.tensors.get(name)
         if ours != theirs:
             raise UserError(
-                f"{folder}: is of another model: {name} has shape {list(theirs) if theirs else 'none'} there, "
-                f"{list(ours) if ours else 'none'} in model.path; give that model, or another run.name"
+                f"is of another model: {name} has shape {(list(theirs) if theirs else 'none')} "
+                f"there, {(list(ours) if ours else 'none')} in model.path",
+                key=folder,
+                fix="give that model, or another run.name",
             )
 
 

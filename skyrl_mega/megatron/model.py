@@ -173,7 +173,7 @@ def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{key} = {shown(options)}: megatron-core refuses it: {why}; change it or leave it out"
+            f"megatron-core refuses it: {why}", key=key, value=shown(options), fix="change it or leave it out"
         ) from error
 
 

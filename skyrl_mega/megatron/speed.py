@@ -76,8 +76,10 @@ def prepare(policy: PolicyConfig) -> None:
         importlib.import_module("deep_ep")
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
-            f"policy.moe.dispatcher = deepep: the package deep_ep cannot be imported: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}; install it (docs/speed.md), or give policy.moe.dispatcher=alltoall"
+            f"the package deep_ep cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}",
+            key="policy.moe.dispatcher",
+            value="deepep",
+            fix="install it (docs/speed.md), or give policy.moe.dispatcher=alltoall",
         ) from error
     from megatron.core.config import set_experimental_flag
 

@@ -32,7 +32,7 @@ def integer(hf: Hf, key: str) -> int:
     """Returns a positive integer of the configuration."""
     value = hf.get(key)
     if key not in hf:
-        raise UserError(f"config.json: {key} is missing; a {hf.get('model_type')} checkpoint has it")
+        raise UserError(f"{key} is missing; a {hf.get('model_type')} checkpoint has it", key="config.json")
     upper_bound = UPPER_BOUNDS.get(key, DEFAULT_UPPER_BOUND)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= upper_bound:
         raise unsupported(hf, key, f"a positive integer of at most {upper_bound}")
@@ -63,4 +63,6 @@ def require(hf: Hf, key: str, allowed: Any) -> None:
 
 def unsupported(hf: Hf, key: str, allowed: str) -> UserError:
     """Returns the error for a value outside of `allowed`."""
-    return UserError(f"config.json: {key} is {shown(hf.get(key))}; skyrl_mega supports {allowed}; choose another model")
+    return UserError(
+        f"{key} is {shown(hf.get(key))}; skyrl_mega supports {allowed}; choose another model", key="config.json"
+    )

@@ -33,7 +33,9 @@ def check(
         block.check_engine(cut, key)
     for name, total in (each for block in (*decoder.blocks, decoder.embedding) for each in block.engine_cuts(cut)):
         if total % tensor:
-            raise UserError(f"{key}: {tensor} does not divide the model's {total} {name}; choose a divisor of {total}")
+            raise UserError(
+                f"{tensor} does not divide the model's {total} {name}", key=key, fix=f"choose a divisor of {total}"
+            )
 
 
 def check_blocks(
@@ -53,9 +55,11 @@ def check_blocks(
     allowed = whole_sizes(decoder, EngineCut(tensor, expert_parallel, data))
     allows = f"{key} {', '.join(map(str, allowed))}" if allowed else f"no {key} with this model"
     raise UserError(
-        f"{key}: {tensor} leaves {misaligned} to a worker, and engines with the parameters of an FP8 checkpoint "
-        f"(rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}; allowed is {allows}, or "
-        "rollout.options.quantization=fp8_per_block without hf_overrides"
+        f"{tensor} leaves {misaligned} to a worker, and engines with the parameters of an FP8 "
+        f"checkpoint (rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}"
+        f"; allowed is {allows}, or rollout.options.quantization=fp8_per_block without "
+        "hf_overrides",
+        key=key,
     )
 
 

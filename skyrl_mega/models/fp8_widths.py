@@ -35,8 +35,10 @@ def check(
     recipe = f"policy.precision.recipe = {precision.recipe}"
     if spec == "te" and decoder.hidden % need.width:
         raise UserError(
-            f"{recipe}: Transformer Engine multiplies FP8 by multiples of {need.width}, and the model's hidden size "
-            f"is {decoder.hidden}; give policy.precision.recipe=model, or another model"
+            f"Transformer Engine multiplies FP8 by multiples of {need.width}, and the model's "
+            f"hidden size is {decoder.hidden}",
+            key=recipe,
+            fix="give policy.precision.recipe=model, or another model",
         )
     width = need.width if spec == "te" else 1
     for cut in dict.fromkeys(cut for block in decoder.blocks for cut in block.megatron_widths()):
@@ -45,10 +47,12 @@ def check(
             allowed_sizes = [str(n) for n in range(1, cut.total + 1) if _fits(cut, n, width, need.block)]
             fix = f"{key}.{cut.dimension} of {', '.join(allowed_sizes)}, or " if allowed_sizes else ""
             raise UserError(
-                f"{recipe}: {key}.{cut.dimension} = {size} leaves {cut.total // size} of the model's {cut.total} "
-                f"{cut.what} to a rank; it needs multiples of {max(width, need.block if size > 1 else 1)}, as "
-                f"{'the cut would part numbers that share a scale' if size > 1 else 'Transformer Engine does'}; "
-                f"allowed is {fix}policy.precision.recipe=model"
+                f"{key}.{cut.dimension} = {size} leaves {cut.total // size} of the model's "
+                f"{cut.total} {cut.what} to a rank; it needs multiples of "
+                f"{max(width, need.block if size > 1 else 1)}, as "
+                f"{('the cut would part numbers that share a scale' if size > 1 else 'Transformer Engine does')}"
+                f"; allowed is {fix}policy.precision.recipe=model",
+                key=recipe,
             )
 
 

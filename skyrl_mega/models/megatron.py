@@ -46,9 +46,10 @@ def require_transformer_engine() -> None:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise UserError(
-            f"policy.spec = te (which auto means on CUDA): Transformer Engine cannot be imported: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}; install it with `make cuda`, or give "
-            "policy.spec=local, which trains without it, slower"
+            f"Transformer Engine cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}",
+            key="policy.spec",
+            value="te (which auto means on CUDA)",
+            fix="install it with `make cuda`, or give policy.spec=local, which trains without it, slower",
         ) from error
 
 
@@ -72,8 +73,9 @@ def settings(decoder: Decoder) -> MegatronSettings:
             for key, value in added.items():
                 if merged.setdefault(key, value) != value:
                     raise UserError(
-                        f"config.json: layers differ in what megatron-core calls {key}: {merged[key]} and {value}; it "
-                        "takes one value for all layers; choose another model"
+                        f"layers differ in what megatron-core calls {key}: {merged[key]} and "
+                        f"{value}; it takes one value for all layers; choose another model",
+                        key="config.json",
                     )
     return MegatronSettings(transformer, gpt)
 
@@ -89,8 +91,9 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
         size = getattr(parallel, cut.dimension)
         if cut.total % size:
             raise UserError(
-                f"{key}.{cut.dimension}: {size} does not divide the model's {cut.total} {cut.what}; choose a divisor "
-                f"of {cut.total}"
+                f"{size} does not divide the model's {cut.total} {cut.what}",
+                key=f"{key}.{cut.dimension}",
+                fix=f"choose a divisor of {cut.total}",
             )
     _check_stages(decoder, parallel, key)
     for block in decoder.parts:
@@ -98,7 +101,7 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
     if parallel.expert > 1 and not any(
         cut.dimension == "expert" for block in decoder.blocks for cut in block.megatron_cuts()
     ):
-        raise UserError(f"{key}.expert: {parallel.expert} needs a model with experts; give 1")
+        raise UserError(f"{parallel.expert} needs a model with experts", key=f"{key}.expert", fix="give 1")
 
 
 def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
@@ -113,19 +116,24 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
     except ValueError as error:
         if uneven:
             raise UserError(
-                f"{key}.{uneven[0].split()[0]}: {' and '.join(uneven)} do not fit the model's {decoder.layers} layers "
-                f"on pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: {error}; "
-                "choose others"
+                f"{' and '.join(uneven)} do not fit the model's {decoder.layers} layers on "
+                f"pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: "
+                f"{error}",
+                key=f"{key}.{uneven[0].split()[0]}",
+                fix="choose others",
             ) from None
         if decoder.layers % parallel.pipeline:
             raise UserError(
-                f"{key}.pipeline: {parallel.pipeline} does not divide the model's {decoder.layers} layers; choose a "
-                f"divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers"
+                f"{parallel.pipeline} does not divide the model's {decoder.layers} layers",
+                key=f"{key}.pipeline",
+                fix=f"choose a divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers",
             ) from None
         slices = parallel.pipeline * parallel.virtual_pipeline
         raise UserError(
-            f"{key}.virtual_pipeline: {parallel.virtual_pipeline} × pipeline {parallel.pipeline} = {slices} does not "
-            f"divide the model's {decoder.layers} layers; choose sizes whose product divides {decoder.layers}"
+            f"{parallel.virtual_pipeline} × pipeline {parallel.pipeline} = {slices} does not "
+            f"divide the model's {decoder.layers} layers",
+            key=f"{key}.virtual_pipeline",
+            fix=f"choose sizes whose product divides {decoder.layers}",
         ) from None
 
 

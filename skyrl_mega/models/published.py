@@ -117,5 +117,5 @@ def known(name: str | PurePath) -> dict[str, Any]:
     """
     known_name = hub_name(name)
     if known_name is None:
-        raise UserError(f"{name}: no known model; known are {', '.join(KNOWN)}")
+        raise UserError(f"no known model; known are {', '.join(KNOWN)}", key=name)
     return dict(KNOWN[known_name])

@@ -78,7 +78,7 @@ def _write_model(source: Path, folder: Path, dtype: torch.dtype) -> None:
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     loaded = model.load_state_dict({k: v.to(dtype) for k, v in tensors.items()}, strict=False, assign=True)
     if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
-        raise UserError(f"{source}: its tensors are not those of the model: {loaded}")
+        raise UserError(f"its tensors are not those of the model: {loaded}", key=source)
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id

@@ -96,7 +96,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     try:
         tensors = architecture(hf).tensors(hf)
     except UserError as error:
-        raise UserError(f"model.build: {error}") from error
+        raise UserError(error, key="model.build") from error
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in tensors.items():

@@ -50,25 +50,34 @@ class ParallelDims:
         dense = self.tensor * self.pipeline * self.context
         if self.ranks % dense:
             raise UserError(
-                f"{key}: tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = {dense} "
-                f"does not divide the {self.ranks} ranks; give {ranks} as a multiple of {dense}"
+                f"tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = "
+                f"{dense} does not divide the {self.ranks} ranks",
+                key=key,
+                fix=f"give {ranks} as a multiple of {dense}",
             )
         experts = self.expert_tensor * self.expert * self.pipeline
         if self.ranks % experts:
             raise UserError(
-                f"{key}: expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline {self.pipeline} "
-                f"= {experts} does not divide the {self.ranks} ranks; give {ranks} as a multiple of {experts}"
+                f"expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline "
+                f"{self.pipeline} = {experts} does not divide the {self.ranks} ranks",
+                key=key,
+                fix=f"give {ranks} as a multiple of {experts}",
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise UserError(f"{key}.virtual_pipeline: {self.virtual_pipeline} needs {key}.pipeline of at least 2")
+            raise UserError(
+                f"{self.virtual_pipeline} needs {key}.pipeline of at least 2", key=f"{key}.virtual_pipeline"
+            )
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
             if layers is not None and self.pipeline == 1:
-                raise UserError(f"{key}.{name}: {layers} needs {key}.pipeline of at least 2; raise it, or give null")
+                raise UserError(
+                    f"{layers} needs {key}.pipeline of at least 2", key=f"{key}.{name}", fix="raise it, or give null"
+                )
             if layers is not None and layers % self.virtual_pipeline:
                 raise UserError(
-                    f"{key}.{name}: {layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}; "
-                    "choose one"
+                    f"{layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}",
+                    key=f"{key}.{name}",
+                    fix="choose one",
                 )
 
     @classmethod

@@ -170,9 +170,11 @@ def check_sandboxes(config: Config, trajectories: int) -> None:
     available, required = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
     if available is not None and required > RAY_KILLS * available * GIB:
         raise UserError(
-            f"cluster.host_memory_gib = {available:g}: the sandboxed programs of {trajectories} trajectories at once "
-            f"may take {_gib(required)} GiB of host memory; lower rollout.concurrency, or total_mib and disk_mib of "
-            "environment.options (docs/sandbox.md)"
+            f"the sandboxed programs of {trajectories} trajectories at once may take "
+            f"{_gib(required)} GiB of host memory; lower rollout.concurrency, or total_mib and "
+            "disk_mib of environment.options (docs/sandbox.md)",
+            key="cluster.host_memory_gib",
+            value=f"{available:g}",
         )
 
 
@@ -180,8 +182,10 @@ def check_sync(config: Config, seconds: float) -> None:
     """Raises a UserError if the planned sync exceeds `weights.timeout_s` even at the full rate of the links."""
     if seconds > config.weights.timeout_s:
         raise UserError(
-            f"weights.timeout_s = {config.weights.timeout_s:g}: the planned sync takes {seconds:.3g} s at least over "
-            f"links of cluster.topology; give {2 * seconds:.2g} or more"
+            f"the planned sync takes {seconds:.3g} s at least over links of cluster.topology; "
+            f"give {2 * seconds:.2g} or more",
+            key="weights.timeout_s",
+            value=f"{config.weights.timeout_s:g}",
         )
 
 

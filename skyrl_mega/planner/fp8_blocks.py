@@ -30,9 +30,11 @@ def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
         return
     if tensor := differing_tensor(decoder, parallel.tensor, parallel.expert_tensor):
         raise UserError(
-            f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {tensor}, as a rank has it, are not "
-            "those that are on the wire: widths of heads and of a rank's columns have to be multiples of it; give "
-            "policy.precision.parameters=model"
+            f"blocks of {BLOCK} × {BLOCK} of {tensor}, as a rank has it, are not those that are "
+            "on the wire: widths of heads and of a rank's columns have to be multiples of it",
+            key="policy.precision.parameters",
+            value="fp8",
+            fix="give policy.precision.parameters=model",
         )
 
 

@@ -68,7 +68,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
     if resumes and file.exists():
         previous = read_json(file, fix).get("policy.micro_tokens")
         if previous not in MICRO_TOKENS:
-            raise UserError(f"{file}: policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}")
+            raise UserError(f"policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}", key=file)
         return _with_size(config, previous)
     decided = with_micro_tokens(config, hf)
     with partial_file(file) as partial:

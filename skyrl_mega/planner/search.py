@@ -142,13 +142,17 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             layout does not match its ranks or the model.
     """
     if on_cpu(config):
-        raise UserError("--suggest: cluster.device = cpu; layouts are suggested for GPUs: add cluster.device=cuda")
+        raise UserError(
+            "cluster.device = cpu; layouts are suggested for GPUs: add cluster.device=cuda", key="--suggest"
+        )
     node = config.cluster.gpus_per_node
     gpus = config.cluster.nodes * node if gpus is None else gpus
     if gpus < 1 or (gpus > node and gpus % node):
         low = max(1, gpus // node) * node
         raise UserError(
-            f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
+            f"nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}",
+            key="--suggest",
+            value=gpus,
         )
     decoder = architecture(hf).describe(hf)
     if config.policy.micro_tokens is None:  # all candidates are tried

@@ -76,7 +76,7 @@ def save(file: Path, page: str) -> None:
             partial.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"--html {file}: {error.strerror}; allowed: a file in a folder that you may write to"
+            f"{error.strerror}; allowed: a file in a folder that you may write to", key="--html", value=file
         ) from error
 
 

@@ -156,12 +156,12 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
             continue
         if not path.is_dir():
             allowed = "a run's folder, such as runs/<name>, or a file of its trajectories/"
-            raise UserError(f"{path}: no such file or folder; allowed: {allowed}")
+            raise UserError(f"no such file or folder; allowed: {allowed}", key=path)
         folder = path / "trajectories" if (path / "trajectories").is_dir() else path
         files = list(by_step(folder, ".parquet").values()) or sorted(folder.glob("*.parquet"))
         if not files:
             hint = "the run has written none yet, or has telemetry.trajectories_every=0"
-            raise UserError(f"{path}: no trajectories/*.parquet there; {hint}")
+            raise UserError(f"no trajectories/*.parquet there; {hint}", key=path)
         run = folder.absolute().parent.name if folder.name == "trajectories" else folder.absolute().name
         sets = (folder / "evaluation.json").is_file()  # an evaluation: a file per data set
         collected += [(file.stem if sets else run, file) for file in files]
@@ -186,7 +186,7 @@ def load(
     if not wanted:
         steps = [step for _, file in files if (step := step_of(file)) is not None]
         kept = f"there are steps {min(steps)} to {max(steps)}" if steps else "no file's name ends in a step"
-        raise UserError(f"--step: no file of that step; {kept}")
+        raise UserError(f"no file of that step; {kept}", key="--step")
     collected: list[Record] = []
     for done, (run, file, step) in enumerate(wanted, start=1):
         collected += filter(query.takes, _records(run, step, file))
@@ -217,7 +217,7 @@ def statuses(words: Sequence[str]) -> frozenset[str]:
     every = [status.value for status in Status]
     for word in words:
         if not any(status.startswith(word) for status in every):
-            raise UserError(f"--status {word}: allowed: {', '.join(every)}, or how some of them begin")
+            raise UserError(f"allowed: {', '.join(every)}, or how some of them begin", key="--status", value=word)
     return frozenset(status for status in every if any(status.startswith(word) for word in words))
 
 

@@ -116,5 +116,5 @@ def _object(text: str, row: int, name: str) -> dict[str, Any]:
 def _refusal(file: Path, error: Exception) -> UserError:
     reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
     return UserError(
-        f"{file}: allowed: a file that a run wrote into trajectories/, or an evaluation's samples ({reason})"
+        f"allowed: a file that a run wrote into trajectories/, or an evaluation's samples ({reason})", key=file
     )

@@ -158,13 +158,13 @@ def read(folder: Path) -> RunData:
     """
     if not (folder / "config.yaml").is_file():
         what = "no config.yaml there" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {what}; allowed: a run's folder, such as runs/<name>")
+        raise UserError(f"{what}; allowed: a run's folder, such as runs/<name>", key=folder)
     try:
         tree = yaml.safe_load(safe_read.read(folder / "config.yaml", "give a run's folder")) or {}
         safe_read.check_value(tree, numbers=False)
         settings = dict(_leaves(masked(tree), "")) if isinstance(tree, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / 'config.yaml'}: it is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"it is not YAML: {' '.join(str(error).split())}", key=folder / "config.yaml") from error
     file = folder / "metrics.jsonl"
     return RunData(folder, metrics.read(file) if file.is_file() else [], settings)
 

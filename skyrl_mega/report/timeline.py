@@ -52,8 +52,9 @@ def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
     if not timelines:
         what = "no such step" if _files(run) else "no step"
         raise UserError(
-            f"{run}: {what} has a timeline there; give the folder of a run with telemetry.timeline=true, "
-            f"and of its steps some in {run / FOLDER}"
+            f"{what} has a timeline there",
+            key=run,
+            fix=f"give the folder of a run with telemetry.timeline=true, and of its steps some in {run / FOLDER}",
         )
     return timelines
 
@@ -87,7 +88,7 @@ def _read(file: Path) -> StepTimeline:
     try:
         return loads(safe_read.read(file, fix))
     except safe_read.Malformed as error:
-        raise UserError(f"{file}: {error}; {fix}") from error
+        raise UserError(f"{error}; {fix}", key=file) from error
 
 
 def _letters(steps: Sequence[StepTimeline]) -> Mapping[str, str]:

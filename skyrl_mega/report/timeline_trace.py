@@ -23,13 +23,13 @@ def write(steps: Sequence[StepTimeline], file: Path) -> None:
         UserError: The file cannot be written.
     """
     if not file.name.endswith(".json.gz"):
-        raise UserError(f"--trace {file}: allowed: a name that ends in .json.gz")
+        raise UserError("allowed: a name that ends in .json.gz", key="--trace", value=file)
     try:
         with atomic_file(file, f"--trace {file}", is_trace) as part, TraceWriter(part, steps[0].shown) as trace:
             _fill(trace, steps)
     except OSError as error:
         raise UserError(
-            f"--trace {file}: {error.strerror}; allowed: a file in a folder that you may write to"
+            f"{error.strerror}; allowed: a file in a folder that you may write to", key="--trace", value=file
         ) from error
 
 

@@ -62,7 +62,7 @@ def build(
         UserError: The corpus or the model is invalid, or `output` holds something else.
     """
     if not corpus.is_file():
-        raise UserError(f"--corpus {corpus}: no such file")
+        raise UserError("no such file", key="--corpus", value=corpus)
     if "dense" in methods and model != MINILM:
         model = str(model_folder(model).absolute())
     recipe = Recipe(
@@ -124,7 +124,7 @@ def _write(
                 last_said = time.monotonic()
                 say(f"{count} passages, {count / (last_said - start):.0f} per second")
     if not count:
-        raise UserError("--corpus: it holds no passage")
+        raise UserError("it holds no passage", key="--corpus")
     if dense:
         dense.save(folder / "dense.faiss")
     if "bm25" in recipe.methods:

@@ -31,7 +31,7 @@ def read_passages(file: Path) -> Iterator[Passage]:
         UserError: The file cannot be read, or a row is not a valid passage.
     """
     if file.suffix not in SUFFIXES or not file.is_file():
-        raise UserError(f"--corpus {file}: allowed: an existing file, {' or '.join(SUFFIXES)}")
+        raise UserError(f"allowed: an existing file, {' or '.join(SUFFIXES)}", key="--corpus", value=file)
     for index, record in enumerate(records(file)):
         yield _passage(record, f"{file}, row {index}")
 
@@ -49,7 +49,7 @@ def contents(title: str, text: str) -> str:
 
 def _passage(record: Any, where: str) -> Passage:
     if not isinstance(record, dict):
-        raise UserError(f"{where}: it is no object; {FORM}")
+        raise UserError(f"it is no object; {FORM}", key=where)
     name = record.get("id")
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise UserError(f"{where}, id: {name!r}; {FORM}")

@@ -34,7 +34,7 @@ class DenseBuilder:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
-                f"--faiss {factory}: FAISS refuses it ({reason}); allowed: Flat, HNSW32, IVF64,Flat …"
+                f"FAISS refuses it ({reason}); allowed: Flat, HNSW32, IVF64,Flat …", key="--faiss", value=factory
             ) from error
         self.factory = factory
         self._held: list[Vectors] = []
@@ -61,7 +61,10 @@ class DenseBuilder:
             self.index.train(held)
         except RuntimeError as error:
             raise UserError(
-                f"--faiss {self.factory}: {len(held)} passages are too few for it to learn from; use Flat"
+                f"{len(held)} passages are too few for it to learn from",
+                key="--faiss",
+                value=self.factory,
+                fix="use Flat",
             ) from error
         self.index.add(held)
         self._held = []
@@ -88,7 +91,7 @@ class DenseIndex:
                 faiss.ParameterSpace().set_index_parameters(self.index, parameters)  # type: ignore[arg-type]
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[-1]
-                raise UserError(f"--faiss-search {parameters}: this index refuses it ({reason})") from error
+                raise UserError(f"this index refuses it ({reason})", key="--faiss-search", value=parameters) from error
 
     def search(self, queries: Vectors, topk: int) -> tuple[Vectors, npt.NDArray[np.int64]]:
         """Returns scores and rows [len(queries), topk], best first; row -1 marks a place without a result."""

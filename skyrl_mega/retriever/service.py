@@ -95,7 +95,7 @@ class Service:
         recipe, self.size = read_recipe(folder)
         self.methods = recipe.methods
         if method is not None and method not in self.methods:
-            raise UserError(f"--method {method}: allowed by {folder}: {', '.join(self.methods)}")
+            raise UserError(f"allowed by {folder}: {', '.join(self.methods)}", key="--method", value=method)
         self.folder, self.topk, self.token, self.opening = folder, topk, token, opening
         self.method = method or self.methods[0]
         self.limits = limits or Limits()
@@ -249,7 +249,9 @@ def check_address(host: str, token: str | None) -> None:
     except ValueError:  # a host name
         loopback = False
     if not loopback and not token:
-        raise UserError(f"--host {host}: others can reach it, so it needs a token in {TOKEN_VARIABLE}; or 127.0.0.1")
+        raise UserError(
+            f"others can reach it, so it needs a token in {TOKEN_VARIABLE}; or 127.0.0.1", key="--host", value=host
+        )
 
 
 async def _serve(
@@ -290,7 +292,9 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error.strerror}; --port 0 takes a free one") from error
+        raise UserError(
+            error.strerror, key="--host", value=f"{host} --port {port}", fix="--port 0 takes a free one"
+        ) from error
     return listening
 
 

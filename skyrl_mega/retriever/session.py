@@ -55,7 +55,7 @@ def running_service(
         try:
             build_index(shlex.split(retriever.build), index, lambda line: say(f"retriever: {line}"))
         except UserError as error:
-            raise UserError(f"environment.retriever.build: {error}") from error
+            raise UserError(error, key="environment.retriever.build") from error
     logs.mkdir(parents=True, exist_ok=True)
     with _token_in(retriever.token_variable):
         service = RetrieverProcess(
@@ -116,9 +116,13 @@ class RetrieverProcess:
             assert self.process is not None
             if self.process.poll() is not None:
                 lines = self.log.read_text(errors="replace").strip().splitlines() or ["nothing was said"]
-                raise UserError(f"environment.retriever: the service ended ({lines[-1]}); all of it is in {self.log}")
+                raise UserError(
+                    f"the service ended ({lines[-1]}); all of it is in {self.log}", key="environment.retriever"
+                )
             if time.monotonic() > end:
-                raise UserError(f"environment.retriever: the service was not ready in {START_S:g} s; see {self.log}")
+                raise UserError(
+                    f"the service was not ready in {START_S:g} s; see {self.log}", key="environment.retriever"
+                )
             time.sleep(LOOK_EVERY_S)
         url = str(json.loads(self._ready.read_text(encoding="utf-8"))["url"])
         self._port = int(url.rpartition(":")[2])

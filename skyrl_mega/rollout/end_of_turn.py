@@ -39,9 +39,12 @@ def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
     tokens = [token for token in (template, tokenizer.eos_token_id, *listed) if token is not None]
     if not tokens:
         raise UserError(
-            f"model.path={path}: nothing says which token ends a turn: the chat template writes none behind the "
-            "assistant's words, and neither tokenizer_config.json (eos_token) nor generation_config.json or "
-            "config.json (eos_token_id) names one; give eos_token_id in generation_config.json"
+            "nothing says which token ends a turn: the chat template writes none behind the "
+            "assistant's words, and neither tokenizer_config.json (eos_token) nor "
+            "generation_config.json or config.json (eos_token_id) names one; give eos_token_id "
+            "in generation_config.json",
+            key="model.path",
+            value=path,
         )
     return Ends(() if by_limits else tuple(sorted(set(tokens))), tokens[0])
 
@@ -69,5 +72,5 @@ def _listed(file: Path) -> list[int] | None:
         return None
     listed = ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
-        raise UserError(f"{file}: eos_token_id is {shown(ids)}; allowed is a token, or a list of tokens")
+        raise UserError(f"eos_token_id is {shown(ids)}; allowed is a token, or a list of tokens", key=file)
     return listed

@@ -76,7 +76,9 @@ class Renderer:
 
         self.tokenizer: Any = load(Path(path), "model.path")
         if not self.tokenizer.chat_template:
-            raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja there")
+            raise UserError(
+                "the tokenizer has no chat template; add chat_template.jinja there", key="model.path", value=path
+            )
         self.form = form_of(str(self.tokenizer.chat_template))
         """Format of tool calls in the template; None if unknown."""
         self.options = rollout.chat_template_options
@@ -84,8 +86,10 @@ class Renderer:
         for name in self.options:
             if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
                 raise UserError(
-                    f"rollout.chat_template_options.{name} = {shown(self.options[name])}: the chat template of "
-                    f"model.path={path} has no such variable; fix the name, or leave it out"
+                    f"the chat template of model.path={path} has no such variable",
+                    key=f"rollout.chat_template_options.{name}",
+                    value=shown(self.options[name]),
+                    fix="fix the name, or leave it out",
                 )
         self.path = path
         self.vocabulary: int | None = None
@@ -108,7 +112,7 @@ class Renderer:
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
         if MARK not in self.template.render([{"role": "user", "content": MARK}]):
-            raise UserError(f"model.path={path}: the chat template leaves out what the user says; fix it")
+            raise UserError("the chat template leaves out what the user says; fix it", key="model.path", value=path)
 
     def check_vocabulary(self, size: int) -> None:
         """Checks that the model can produce every token that ends a turn.
@@ -122,8 +126,10 @@ class Renderer:
         self.vocabulary = size
         if beyond := [token for token in self.stop_tokens if token >= size]:
             raise UserError(
-                f"model.path={self.path}: the end-of-turn token {beyond[0]} is not below config.json's vocab_size = "
-                f"{size}; the tokenizer (generation_config.json) is another model's, fetch it again"
+                f"the end-of-turn token {beyond[0]} is not below config.json's vocab_size = {size}"
+                "; the tokenizer (generation_config.json) is another model's, fetch it again",
+                key="model.path",
+                value=self.path,
             )
 
     def check_tools(self, environment: str) -> None:
@@ -141,8 +147,11 @@ class Renderer:
         if not shown or self.form is None:
             what = "writes calls in a form that is not known" if shown else "shows no tools"
             raise UserError(
-                f"model.path={self.path}: environment {environment} has tools, and the chat template {what}; allowed "
-                f"is a template that takes `tools` and has them called in one of the forms {', '.join(PARSERS)}"
+                f"environment {environment} has tools, and the chat template {what}; allowed is a "
+                "template that takes `tools` and has them called in one of the forms "
+                f"{', '.join(PARSERS)}",
+                key="model.path",
+                value=self.path,
             )
 
     def parse(self, answer: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
@@ -183,8 +192,9 @@ class Renderer:
             return None
         if self.vocabulary is not None and (largest := max(tokens, default=0)) >= self.vocabulary:
             raise UserError(
-                f"{place}: its token {largest} is not below config.json's vocab_size = {self.vocabulary}; the "
-                f"tokenizer of model.path={self.path} is another model's, fetch it again"
+                f"its token {largest} is not below config.json's vocab_size = {self.vocabulary}; "
+                f"the tokenizer of model.path={self.path} is another model's, fetch it again",
+                key=place,
             )
         key = _key(conversation)
         if key not in self._prompts and len(tokens) <= self._free:
@@ -238,9 +248,12 @@ class Renderer:
             asked_for = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             if [(call.name, call.arguments) for call in parsed] != asked_for:
                 raise UserError(
-                    f"model.path={self.path}: the chat template does not write the tool_calls of a demonstration so "
-                    f"that they can be read again ({shown(asked_for)} became {shown(written)}); allowed is a template "
-                    f"that has tools called in one of the forms {', '.join(PARSERS)}, or calls in the content"
+                    "the chat template does not write the tool_calls of a demonstration so that "
+                    f"they can be read again ({shown(asked_for)} became {shown(written)}); "
+                    "allowed is a template that has tools called in one of the forms "
+                    f"{', '.join(PARSERS)}, or calls in the content",
+                    key="model.path",
+                    value=self.path,
                 )
         return [*self._encode(words), *([self.end] if ends else [])]
 
@@ -284,7 +297,9 @@ class Renderer:
         def cut(text: str) -> str:
             before, mark, text = text.partition(MARK)
             if not mark:
-                raise UserError(f"model.path={self.path}: the chat template leaves out what the assistant said before")
+                raise UserError(
+                    "the chat template leaves out what the assistant said before", key="model.path", value=self.path
+                )
             before, _, after = text.partition(end) if end else (text, "", "")
             return text if before.strip() else after  # -
 

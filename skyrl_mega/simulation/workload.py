@@ -180,16 +180,20 @@ class Recorded:
                 trajectories = trajectory_io.read_steps(file)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"--like {folder}: {file.name} has no trajectories that can be read ({one_line(str(error))}); take "
-                    "it out of the folder, or give another run's"
+                    f"{file.name} has no trajectories that can be read ({one_line(str(error))})",
+                    key="--like",
+                    value=folder,
+                    fix="take it out of the folder, or give another run's",
                 ) from error
             for group in trajectories:
                 if answered := [turns for turns in map(turns_of, group) if turns]:
                     groups.append(answered)
         if not groups:
             raise UserError(
-                f"--like {folder}: there are no trajectories; give a run's folder, of a run with "
-                "telemetry.trajectories_every=1"
+                "there are no trajectories",
+                key="--like",
+                value=folder,
+                fix="give a run's folder, of a run with telemetry.trajectories_every=1",
             )
         Random(0).shuffle(groups)  # so that few simulated steps cover the whole run
         return cls(groups)

@@ -75,7 +75,7 @@ def read(folder: Path) -> list[Entry]:
     try:
         return [entry for _, text in read_lines(file) if (entry := _entry(text))] if file.is_file() else []
     except (Malformed, OSError) as error:
-        raise UserError(f"{file}: {error_reason(error)}; give a run's folder that you may read") from error
+        raise UserError(error_reason(error), key=file, fix="give a run's folder that you may read") from error
 
 
 def _entry(text: bytes | str) -> Entry | None:

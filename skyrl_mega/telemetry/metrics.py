@@ -31,9 +31,9 @@ def read(path: Path) -> list[dict[str, float | None]]:
             if line.endswith(b"\n"):
                 rows.append(_row(line))
     except Malformed as error:
-        raise UserError(f"{path}, row {len(rows) + 1}: {error}; {FIX}") from error
+        raise UserError(f"{error}; {FIX}", key=f"{path}, row {len(rows) + 1}") from error
     except OSError as error:
-        raise UserError(f"{path}: {error_reason(error)}; {FIX}") from error
+        raise UserError(f"{error_reason(error)}; {FIX}", key=path) from error
     return rows
 
 

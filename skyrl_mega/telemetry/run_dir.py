@@ -66,15 +66,18 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder / "checkpoints"))
     except OSError as error:
         raise UserError(
-            f"run.directory = {config.run.directory}: {error.filename or folder} cannot be made: {error.strerror}; "
-            "allowed is a folder that you may write to"
+            f"{error.filename or folder} cannot be made: {error.strerror}; allowed is a folder that you may write to",
+            key="run.directory",
+            value=config.run.directory,
         ) from error
     with locked(folder, f"run.name = {config.run.name}", "give another run.name, or end that one"):
         saved = list(checkpoints_in(folder / "checkpoints").values())
         if saved and not config.checkpoint.resume:
             raise UserError(
-                f"checkpoint.resume = false: {folder} holds checkpoints up to {saved[-1].name}; "
-                "give another run.name, or checkpoint.resume=true to go on from them"
+                f"{folder} holds checkpoints up to {saved[-1].name}; give another run.name, or "
+                "checkpoint.resume=true to go on from them",
+                key="checkpoint.resume",
+                value="false",
             )
         _refuse_user_settings(folder, config)
         if not saved and (aside := _set_aside(folder)):
@@ -104,11 +107,14 @@ def _refuse_user_settings(folder: Path, config: Config) -> None:
     try:
         if file.is_symlink() or (file.exists() and not written_by_run(file.read_bytes())):
             raise UserError(
-                f"run.name = {config.run.name}: {file} was written or edited by hand, or is a link, and a run "
-                "writes its settings there; move it to another folder, or give another run.name or run.directory"
+                f"{file} was written or edited by hand, or is a link, and a run writes its "
+                "settings there; move it to another folder, or give another run.name or "
+                "run.directory",
+                key="run.name",
+                value=config.run.name,
             )
     except OSError as error:
-        raise UserError(f"run.name = {config.run.name}: {file} cannot be read: {error.strerror}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}", key="run.name", value=config.run.name) from error
 
 
 def _write_config(folder: Path, config: Config) -> None:
@@ -126,8 +132,10 @@ def _write_config(folder: Path, config: Config) -> None:
         os.replace(partial, file)
     except OSError as error:
         raise UserError(
-            f"run.directory = {config.run.directory}: {error.filename or file} cannot be written: {error.strerror}; "
-            "allowed is a folder with room that you may write to"
+            f"{error.filename or file} cannot be written: {error.strerror}; allowed is a folder "
+            "with room that you may write to",
+            key="run.directory",
+            value=config.run.directory,
         ) from error
 
 
@@ -164,14 +172,14 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     try:
         opened = (folder / ".lock").open("a+", errors="replace")
     except OSError as error:
-        raise UserError(f"{key}: {folder / '.lock'} cannot be opened: {error.strerror}; {fix}") from error
+        raise UserError(f"{folder / '.lock'} cannot be opened: {error.strerror}; {fix}", key=key) from error
     with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
             raise UserError(
-                f"{key}: another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}; {fix}"
+                f"another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}; {fix}", key=key
             ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

@@ -72,8 +72,9 @@ class Checkpoints:
             damaged.append(damage)
         if damaged:
             raise UserError(
-                f"{self.folder}: none of its {len(damaged)} checkpoints is whole ({damaged[0]}); bring the files back, "
-                "or remove the folder to begin again"
+                f"none of its {len(damaged)} checkpoints is whole ({damaged[0]})",
+                key=self.folder,
+                fix="bring the files back, or remove the folder to begin again",
             )
         return None
 
@@ -171,7 +172,7 @@ def refuse_unusable(folder: Path) -> None:
     for path in (*by_step(folder).values(), *by_step(folder, PARTIAL).values()):
         if path.is_symlink() or not path.is_dir():
             kind = "a link" if path.is_symlink() else "no folder"
-            raise UserError(f"{path}: is {kind}, where a run saves a checkpoint as a folder; move it elsewhere")
+            raise UserError(f"is {kind}, where a run saves a checkpoint as a folder", key=path, fix="move it elsewhere")
     if saved:
         refuse_old(saved[max(saved)] / "policy")
 

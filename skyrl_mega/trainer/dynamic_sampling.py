@@ -97,7 +97,9 @@ def _named_rewards(judged: list[Trajectory], name: str) -> list[float]:
         if t.status is Status.COMPLETED and name not in t.rewards:
             names = ", ".join(sorted(t.rewards)) or "none by name"
             raise UserError(
-                f"algorithm.dynamic_sampling.reward = {name}: environment {t.prompt.env_class} completed a trajectory "
-                f"without it (its rewards: {names}); give one that every answer earns, be it 0, or null"
+                f"environment {t.prompt.env_class} completed a trajectory without it (its "
+                f"rewards: {names}); give one that every answer earns, be it 0, or null",
+                key="algorithm.dynamic_sampling.reward",
+                value=name,
             )
     return [t.rewards.get(name, 0.0) for t in judged]

@@ -287,8 +287,10 @@ class Run:
         for name, model in self.trained_models.items():
             if not (newest / name).is_dir():
                 raise UserError(
-                    f"algorithm.advantage = {self.config.algorithm.advantage}: {newest} was saved by a run without a "
-                    f"{name}; give run.name of a new run, or the estimator of that run"
+                    f"{newest} was saved by a run without a {name}; give run.name of a new run, "
+                    "or the estimator of that run",
+                    key="algorithm.advantage",
+                    value=self.config.algorithm.advantage,
                 )
             model.restore(newest / name)
         self.stream.restore(state["stream"])

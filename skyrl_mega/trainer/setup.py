@@ -245,8 +245,9 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
             )
         if prompts and not fits:
             raise UserError(
-                f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}: all {len(prompts)} prompts of {key} "
-                f"are longer{_shortest(prompts, chat, tools)}; give more"
+                f"all {len(prompts)} prompts of {key} are longer{_shortest(prompts, chat, tools)}; give more",
+                key="rollout.max_prompt_tokens",
+                value=config.rollout.max_prompt_tokens,
             )
         kept.append(fits)
     check_enough(config, len(kept[0]), "prompts of data.train fit rollout.max_prompt_tokens")

@@ -98,7 +98,9 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     if estimated.shape != like.shape:
         gives = f"it gives {tuple(estimated.shape)} for {tuple(like.shape)} {each}"
         other = "leave @per_token away" if tokens else "mark it with @per_token(…)"
-        raise UserError(f"algorithm.advantage = {algorithm.advantage}: {gives}; return one number for each, or {other}")
+        raise UserError(
+            f"{gives}; return one number for each, or {other}", key="algorithm.advantage", value=algorithm.advantage
+        )
     return estimated.double()
 
 
@@ -139,11 +141,15 @@ def check(algorithm: AlgorithmConfig) -> None:
     """
     if CRITICS in needs(algorithm) and algorithm.advantage != GAE:
         raise UserError(
-            f"algorithm.advantage = {algorithm.advantage}: it needs a critic's values, and only gae has a critic; "
-            "allowed needs of an estimator of your own are old_logprobs, old_squares and reference_logprobs"
+            "it needs a critic's values, and only gae has a critic; allowed needs of an "
+            "estimator of your own are old_logprobs, old_squares and reference_logprobs",
+            key="algorithm.advantage",
+            value=algorithm.advantage,
         )
     if "reference_logprobs" in needs(algorithm) and not algorithm.kl.coefficient:
         raise UserError(
-            f"algorithm.advantage = {algorithm.advantage}: it needs the reference's log-probs, and "
-            "algorithm.kl.coefficient=0 has no reference; give a number above 0"
+            "it needs the reference's log-probs, and algorithm.kl.coefficient=0 has no "
+            "reference; give a number above 0",
+            key="algorithm.advantage",
+            value=algorithm.advantage,
         )

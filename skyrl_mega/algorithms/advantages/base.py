@@ -124,7 +124,9 @@ class AdvantageInputs:
             UserError: The estimator reads tokens but is not marked with `per_token`.
         """
         if self.token_inputs is None:
-            raise UserError("algorithm.advantage: an estimator that reads inputs.token is marked with @per_token(…)")
+            raise UserError(
+                "an estimator that reads inputs.token is marked with @per_token(…)", key="algorithm.advantage"
+            )
         return self.token_inputs
 
     @cached_property

@@ -70,8 +70,10 @@ def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
     """
     if bool((inputs.rewards_N < 0).any()):
         raise UserError(
-            f"algorithm.advantage = maxrl: a reward is {inputs.rewards_N.min():g}; allowed are rewards of at least 0, "
-            "or another estimator, such as grpo"
+            f"a reward is {inputs.rewards_N.min():g}; allowed are rewards of at least 0, or "
+            "another estimator, such as grpo",
+            key="algorithm.advantage",
+            value="maxrl",
         )
     mean = inputs.sums(inputs.r) / inputs.count
     return (inputs.centred() / (mean + STD_EPSILON)).to(inputs.rewards_N.dtype)

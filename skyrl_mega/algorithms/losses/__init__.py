@@ -77,7 +77,9 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
         UserError: The loss is unknown or invalid.
     """
     if algorithm.loss == SUPERVISED:
-        raise UserError(f"algorithm.loss = supervised: the warm-up has it; allowed is one of {', '.join(LOSSES)}")
+        raise UserError(
+            f"the warm-up has it; allowed is one of {', '.join(LOSSES)}", key="algorithm.loss", value="supervised"
+        )
     loss = find(algorithm.loss)
     if algorithm.loss not in LOSSES:
         setting = f"algorithm.loss = {shown(algorithm.loss)}"

@@ -64,16 +64,19 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
         return
     if unlike := [trial for trial in (*parts, empty) if set(trial.metrics) != set(whole.metrics)]:
         raise UserError(
-            f"{setting}: its metrics are {_listed(whole)} with one micro-batch and {_listed(unlike[0])} with another; "
-            "return the same names every time"
+            f"its metrics are {_listed(whole)} with one micro-batch and {_listed(unlike[0])} with another",
+            key=setting,
+            fix="return the same names every time",
         )
     if not torch.equal(whole.gradients, again.gradients):
         return  # random or stateful: the cut is not the only difference
     cut = torch.stack([part.gradients for part in parts]).sum(0)
     if bool((whole.gradients - cut).abs().max() > CLOSE * whole.gradients.abs().max()):
         raise UserError(
-            f"{setting}: its gradient for three answers is another than where each is a micro-batch, so that it would "
-            "change with the layout; return the sum of weights_L times each token's loss (docs/own-loss.md)"
+            "its gradient for three answers is another than where each is a micro-batch, so that "
+            "it would change with the layout",
+            key=setting,
+            fix="return the sum of weights_L times each token's loss (docs/own-loss.md)",
         )
 
 
@@ -100,10 +103,12 @@ def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mod
         return
     if all(torch.equal(unmoved, gradients) for gradients in moved):
         raise UserError(
-            f"{setting}: asynchrony.mode = {mode} trains on tokens of older weights, and its gradient is the same "
-            "whatever the engine's log-probs are; weigh each token by exp(old_L - rollout_L), or end with "
-            "`return total(inputs, losses_L, metrics, algorithm)` and set algorithm.importance_cap=2 "
-            "(docs/own-loss.md), or give asynchrony.max_staleness=0"
+            f"asynchrony.mode = {mode} trains on tokens of older weights, and its gradient is the "
+            "same whatever the engine's log-probs are; weigh each token by exp(old_L - "
+            "rollout_L), or end with `return total(inputs, losses_L, metrics, algorithm)` and "
+            "set algorithm.importance_cap=2 (docs/own-loss.md), or give "
+            "asynchrony.max_staleness=0",
+            key=setting,
         )
 
 
@@ -126,10 +131,12 @@ def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list
     except Exception as error:  # a user's function may raise anything
         if any(part in str(error).upper() for part in NOT_RUNNABLE_MARKS):
             raise _NotRunnableHere from error
-        raise UserError(f"{setting}{_line(loss, error)}: {many} it raises {_text(error)}") from error
+        raise UserError(f"{many} it raises {_text(error)}", key=f"{setting}{_line(loss, error)}") from error
     value, metrics = result
     if len(tokens) == len(ANSWERS) and all(leaf.grad is None for leaf in leaves):
-        raise UserError(f"{setting}: it has no gradient; make it from logprobs_L or entropy_L, and do not detach these")
+        raise UserError(
+            "it has no gradient", key=setting, fix="make it from logprobs_L or entropy_L, and do not detach these"
+        )
     gradients = torch.zeros(len(leaves), len(ANSWERS))
     gradients[:, tokens] = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
     if not bool(value.isfinite() and gradients.isfinite().all()):
@@ -139,22 +146,24 @@ def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list
             if bool(inputs.active_L.any())
             else "divide by what cannot be 0, or by nothing: weights_L makes the mean"
         )
-        raise UserError(f"{setting}: {many} it, or its gradient, is NaN or infinite; {fix}")
+        raise UserError(f"{many} it, or its gradient, is NaN or infinite; {fix}", key=setting)
     for name, metric in metrics.items():
         if not bool(metric.isfinite()):
             raise UserError(
-                f"{setting}: {many} its metric {name!r} is {metric.item()}; inputs.mean(…) gives one that is not"
+                f"{many} its metric {name!r} is {metric.item()}; inputs.mean(…) gives one that is not", key=setting
             )
     return _Trial(metrics, gradients)
 
 
 def _check_form(result: Any, setting: str) -> None:
     if not (isinstance(result, tuple) and len(result) == 2 and _is_number(result[0]) and isinstance(result[1], dict)):
-        raise UserError(f"{setting}: it returns {_form(result)}; return a tensor of one number, and a dict of metrics")
+        raise UserError(
+            f"it returns {_form(result)}", key=setting, fix="return a tensor of one number, and a dict of metrics"
+        )
     for name, metric in result[1].items():
         if not isinstance(name, str) or not _is_number(metric):
             raise UserError(
-                f"{setting}: its metric {name!r} is {_form(metric)}; give a tensor of one number, by a text"
+                f"its metric {name!r} is {_form(metric)}", key=setting, fix="give a tensor of one number, by a text"
             )
 
 

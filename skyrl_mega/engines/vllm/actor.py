@@ -62,7 +62,7 @@ class VllmEngine:
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Result queues of the running `generate_many` calls."""
         if not (Path(spec.path) / "config.json").is_file():
-            raise UserError(f"model.path={spec.path}: there is no config.json; give a Hugging Face directory")
+            raise UserError("there is no config.json; give a Hugging Face directory", key="model.path", value=spec.path)
         self.shape = _shape(spec) if spec.routes else None
         """Shape of the routes in completions; None without routes."""
 
@@ -83,8 +83,10 @@ class VllmEngine:
 
         if current_platform.device_type != self.spec.device:  # chosen by vLLM itself, silently
             raise UserError(
-                f"cluster.device = {self.spec.device}: vLLM computes on {current_platform.device_type or 'nothing'} on "
-                "this node; give the environment of `make cuda` to every node, or cluster.device=cpu"
+                f"vLLM computes on {current_platform.device_type or 'nothing'} on this node; give "
+                "the environment of `make cuda` to every node, or cluster.device=cpu",
+                key="cluster.device",
+                value=self.spec.device,
             )
         for name, value in scales(self.spec, hopper=current_platform.is_device_capability(90)).items():
             os.environ.setdefault(name, value)
@@ -93,7 +95,7 @@ class VllmEngine:
         except ValidationError as error:  # which Ray cannot pickle
             reasons = "; ".join(problem["msg"] for problem in error.errors(include_url=False, include_input=False))
             raise UserError(
-                f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {reasons}"
+                f"vLLM refuses the settings: {reasons}", key="rollout.options", value=self.spec.rollout.options
             ) from None
         if self.spec.device == "cpu":
             await self.workers("draw_seeds_ahead")
@@ -444,5 +446,5 @@ def _shape(spec: EngineSpec) -> RouteShape:
     hf = read_config(Path(spec.path))
     shape = RouteShape.of(architecture(hf).describe(hf))
     if shape is None:
-        raise UserError(f"policy.moe.replay: model.path={spec.path} has no experts to be routed to; give off")
+        raise UserError(f"model.path={spec.path} has no experts to be routed to; give off", key="policy.moe.replay")
     return shape

@@ -34,13 +34,16 @@ def check(options: Mapping[str, Any]) -> None:
             nearest = get_close_matches(str(name), known, n=3)
             hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
             raise UserError(
-                f"rollout.options.{shown(name)}: vLLM has no such engine argument; {hint}allowed are the fields of "
-                "vllm.engine.arg_utils.AsyncEngineArgs, by their own names"
+                f"vLLM has no such engine argument; {hint}allowed are the fields of "
+                "vllm.engine.arg_utils.AsyncEngineArgs, by their own names",
+                key=f"rollout.options.{shown(name)}",
             )
         if not _accepts(value, known[name]):
             allowed = " or ".join(text for kind, text in TAKES.items() if kind in known[name])
             raise UserError(
-                f"rollout.options.{name} = {shown(value)}: allowed is {allowed}; vLLM's own is there without it"
+                f"allowed is {allowed}; vLLM's own is there without it",
+                key=f"rollout.options.{name}",
+                value=shown(value),
             )
 
 

@@ -59,8 +59,8 @@ def _from_hub() -> dict[str, Path]:
     except Exception as error:  # the client raises many types for an unreachable hub
         reason = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
-            f"openai/gsm8k cannot be read from the Hugging Face hub ({type(error).__name__}: {reason}); "
-            "give local files with --source"
+            f"openai/gsm8k cannot be read from the Hugging Face hub ({type(error).__name__}: {reason})",
+            fix="give local files with --source",
         ) from error
 
 
@@ -69,7 +69,9 @@ def _from_disk(source: Path) -> dict[str, Path]:
         return {"test" if source.stem == "test" else "train": source}
     files = {s: f for s in SPLITS for suffix in SUFFIXES if (f := source / f"{s}{suffix}").is_file()}
     if not files:
-        raise UserError(f"--source {source}: allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}", key="--source", value=source
+        )
     return files
 
 
@@ -78,7 +80,9 @@ def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
     if not count:
         return []
     if "train" not in files:
-        raise UserError(f"--shots {count}: they are taken from a training set, and there is none in the source")
+        raise UserError(
+            "they are taken from a training set, and there is none in the source", key="--shots", value=count
+        )
     without_notes = [
         record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])
     ]
@@ -116,8 +120,8 @@ def _checked(file: Path) -> Iterator[tuple[int, dict[str, str], str]]:
     for index, record in enumerate(records(file)):
         for column in ("question", "answer"):
             if not isinstance(record, dict) or not isinstance(record.get(column), str):
-                raise UserError(f"{file}, row {index}, column {column}: allowed: a string")
+                raise UserError("allowed: a string", key=f"{file}, row {index}, column {column}")
         ground_truth = strict_answer(record["answer"])
         if ground_truth is None:
-            raise UserError(f"{file}, row {index}, column answer: it must end in '#### number'")
+            raise UserError("it must end in '#### number'", key=f"{file}, row {index}, column answer")
         yield index, record, ground_truth

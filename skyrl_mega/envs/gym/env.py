@@ -122,16 +122,18 @@ def _make(options: Mapping[str, Any]) -> Any:
         return gymnasium.make(options["id"], disable_env_checker=True, **options["kwargs"])
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise UserError(
-            f"environment.options.gym.id={options['id']}: {' '.join(str(error).split())}; "
-            "module names what must be imported first"
+            f"{' '.join(str(error).split())}; module names what must be imported first",
+            key="environment.options.gym.id",
+            value=options["id"],
         ) from error
 
 
 def _text(observation: Any) -> str:
     if not isinstance(observation, str):
         raise UserError(
-            f"environment.options.gym: its observations are {type(observation).__name__}; allowed: text; "
-            "wrap it in a gymnasium.ObservationWrapper that describes them"
+            f"its observations are {type(observation).__name__}; allowed: text; wrap it in a "
+            "gymnasium.ObservationWrapper that describes them",
+            key="environment.options.gym",
         )
     return observation
 

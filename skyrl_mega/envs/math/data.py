@@ -61,7 +61,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     shots = sorted(splits.get("train", []), key=lambda p: len(p[0][-1]["content"]))[: args.shots]
     if len(shots) < args.shots:
         raise UserError(
-            f"--shots {args.shots}: they are taken from the training problems, of which there are {len(shots)}"
+            f"they are taken from the training problems, of which there are {len(shots)}",
+            key="--shots",
+            value=args.shots,
         )
     splits = {split: [p for p in problems if p not in shots] for split, problems in splits.items()}
     rng = np.random.default_rng(args.seed)
@@ -100,13 +102,14 @@ def _problem(record: Any, file: Path, index: int) -> Problem:
     answer = next((a for a in answers if a is not None), "")
     if not answers or not isinstance(answer, str | int):
         raise UserError(
-            f"{file}, row {index}: it has no answer; allowed: answer, label or reward_model.ground_truth, a string"
+            "it has no answer; allowed: answer, label or reward_model.ground_truth, a string",
+            key=f"{file}, row {index}",
         )
     if fields.get("prompt"):
         return _messages(fields["prompt"], f"{file}, row {index}"), str(answer).strip()
     problem = fields.get("problem") or fields.get("question")
     if not isinstance(problem, str):
-        raise UserError(f"{file}, row {index}: it has no problem; allowed: problem, question or prompt")
+        raise UserError("it has no problem; allowed: problem, question or prompt", key=f"{file}, row {index}")
     return dapo_prompt(problem), str(answer).strip()
 
 

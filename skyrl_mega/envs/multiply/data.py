@@ -47,11 +47,13 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """
     if args.demonstrations and (args.digits < 2 or args.second != 1):
         raise UserError(
-            f"--demonstrations {args.demonstrations}: they show how a number of several digits is multiplied by one "
-            "digit; give --digits 2 or more, and --second 1"
+            "they show how a number of several digits is multiplied by one digit",
+            key="--demonstrations",
+            value=args.demonstrations,
+            fix="give --digits 2 or more, and --second 1",
         )
     if args.turns < 1:
-        raise UserError(f"--turns {args.turns}: allowed: at least 1")
+        raise UserError("allowed: at least 1", key="--turns", value=args.turns)
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng, args.second)
     tables: dict[str, Iterator[dict[str, Any]]] = {

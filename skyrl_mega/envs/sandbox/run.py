@@ -147,13 +147,14 @@ class Sandbox:
             outcome = self.run(python("-c", "pass"))
         except RuntimeError as error:
             raise UserError(
-                f"{key}: {error}; let other users read and execute this interpreter, or allow user namespaces"
+                error, key=key, fix="let other users read and execute this interpreter, or allow user namespaces"
             ) from error
         if outcome.status != "ok":
             detail = outcome.stderr.strip().rpartition("\n")[2][-200:] or f"exit code {outcome.exit}"
             raise UserError(
-                f"{key}: under its limits not even an empty Python program runs ({outcome.status}: {detail}); "
-                f"allowed are limits as usual or wider: {_usual()}"
+                f"under its limits not even an empty Python program runs ({outcome.status}: "
+                f"{detail}); allowed are limits as usual or wider: {_usual()}",
+                key=key,
             )
 
     def run(

@@ -70,7 +70,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):
-                raise UserError(f"--{option.replace('_', '-')}: it needs --source")
+                raise UserError("it needs --source", key=f"--{option.replace('_', '-')}")
         return _from_facts(args.seed, args.shots, args.limit)
     return _from_files(args)
 
@@ -96,7 +96,7 @@ def _countries(seed: int, shots: int) -> tuple[list[facts.Country], ...]:
     shuffled = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
     held = len(shuffled) // TEST_SHARE
     if shots > len(shuffled) - held - 1:
-        raise UserError(f"--shots {shots}: allowed: at most {len(shuffled) - held - 1}")
+        raise UserError(f"allowed: at most {len(shuffled) - held - 1}", key="--shots", value=shots)
     return shuffled[:held], shuffled[held : held + shots], shuffled[held + shots :]
 
 
@@ -136,7 +136,9 @@ def _from_files(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]
     files["test"] = args.held_out or (None if source.is_file() else _find(source, "test"))
     corpus = args.corpus or (None if source.is_file() else _find(source, "corpus"))
     if not files["train"] and not files["test"]:
-        raise UserError(f"--source {source}: allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}", key="--source", value=source
+        )
     splits = {split: list(_questions(file)) for split, file in files.items() if file}
     if "train" in splits and "test" in splits and not args.whole_test:
         splits["test"] = _without_leakage(splits["train"], splits["test"])
@@ -164,7 +166,7 @@ def _questions(file: Path) -> Iterator[dict[str, Any]]:
     for index, record in enumerate(records(file)):
         where = f"{file}, row {index}"
         if not isinstance(record, dict) or not isinstance(record.get("question"), str):
-            raise UserError(f"{where}, column question: allowed: a string")
+            raise UserError("allowed: a string", key=f"{where}, column question")
         yield {
             "question": record["question"],
             "answers": _answers(record, where),
@@ -180,7 +182,7 @@ def _answers(record: dict[str, Any], where: str) -> list[str]:
             value = value.get("ground_truth", value)
         if answers := targets_of(value):
             return answers
-    raise UserError(f"{where}: it has no answer; allowed is one of the columns {', '.join(ANSWERS)}")
+    raise UserError(f"it has no answer; allowed is one of the columns {', '.join(ANSWERS)}", key=where)
 
 
 def _titles(record: dict[str, Any], where: str) -> list[str]:
@@ -224,7 +226,7 @@ def _passages(file: Path, wanted: set[str], limit: int | None) -> Iterator[dict[
         for index, record in enumerate(records(file)):
             for column in ("title", "text"):
                 if not isinstance(record, dict) or not isinstance(record.get(column), str):
-                    raise UserError(f"{file}, row {index}, column {column}: allowed: a string")
+                    raise UserError("allowed: a string", key=f"{file}, row {index}, column {column}")
             passage = {"id": str(record.get("id", index)), "title": record["title"], "text": record["text"]}
             yield record["title"] in wanted, passage
 

@@ -64,8 +64,9 @@ class SearchEnv(BaseTextEnv):
         retriever: RetrieverConfig = options["retriever"]
         if not (retriever.url or retriever.index):
             raise UserError(
-                "environment.retriever.url is not set: environment search asks a retrieval service; give its address, "
-                "or environment.retriever.index, the folder of an index that the run serves itself"
+                "environment.retriever.url is not set: environment search asks a retrieval service",
+                fix="give its address, or environment.retriever.index, the folder of an index that "
+                "the run serves itself",
             )
 
     @classmethod

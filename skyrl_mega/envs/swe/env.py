@@ -89,7 +89,9 @@ class SweEnv(BaseTextEnv):
         name = str(info.get("task"))
         if self.options["tasks"] is None or not NAME.fullmatch(name):
             raise UserError(
-                f"environment.options.swe.tasks={self.options['tasks']}, task {name!r}: allowed: a folder, a name"
+                "allowed: a folder, a name",
+                key="environment.options.swe.tasks",
+                value=f"{self.options['tasks']}, task {name!r}",
             )
         try:
             self.names = required_tests(info)
@@ -113,7 +115,9 @@ class SweEnv(BaseTextEnv):
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a missing folder of tasks, and for local sessions a machine without the needed confinement."""
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
-            raise UserError(f"environment.options.swe.tasks={options['tasks']}: allowed: the folder of the tasks")
+            raise UserError(
+                "allowed: the folder of the tasks", key="environment.options.swe.tasks", value=options["tasks"]
+            )
         if _session(options["session"]) is LocalSession:
             Sandbox.from_options(options["session_options"], BOX).check(BOX)
 
@@ -212,11 +216,13 @@ def _session(path: str) -> type[Session]:
         cls: type[Session] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"environment.options.swe.session={path}: {error}; allowed: local, package.module:Class"
+            f"{error}; allowed: local, package.module:Class", key="environment.options.swe.session", value=path
         ) from error
     missing = [
         method for method in ("open", "run", "changes", "write", "close") if not callable(getattr(cls, method, None))
     ]
     if missing:
-        raise UserError(f"environment.options.swe.session={path}: it has no {missing[0]}; allowed: a class as Session")
+        raise UserError(
+            f"it has no {missing[0]}; allowed: a class as Session", key="environment.options.swe.session", value=path
+        )
     return cls

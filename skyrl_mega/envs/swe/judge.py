@@ -210,7 +210,9 @@ def refuse_outside_link(path: Path, tasks: Path) -> None:
     """
     if not path.resolve().is_relative_to(tasks.resolve()):
         raise UserError(
-            f"{path}: a link to {path.resolve()}; allowed: files in {tasks}; copy what it leads to into the task"
+            f"a link to {path.resolve()}; allowed: files in {tasks}",
+            key=path,
+            fix="copy what it leads to into the task",
         )
 
 
@@ -268,7 +270,7 @@ def required_tests(lists: Mapping[str, Any]) -> list[str]:
         except (ValueError, TypeError):
             value = None
         if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-            raise UserError(f"{key}: {lists[key]!r}; allowed: a list of the names of tests")
+            raise UserError(f"{lists[key]!r}; allowed: a list of the names of tests", key=key)
         names += value
     return names
 

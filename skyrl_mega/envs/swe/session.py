@@ -173,7 +173,9 @@ def _copy(source: Path, folder: Path) -> None:
     except (shutil.Error, OSError) as error:
         if "No space left" not in str(error):
             raise
-        raise UserError(f"{BOX}.disk_mib: {source} does not fit; give more than the repository takes") from error
+        raise UserError(
+            f"{source} does not fit", key=f"{BOX}.disk_mib", fix="give more than the repository takes"
+        ) from error
 
 
 def _write_file(file: File, folder: Path, relative: Path, owner: int) -> None:

@@ -84,7 +84,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     rng = np.random.default_rng(args.seed)
     shots = _draw(splits.get("train", []), args.shots, rng)
     if len(shots) < args.shots:
-        raise UserError(f"--shots {args.shots}: they are taken from the training rows, of which there are {len(shots)}")
+        raise UserError(
+            f"they are taken from the training rows, of which there are {len(shots)}", key="--shots", value=args.shots
+        )
     remaining = {split: [record for record in records if record not in shots] for split, records in splits.items()}
     drawn = {split: _draw(records, args.limit, rng) for split, records in remaining.items()}
     examples = [message for record in shots for message in _example(record, folder, args)]
@@ -95,7 +97,7 @@ def _databases(source: Path) -> Path:
     for name in DATABASES:
         if (source / name).is_dir():
             return source / name
-    raise UserError(f"--source {source}: it has no folder of databases; allowed: {', '.join(DATABASES)}")
+    raise UserError(f"it has no folder of databases; allowed: {', '.join(DATABASES)}", key="--source", value=source)
 
 
 def _splits(source: Path) -> dict[str, list[dict[str, Any]]]:
@@ -104,7 +106,7 @@ def _splits(source: Path) -> dict[str, list[dict[str, Any]]]:
     }
     if not files:
         allowed = ", ".join(name for names in FILES.values() for name in names)
-        raise UserError(f"--source {source}: it has no questions; allowed: {allowed}")
+        raise UserError(f"it has no questions; allowed: {allowed}", key="--source", value=source)
     return {split: [_record(r, file, i) for i, r in enumerate(records(file))] for split, file in files.items()}
 
 
@@ -118,7 +120,7 @@ def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
     }
     for column, value in values.items():
         if not isinstance(value, str) or not value:
-            raise UserError(f"{file}, row {index}, column {column}: allowed: a string that is not empty")
+            raise UserError("allowed: a string that is not empty", key=f"{file}, row {index}, column {column}")
     return {**values, "evidence": str(fields.get("evidence") or "")}
 
 
@@ -145,7 +147,7 @@ def _example(record: dict[str, Any], folder: Path, args: argparse.Namespace) -> 
     name, query = record["db_id"], record["query"]
     file = folder / name / f"{name}.sqlite"
     if not file.is_file():
-        raise UserError(f"--shots {args.shots}: {file} does not exist; another --seed draws others")
+        raise UserError(f"{file} does not exist; another --seed draws others", key="--shots", value=args.shots)
     table = Database(file, Sandbox(Limits(processes=4)), shown=5).query(query, 30.0)
     return [
         _question(record, schema(file, args.schema), args.turns),

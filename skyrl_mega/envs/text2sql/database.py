@@ -135,8 +135,9 @@ def refuse_unmerged(file: Path) -> None:
     log = file.with_name(f"{file.name}-wal")
     if log.is_file() and log.stat().st_size:
         raise UserError(
-            f"{log}: it holds changes that are not in {file.name} yet, which is read without them; merge them: "
-            f"sqlite3 {shlex.quote(str(file))} 'PRAGMA journal_mode = DELETE'"
+            f"it holds changes that are not in {file.name} yet, which is read without them",
+            key=log,
+            fix=f"merge them: sqlite3 {shlex.quote(str(file))} 'PRAGMA journal_mode = DELETE'",
         )
 
 

@@ -68,7 +68,9 @@ class Text2SqlEnv(BaseTextEnv):
         """Refuses a missing folder of databases, and a machine without the needed confinement."""
         if options["db_path"] is None or not Path(options["db_path"]).is_dir():
             raise UserError(
-                f"environment.options.text2sql.db_path={options['db_path']}: allowed: the folder of the databases"
+                "allowed: the folder of the databases",
+                key="environment.options.text2sql.db_path",
+                value=options["db_path"],
             )
         Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
@@ -154,4 +156,4 @@ def find_database(folder: str | Path | None, db_id: Any, data: Any = None) -> Pa
         if file.is_file():
             refuse_unmerged(file)
             return file
-    raise UserError(f"environment.options.text2sql.db_path={folder}: it has no {db_id}/{db_id}.sqlite")
+    raise UserError(f"it has no {db_id}/{db_id}.sqlite", key="environment.options.text2sql.db_path", value=folder)

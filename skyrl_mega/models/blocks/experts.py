@@ -52,7 +52,9 @@ class Experts(Block):
         count = integer(hf, next((key for key in COUNT if key in hf), COUNT[0]))
         per_token = integer(hf, "num_experts_per_tok")
         if per_token > count:
-            raise UserError(f"config.json: num_experts_per_tok {per_token} is above the {count} experts; lower it")
+            raise UserError(
+                f"num_experts_per_tok {per_token} is above the {count} experts; lower it", key="config.json"
+            )
         return cls(
             hidden=integer(hf, "hidden_size"),
             count=count,
@@ -97,13 +99,15 @@ class Experts(Block):
             # of replicated experts; with more, it sums those of different columns and gathers them over one another.
             side = "below" if parallel.expert_tensor < parallel.tensor else "above"
             raise UserError(
-                f"{key}.expert_tensor: {parallel.expert_tensor} {side} tensor {parallel.tensor} with expert 1 trains "
-                f"wrong in megatron-core 0.16; give expert_tensor {parallel.tensor} or expert above 1"
+                f"{parallel.expert_tensor} {side} tensor {parallel.tensor} with expert 1 trains "
+                "wrong in megatron-core 0.16",
+                key=f"{key}.expert_tensor",
+                fix=f"give expert_tensor {parallel.tensor} or expert above 1",
             )
         if self.per_token == 1 and self.renormalize:
             raise UserError(
-                "config.json: num_experts_per_tok 1 with norm_topk_prob gives the router no gradient; choose another "
-                "model"
+                "num_experts_per_tok 1 with norm_topk_prob gives the router no gradient; choose another model",
+                key="config.json",
             )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
@@ -127,11 +131,15 @@ class Experts(Block):
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         if cut.workers > self.count:
-            raise UserError(f"{key}: {cut.workers} workers are above the model's {self.count} experts; lower it")
+            raise UserError(
+                f"{cut.workers} workers are above the model's {self.count} experts", key=key, fix="lower it"
+            )
         if not cut.expert_parallel and self.width % cut.workers:
             raise UserError(
-                f"{key}: {cut.workers} workers do not divide the model's {self.width} columns of an expert "
-                f"(moe_intermediate_size); choose a divisor of {self.width}"
+                f"{cut.workers} workers do not divide the model's {self.width} columns of an "
+                "expert (moe_intermediate_size)",
+                key=key,
+                fix=f"choose a divisor of {self.width}",
             )
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:

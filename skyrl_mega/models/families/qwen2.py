@@ -17,7 +17,9 @@ def describe(hf: Hf) -> Decoder:
     if attention.head_dim * attention.heads != decoder.hidden:
         # vLLM derives the head's width of a Qwen2 and ignores head_dim.
         raise UserError(
-            f"config.json: head_dim {attention.head_dim} × num_attention_heads {attention.heads} is not hidden_size "
-            f"{decoder.hidden}, as a qwen2 needs; give head_dim {decoder.hidden // attention.heads} or model_type qwen3"
+            f"head_dim {attention.head_dim} × num_attention_heads {attention.heads} is not "
+            f"hidden_size {decoder.hidden}, as a qwen2 needs; give head_dim "
+            f"{decoder.hidden // attention.heads} or model_type qwen3",
+            key="config.json",
         )
     return decoder

@@ -28,10 +28,10 @@ def _moe_layers(hf: Hf) -> list[bool]:
     layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise UserError(f"config.json: mlp_only_layers is {shown(listed)}; allowed is a list of layers")
+        raise UserError(f"mlp_only_layers is {shown(listed)}; allowed is a list of layers", key="config.json")
     moe = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(moe):
         raise UserError(
-            f"config.json: none of the {layers} layers has experts; give model_type qwen3 for a dense model"
+            f"none of the {layers} layers has experts; give model_type qwen3 for a dense model", key="config.json"
         )
     return moe

@@ -58,20 +58,24 @@ class MlflowTracker:
         scheme = "databricks" if uri == "databricks" else urlsplit(uri).scheme.partition("+")[0]
         if scheme not in SCHEMES:
             raise UserError(
-                f"telemetry.options.mlflow.uri = {shown(masked(uri))}: allowed is a database such as "
-                "sqlite:////home/me/mlflow.db (MLflow has ended its support for folders of files) or a server's "
-                "http://host:port; null keeps everything in the run's folder"
+                "allowed is a database such as sqlite:////home/me/mlflow.db (MLflow has ended "
+                "its support for folders of files) or a server's http://host:port; null keeps "
+                "everything in the run's folder",
+                key="telemetry.options.mlflow.uri",
+                value=shown(masked(uri)),
             )
         needed = ["mlflow"] if scheme in ("http", "https", "databricks") else ["mlflow", "sqlalchemy", "alembic"]
         if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             raise UserError(
-                f"telemetry.trackers names mlflow, and {', '.join(missing)} is not installed; install it with "
-                "pip install 'skyrl-mega[mlflow]', or leave mlflow out"
+                f"telemetry.trackers names mlflow, and {', '.join(missing)} is not installed",
+                fix="install it with pip install 'skyrl-mega[mlflow]', or leave mlflow out",
             )
         if scheme == "databricks" and not _has_databricks_key():
             raise UserError(
-                f"telemetry.options.mlflow.uri = {uri}: there is no token for Databricks; set DATABRICKS_HOST and "
-                "DATABRICKS_TOKEN, or run `databricks auth login`"
+                "there is no token for Databricks; set DATABRICKS_HOST and DATABRICKS_TOKEN, or "
+                "run `databricks auth login`",
+                key="telemetry.options.mlflow.uri",
+                value=uri,
             )
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:

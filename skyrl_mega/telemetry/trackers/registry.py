@@ -37,11 +37,13 @@ def listed_trackers(config: TelemetryConfig) -> dict[str, str]:
         name = entry.rpartition(":")[2] if user_defined else entry
         if name in paths or (user_defined and name in TRACKERS):
             raise UserError(
-                f"telemetry.trackers = {shown(config.trackers)}: two trackers are called {name}; name each once, and "
-                f"give a class of your own a name that is not one of {', '.join(TRACKERS)}"
+                f"two trackers are called {name}; name each once, and give a class of your own a "
+                f"name that is not one of {', '.join(TRACKERS)}",
+                key="telemetry.trackers",
+                value=shown(config.trackers),
             )
         if not user_defined and entry not in TRACKERS:
-            raise UserError(f"telemetry.trackers = {shown(config.trackers)}: {unknown(entry)}")
+            raise UserError(unknown(entry), key="telemetry.trackers", value=shown(config.trackers))
         paths[name] = entry if user_defined else TRACKERS[entry]
     paths.pop(ALWAYS, None)
     return paths
@@ -63,8 +65,9 @@ def resolve(path: str) -> Any:
     cls = imports.load(path, "telemetry.trackers")
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
         raise UserError(
-            f"telemetry.trackers: {path} is not a tracker; allowed: a class with {', '.join(METHODS)}, as "
-            "skyrl_mega.telemetry.trackers.base.Tracker has them"
+            f"{path} is not a tracker; allowed: a class with {', '.join(METHODS)}, as "
+            "skyrl_mega.telemetry.trackers.base.Tracker has them",
+            key="telemetry.trackers",
         )
     return cls
 
@@ -90,7 +93,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
     paths = listed_trackers(config)
     for name in config.options:
         if name not in {*paths, *TRACKERS}:
-            raise UserError(f"telemetry.options.{name}: {unknown(name)}, named in telemetry.trackers")
+            raise UserError(f"{unknown(name)}, named in telemetry.trackers", key=f"telemetry.options.{name}")
         options_of(name, resolve(paths.get(name) or TRACKERS[name]), config)
     classes = {name: resolve(path) for name, path in paths.items()}
     return {name: (cls, options_of(name, cls, config)) for name, cls in classes.items()}

@@ -51,8 +51,8 @@ class WandbTracker:
         """
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
-                "telemetry.trackers names wandb, and the package wandb is not installed; install it with "
-                "pip install 'skyrl-mega[wandb]', or leave wandb out"
+                "telemetry.trackers names wandb, and the package wandb is not installed",
+                fix="install it with pip install 'skyrl-mega[wandb]', or leave wandb out",
             )
         if _mode(options) == "online" and not any(os.environ.get(name) for name in KEYS):
             _check_netrc(os.environ.get("WANDB_BASE_URL") or _configured_server())
@@ -148,6 +148,9 @@ def _check_netrc(server: str) -> None:
         key = None
     if not key:
         raise UserError(
-            f"telemetry.options.wandb.mode = online: there is no API key for {host}; set WANDB_API_KEY, run "
-            "`wandb login`, or give telemetry.options.wandb.mode=offline, which keeps everything in the run's folder"
+            f"there is no API key for {host}",
+            key="telemetry.options.wandb.mode",
+            value="online",
+            fix="set WANDB_API_KEY, run `wandb login`, or give telemetry.options.wandb.mode=offline, "
+            "which keeps everything in the run's folder",
         )

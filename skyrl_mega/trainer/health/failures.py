@@ -52,17 +52,19 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
         first = trajectories[0]
         name = first.prompt.env_class
         raise UserError(
-            f"environment {name}: all {len(trajectories)} trajectories failed, the first one so: {_first(first)}; "
-            f"fix the class that environment.classes.{name} names, or what it asks"
+            f"environment {name}: all {len(trajectories)} trajectories failed, the first one so: {_first(first)}",
+            fix=f"fix the class that environment.classes.{name} names, or what it asks",
         )
     failed = [t for t in trajectories if t.status.failed]
     if len(failed) > most * len(trajectories):
         by_environment = Counter(t.prompt.env_class for t in failed).most_common()
         (error, times), *_ = Counter(map(_first, failed)).most_common(1)
         raise UserError(
-            f"environment.max_failed = {most:g}: {len(failed)} of {len(trajectories)} trajectories failed "
-            f"({', '.join(f'{name} {count}' for name, count in by_environment)}), most often so, {times} times: "
-            f"{error}; fix it, or give a larger share"
+            f"{len(failed)} of {len(trajectories)} trajectories failed ("
+            f"{', '.join((f'{name} {count}' for name, count in by_environment))}), most often so, "
+            f"{times} times: {error}; fix it, or give a larger share",
+            key="environment.max_failed",
+            value=f"{most:g}",
         )
 
 
