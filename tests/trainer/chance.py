@@ -1,4 +1,5 @@
-"""An environment whose rewards and lengths an untrained model cannot help to vary: a checksum of what it says."""
+"""An environment with random-looking rewards and lengths, even for an untrained model: a checksum of the answer
+decides."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 
 LONGEST_S = 0.1
 STOP = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-"""Strings at which a turn ends: an untrained model seldom ends one by itself, and one that is cut ends everything."""
+"""Stop strings that end a turn early: an untrained model seldom writes an end token, and a truncated turn ends the
+trajectory."""
 
 
 class Chance(BaseTextEnv):
-    """Earns an even checksum; ends at one in four turns, or when the turns are used up. How long it takes is chance."""
+    """Rewards answers with an even checksum; ends in a quarter of the turns or after the last turn. Each turn takes a
+    random time."""
 
     requires_ground_truth = False
 

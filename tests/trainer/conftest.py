@@ -1,4 +1,4 @@
-"""A run that several tests compare others with."""
+"""A finished run for several tests to compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.trainer import quickstart
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a synchronous run of `quickstart.THREE_STEPS`, all of whose parts stay in memory."""
+    """Runs `quickstart.THREE_STEPS` synchronously with all parts resident in memory and returns the run's folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
     quickstart.finish(folder, "run.name=run", *quickstart.THREE_STEPS)
     return folder / "run"

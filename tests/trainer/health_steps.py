@@ -1,6 +1,6 @@
-"""Steps of made-up runs: healthy ones, and ones in which something is wrong.
+"""Simulated steps for the health checks: of healthy runs, and of runs with a planted fault.
 
-`quickstart_figures.csv` has the figures of a real quickstart (seed 3): what is healthy is made from them.
+`quickstart_figures.csv` holds the figures of a real quickstart (seed 3), the base of the healthy steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COUNTS = {"stuck_steps", "stuck_groups"}
 Metrics = dict[str, float]
 Play = Callable[[random.Random, int], tuple[Metrics, list[Trajectory]]]
-"""A step's metrics and trajectories."""
+"""A function from (random generator, step) to the step's metrics and trajectories."""
 
 
 def real() -> list[Metrics]:
@@ -45,7 +45,7 @@ def settings(prompts: int = 32, samples: int = 4, **given: Any) -> Config:
 
 
 def said(uid: int, text: str, reward: float, **other: Any) -> Trajectory:
-    """One question and one answer."""
+    """Returns a trajectory of one question and one answer."""
     tokens = [1, 2, *text.encode()]
     values: dict[str, Any] = dict(
         sample=0,
@@ -64,7 +64,8 @@ def said(uid: int, text: str, reward: float, **other: Any) -> Trajectory:
 
 
 def healthy(config: Config, share: float | None = None, ending: str = "", noise: float = 0.15) -> Play:
-    """Real figures with noise of other seeds; answers are right with the real mean reward, prompts differing."""
+    """Returns a play of healthy steps: the real figures with random noise, and answers with the real mean reward
+    (`share` overrides the mean); prompts differ in difficulty."""
 
     def play(rng: random.Random, step: int) -> tuple[Metrics, list[Trajectory]]:
         row = REAL[min(step, len(REAL) - 1)]
@@ -91,7 +92,7 @@ def healthy(config: Config, share: float | None = None, ending: str = "", noise:
 def steps(
     health: Health, play: Play, seed: int, count: int, first: int = 1
 ) -> Iterator[tuple[set[str], list[str], int]]:
-    """Kinds found, lines said and steps stuck, step by step."""
+    """Yields (kinds found, lines printed, steps stuck) of each step."""
     rng = random.Random(seed)
     for number in range(first, first + count):
         metrics, played = play(rng, number)
@@ -101,7 +102,7 @@ def steps(
 
 
 def every(config: Config, change: Callable[[int, Trajectory], Trajectory | None], **figures: float) -> Play:
-    """Healthy steps whose every trajectory is changed, and some figures."""
+    """Returns a play of healthy steps in which `change` may replace each trajectory; `figures` overwrites metrics."""
     whole = healthy(config)
 
     def play(rng: random.Random, step: int) -> tuple[Metrics, list[Trajectory]]:
@@ -112,7 +113,8 @@ def every(config: Config, change: Callable[[int, Trajectory], Trajectory | None]
 
 
 def spoiled(config: Config, **figures: float) -> Play:
-    """… figures alone: `{}` times the healthy ones where the name says so."""
+    """Returns a play of healthy steps with other metrics: `NAME_times` multiplies the healthy metric, `NAME` replaces
+    the value."""
     times = {name.removesuffix("_times"): value for name, value in figures.items() if name.endswith("_times")}
     fixed = {name: value for name, value in figures.items() if not name.endswith("_times")}
     whole = healthy(config)
@@ -125,10 +127,10 @@ def spoiled(config: Config, **figures: float) -> Play:
 
 
 def equal_rewards(config: Config, **figures: float) -> Play:
-    """Steps in which no answer earns anything."""
+    """Returns a play in which every answer earns 0."""
     return every(config, lambda i, t: said(t.prompt.uid, f"a{i}", 0.0), **figures)
 
 
 def unread(i: int, t: Trajectory) -> Trajectory:
-    """For `every`: the environment could read nothing in the answer."""
+    """Returns the trajectory of an answer that the environment cannot parse; a `change` of `every`."""
     return said(t.prompt.uid, f"Guess \x1b[2J{i}", 0.0, metadata={"guess": None, "error": None})

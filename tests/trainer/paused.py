@@ -1,4 +1,4 @@
-"""An environment that stands still for as long as somebody wants: what an untrained model says is judged by parity."""
+"""The parity environment with a pause on request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from benchmarks.fault_env import ParityEnv
 from skyrl_mega.envs.base import BaseTextEnvStepOutput
 
 PAUSE, PAUSED = Path("pause"), Path("paused")
-"""Below the folder that the run was started in: whoever makes the first waits for the second, and removes the first."""
+"""Files below the working directory of the run: a test makes `pause`, waits for `paused`, and removes `pause` to
+continue."""
 
 
 class Paused(ParityEnv):
-    """Waits while there is a file `pause`, having made the file `paused`."""
+    """The parity environment, waiting while the file `pause` exists, after making the file `paused`."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges one answer."""
+        """Waits while the run is paused, then judges the answer."""
         while PAUSE.exists():
             PAUSED.touch()
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Runs of the quickstart at a size for tests, through the launcher, in processes of their own."""
+"""Test-sized runs of the quickstart, through the launcher, in separate processes."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ LEARNS = [
     "evaluation.every=2",
     "checkpoint.every=2",
     "algorithm.dynamic_sampling.enabled=false",
-    "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
+    "algorithm.entropy.coefficient=0.01",  # gives a gradient before any reward differs
     "algorithm.importance_cap=2",
 ]
-"""A run that learns from its first step, with each of `asynchrony.mode`."""
+"""Settings of a run with learning from the first step, for each value of `asynchrony.mode`."""
 THREE_STEPS = [*LEARNS, "run.steps=3", "telemetry.trajectories_every=1", "checkpoint.export=true"]
-"""Of the run `undisturbed`, and of those that are compared with it."""
+"""Settings of the fixture `undisturbed` and of runs compared with it."""
 
 
 def exported(run: Path) -> dict[str, torch.Tensor]:
-    """The weights that a finished run has exported."""
+    """Returns the exported weights of a finished run."""
     return load_file(run / "model" / "model.safetensors")
 
 
 def differing(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of weights that are not equal to the bit."""
+    """Returns the names of weights that differ in any bit."""
     return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not a[name].equal(b[name]))
 
 
 def command(folder: Path, *settings: str) -> list[str]:
-    """The launcher on the small quickstart; everything lies below `folder`."""
+    """Returns the launcher command for the small quickstart; all files lie below `folder`."""
     data = folder / "data"
     return [
         *(sys.executable, "-m", "skyrl_mega.launch", "--config", str(ROOT / "configs" / "quickstart.yaml")),
@@ -61,7 +61,7 @@ def command(folder: Path, *settings: str) -> list[str]:
 
 
 def start(folder: Path, *settings: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts a run whose processes carry a mark in their environment, by which `left_over` finds them."""
+    """Starts a run whose processes are marked in their environment, for `left_over` to find."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder), **variables}
     return subprocess.Popen(
         command(folder, *settings), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -69,7 +69,7 @@ def start(folder: Path, *settings: str, **variables: str) -> subprocess.Popen[st
 
 
 def finish(folder: Path, *settings: str) -> str:
-    """Runs to the end and returns what was printed; fails unless the exit code is 0."""
+    """Runs to the end and returns the output; fails unless the exit code is 0."""
     process = start(folder, *settings)
     out, _ = process.communicate(timeout=800)
     assert process.returncode == 0, out
@@ -77,30 +77,31 @@ def finish(folder: Path, *settings: str) -> str:
 
 
 def driver(process: subprocess.Popen[str]) -> int:
-    """The driver that a command supervises."""
+    """Returns the process id of the driver under a supervising command."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
 
 
 def actors(folder: Path, kind: str) -> list[int]:
-    """Processes of actors of a class, of runs below `folder`; their children, which have their names, are not."""
+    """Returns the process ids of a class's actors, in runs below `folder`; children with the same process name are left
+    out."""
     name = f"ray::{kind}".encode()
     found = [pid for pid in left_over(folder) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name)]
     return [pid for pid in found if os.getpgid(pid) == pid]
 
 
 def left_over(folder: Path) -> list[int]:
-    """Processes of runs below `folder` that are still there."""
+    """Returns the process ids of live runs below `folder`."""
     return marked("SKYRL_MEGA_TEST", str(folder))
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Processes that were started with this in their environment, but for this one."""
+    """Returns the other processes with this environment variable."""
     mark = f"{variable}={value}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
-        except OSError:  # it ended meanwhile, or is not ours to read
+        except OSError:  # the process ended meanwhile, or belongs to another user
             continue
     return [pid for pid in found if pid != os.getpid()]

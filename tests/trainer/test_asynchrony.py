@@ -1,4 +1,4 @@
-"""Whole runs that generate ahead: with staleness 0 they are synchronous ones, killed and resumed they lose nothing."""
+"""Whole runs that generate ahead: staleness 0 equals a synchronous run; a killed and resumed run loses nothing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CLOCK = ("time", "perf", "memory", "idle", "asynchrony")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """What is measured of the run, and not of its speed and memory."""
+    """Returns a run's metrics without speed and memory."""
     found = read(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k.split("/")[0] not in CLOCK} for row in found]
 
 
 def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
-    """A run that is killed after this step, and finished; what the second command said."""
+    """Runs, kills the run after this step, resumes to the end and returns the output of the second command."""
     settings = ("run.name=killed", *STEPS, *settings)
     process = quickstart.start(folder, *settings)
     wait_for_row(folder / "killed", step, process)
@@ -47,9 +47,11 @@ def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_staleness_0_is_what_a_synchronous_run_does(undisturbed: Path, tmp_path: Path) -> None:
-    """And so is a run whose trajectories are played in other processes, and go to the ranks by reference."""
+    """Compares a synchronous run with an asynchronous run of staleness 0, and with a run whose trajectories are played
+    in other processes and reach the ranks by reference."""
     expected = rows(undisturbed)
-    ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=0"]  # `one_step` then calls what `off` does
+    # `one_step` with staleness 0 calls the same code as `off`
+    ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=0"]
     quickstart.finish(tmp_path, "run.name=ahead", *quickstart.THREE_STEPS, *ahead)
     assert rows(tmp_path / "ahead") == expected
     assert expected[-1]["policy/grad_norm"] > 0
@@ -67,7 +69,7 @@ def test_staleness_0_is_what_a_synchronous_run_does(undisturbed: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
-    """The batch that was generated ahead is in the checkpoint, as the weights that wrote it are gone."""
+    """Resumes with the batch generated ahead, saved in the checkpoint because the weights behind the batch are gone."""
     ahead = ["asynchrony.mode=one_step", "telemetry.trajectories_every=1"]
     quickstart.finish(tmp_path, "run.name=whole", *STEPS, *ahead)
     assert "resuming after step 2" in killed_and_resumed(tmp_path, 3, *ahead), "between two checkpoints"
@@ -83,9 +85,10 @@ def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> None:
-    """Every group is trained on once, no token is too old, and each log-prob is its version's (transformers, 1e-4).
+    """Checks a killed and resumed run: every group trained on once, no token too old, and each log-prob equal to
+    transformers' with the token's version (within 1e-4).
 
-    Routers replay what the engines' chose, with whichever weights: each pass checks that every token went there.
+    Routers replay the engines' routes under any weights; each pass checks the route of every token.
     """
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
     ahead += ["policy.moe.replay=rollout"]
@@ -107,7 +110,7 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
 
 
 def differences(path: Path, trajectories: list[Trajectory], version: int) -> float:
-    """The largest difference between log-probs that engines gave as a version's and those of a model."""
+    """Returns the largest difference between the engines' log-probs of `version` and the model's."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     worst = 0.0
     for t in trajectories:

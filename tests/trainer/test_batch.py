@@ -1,4 +1,4 @@
-"""From trajectories to training fields, against loops that read as the rule."""
+"""Training fields made from trajectories, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_sequence(batch: Batch, name: str, row: int) -> np.ndarray:
 
 
 def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, response: int) -> Batch:
-    """With responses of at most that many tokens."""
+    """Returns the batch of `groups` with advantages; `response` is `rollout.max_response_tokens`."""
     rollout = RolloutConfig(max_response_tokens=response)
     batch = make_batch([Group(group[0].prompt, group) for group in groups], algorithm, rollout)
     batch["advantages"] = token_advantages(batch, algorithm).whitened
@@ -36,7 +36,7 @@ def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, respons
 
 
 def test_advantages_are_the_groups_own() -> None:
-    """Two groups of one prompt (an epoch's end) stay two groups."""
+    """Computes the advantages of two groups with the same prompt (as at an epoch's end) separately."""
     groups = [[trajectory(1, 2), trajectory(0, 4)], [trajectory(1, 1), trajectory(1, 1), trajectory(0, 2)]]
     batch = batch_of(groups, AlgorithmConfig(normalize=False), 10)
     expected = [1 - 0.5, 0 - 0.5, 1 - 2 / 3, 1 - 2 / 3, 0 - 2 / 3]
@@ -58,7 +58,7 @@ def test_truncated_are_filtered_and_failed_count_for_nothing() -> None:
     ]
     batch = batch_of(groups, AlgorithmConfig(normalize=False, overlong=OverlongConfig(filter=True)), 8)
     assert of_sequence(batch, "mask", 1).sum() == 0 and of_sequence(batch, "mask", 2).sum() == 0
-    # The baseline is the mean of the three that the environment judged: (1 + 0 + 0) / 3.
+    # The baseline is the mean of the three judged trajectories: (1 + 0 + 0) / 3.
     np.testing.assert_allclose(of_sequence(batch, "advantages", 0), 1 - 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(of_sequence(batch, "advantages", 2), 0)
 
@@ -76,14 +76,15 @@ def test_the_overlong_filter_takes_out_what_its_budgets_ended(by: str, left_out:
     for row, status in enumerate(Status):
         counts = not status.failed and status not in left_out
         assert of_sequence(batch, "mask", row).sum() == 3 * counts, status
-        assert bool(of_sequence(batch, "advantages", row).any()) != status.failed  # all judged are in the baseline
+        # Every judged trajectory is in the baseline
+        assert bool(of_sequence(batch, "advantages", row).any()) != status.failed
 
 
 def test_soft_overlong_punishment_lowers_the_reward() -> None:
     groups = [[trajectory(1, 6), trajectory(1, 10)]]
     algorithm = AlgorithmConfig(normalize=False, overlong=OverlongConfig(buffer=4, penalty=1.0))
     batch = batch_of(groups, algorithm, 10)
-    # 6 = 10 - 4 tokens are free; 10 tokens cost the whole penalty: rewards 1 and 0.
+    # The first 6 = 10 - 4 tokens are free and 10 tokens cost the full penalty: rewards 1 and 0.
     np.testing.assert_allclose([of_sequence(batch, "advantages", r)[0] for r in (0, 1)], [0.5, -0.5], rtol=1e-6)
 
 
@@ -137,7 +138,8 @@ def test_only_an_end_token_that_no_engine_drew_counts_as_not_drawn() -> None:
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
 def test_a_column_of_a_trajectory_is_cut_and_carried_with_its_tokens(step_wise: str) -> None:
-    """An integer column that goes with tokens as they are read; a trajectory that failed has none."""
+    """Follows an integer column, aligned with input tokens, through batch and mini-batch; the failed trajectory lacks
+    the column."""
     first, second, failed = trajectory(1, 5), trajectory(0, 4), trajectory(0, 0, Status.ERROR_ENV)
     for t in (first, second):
         half = len(t.tokens) - 2
@@ -158,7 +160,8 @@ def test_a_column_of_a_trajectory_is_cut_and_carried_with_its_tokens(step_wise: 
 
 
 def test_a_column_that_is_no_longer_its_trajectorys_is_an_error() -> None:
-    """Two that are wrong by as much would go unseen, and every token between them have another's value."""
+    """Refuses columns of wrong length even if the total fits: two opposite errors would shift every value between
+    them."""
     short, long = trajectory(1, 5), trajectory(0, 4)
     for t, more in ((short, -1), (long, 1)):
         t.columns["x"] = Column(torch.zeros(len(t.tokens) + more))
@@ -185,7 +188,7 @@ def test_no_groups_make_an_empty_batch() -> None:
 def test_what_a_mini_batch_teaches(
     kl: float, aux: float, loss: str, rewards: tuple[float, ...], expected: bool
 ) -> None:
-    """Without rewards both environments failed."""
+    """Checks `tokens_have_gradient`; an empty `rewards` makes both environments fail."""
     algorithm = AlgorithmConfig(loss=loss, kl=KlConfig(coefficient=kl))
     both = [trajectory(reward, 2) for reward in rewards] or [trajectory(0.0, 2, Status.ERROR_ENV)] * 2
     batch = make_batch([Group(both[0].prompt, both)], algorithm, RolloutConfig())

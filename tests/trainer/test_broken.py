@@ -1,4 +1,4 @@
-"""A run whose environments all fail ends; a single one that works keeps it going."""
+"""Runs whose environments all fail end; a single working environment keeps a run going."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_that_works_is_enough() -> None:
 
 
 class Plays:
-    """A generator whose trajectories end as a round says; counts the rounds."""
+    """A generator with a status for each round; counts the rounds."""
 
     def __init__(self, *rounds: Status) -> None:
         self.rounds, self.played = rounds, 0
@@ -50,9 +50,9 @@ class Plays:
 @pytest.mark.parametrize(
     ("rounds", "played"),
     [
-        ((Status.ERROR_ENV,), 1),  # nothing can come of the others
+        ((Status.ERROR_ENV,), 1),  # no environment works: further rounds are pointless
         ((Status.ERROR_ENV_TIMEOUT,), 1),
-        ((Status.COMPLETED, Status.ERROR_ENV), 4),  # it works, and perhaps again
+        ((Status.COMPLETED, Status.ERROR_ENV), 4),  # the environment works: another round may succeed
         ((Status.COMPLETED,), 4),
     ],
 )
@@ -71,7 +71,7 @@ def test_dynamic_sampling_draws_no_more_where_every_environment_fails(rounds: tu
 
 
 def test_a_failed_environment_gives_a_group_no_signal() -> None:
-    """One that all the others solved is drawn again: its advantages would all be 0."""
+    """Draws again a group whose judged samples all earn the same: failed samples give no signal."""
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 2, 3
     config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 1
@@ -125,7 +125,8 @@ def test_an_evaluation_says_where_a_set_has_no_figures() -> None:
 
 
 def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:
-    """It says which environments failed, how many of each, and what most of them said."""
+    """Ends a run above `environment.max_failed`; the error names the failed environments, their counts and the most
+    frequent cause."""
     failed = [ended(Status.ERROR_ENV_TIMEOUT), *(ended(Status.ERROR_INFRASTRUCTURE) for _ in range(2))]
     failed[0].metadata["error"] = "took too long"
     failed[2].prompt = Prompt(0, [], "other", {})
@@ -139,7 +140,7 @@ def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:
 
 
 def test_a_step_is_not_trained_on_where_most_have_failed_though_no_setting_says_so() -> None:
-    """Two trajectories of 256 that worked were a step once."""
+    """Refuses 2 working trajectories of 256 with default settings; earlier such a step was trained on."""
     most = Config().environment.max_failed
     refuse_broken([ended(Status.ERROR_ENV), ended(Status.COMPLETED)], most)
     with pytest.raises(UserError, match=r"environment\.max_failed = 0\.5: 254 of 256 .* 254 times"):

@@ -1,4 +1,4 @@
-"""Trajectories whose arrays are elsewhere give the ranks what those on the driver give them, to the bit."""
+"""Trajectories held by reference give the ranks the same samples as trajectories on the driver, to the bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STORE: dict[str, StoredTrajectory] = {}
 
 
 def away(groups: list[Group]) -> list[Group]:
-    """The same groups with their arrays in `STORE`; what is left has gone through a pickle, as to another process."""
+    """Returns the same groups with the arrays in `STORE`; arrays and trajectories are pickled as between processes."""
 
     def moved(t: Trajectory) -> Trajectory:
         small, stored = detach_arrays(t)
@@ -56,12 +56,13 @@ def away(groups: list[Group]) -> list[Group]:
 
 @pytest.fixture
 def from_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References lead to `STORE`."""
+    """Makes `ray.get` read from `STORE`."""
     monkeypatch.setattr("ray.get", lambda ref: STORE[ref])
 
 
 def test_a_repr_fetches_nothing(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """asyncio.run writes that of what it returns: all trajectories of a step."""
+    """Writes the repr of groups held by reference, as asyncio.run does with a result (all trajectories of a step),
+    without fetching arrays."""
     elsewhere = away(played(characters_chat, "talk").groups)
     monkeypatch.setattr("ray.get", lambda ref: pytest.fail("it was fetched"))
 
@@ -79,7 +80,7 @@ def settings(step_wise: str, conversation: str = "messages", **algorithm: object
 
 
 def as_ever(groups: list[Group], config: Config) -> tuple[list[Sequences], float]:
-    """The mini-batches of a driver that has the tokens, and the share of those with an advantage."""
+    """Returns a driver's mini-batches made from tokens, and the share of tokens with an advantage."""
     algorithm = config.algorithm
     batch = batch_module.make_batch(groups, algorithm, config.rollout)
     minis = batch_module.mini_batches(batch, config.data.mini_batch_prompts, algorithm)
@@ -148,7 +149,7 @@ def test_end_tokens_that_no_engine_drew(characters_chat: Renderer) -> None:
 
 
 def test_a_rank_gets_its_rows_alone(characters_chat: Renderer) -> None:
-    """Any rows, in any order, with a column that some trajectories have not."""
+    """Takes rows in any order, with a column missing from some trajectories."""
     groups = played(characters_chat, "talk").groups
     for t in groups[0].trajectories:
         values = torch.arange(3 * t.length, dtype=torch.int16).reshape(t.length, 3)
@@ -181,7 +182,7 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
     for all_of in (played_here, gone):
         versions = Versions(2, [3, 4, 5])
         assert versions.measure(all_of)["asynchrony/staleness_max"] == 2
-    # Whoever asks for arrays all the same has them, and a file of them is the same file.
+    # Arrays can still be fetched, and a file written from references is the same.
     assert list(gone[1].tokens) == list(played_here[1].tokens) and gone[1].messages == played_here[1].messages
     assert fetch_arrays(gone[2]).remote_arrays is None and fetch_arrays(gone[2]).mask == played_here[2].mask
     for name, all_of in (("here", played_here), ("away", gone)):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all."""
+"""Checkpoints on disk are complete or ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skyrl_mega.trainer.run import Run
 
 
 class Usage(NamedTuple):
-    """As `shutil.disk_usage` has it."""
+    """The result of `shutil.disk_usage`."""
 
     total: int
     used: int
@@ -63,7 +63,7 @@ def test_a_save_that_breaks_off_is_not_found(tmp_path: Path) -> None:
         checkpoints.save(2, {"step": 2}, {"policy": broken})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
-    checkpoints.save(2, {"step": 2}, {"policy": write})  # what was left is cleared away
+    checkpoints.save(2, {"step": 2}, {"policy": write})  # removes the remains of the broken save
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
@@ -86,7 +86,7 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
 
 
 def boxes(step: int) -> Any:
-    """Saves two ranks' files whose lengths are the same at every step."""
+    """Returns a writer of two ranks' files with the same lengths at every step."""
 
     def save(folder: Path) -> None:
         files = {}
@@ -99,7 +99,7 @@ def boxes(step: int) -> Any:
 
 
 def exported(policy: Path) -> None:
-    """Reads what an export reads before it writes anything."""
+    """Reads a policy as an export does before writing."""
     check_saved_together(policy)
     read_entries(policy, read_header(policy), {"w0", "w1"})
 
@@ -115,7 +115,7 @@ def exported(policy: Path) -> None:
     ],
 )
 def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: Path, damage: str, named: str) -> None:
-    """Lengths are all the same."""
+    """Swaps or damages a file of the newest checkpoint without changing lengths, and expects the one before."""
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
     for step in (1, 2, 3):
@@ -252,7 +252,7 @@ def test_an_earlier_versions_checkpoint_is_refused_by_name(tmp_path: Path) -> No
 
 
 class Evil:
-    """Unpickled, it leaves a file."""
+    """An object that writes a file when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -262,7 +262,8 @@ class Evil:
 
 
 def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
-    """Whatever file of a checkpoint is a pickle: also one of torch's, which earlier versions read."""
+    """Looks for the newest checkpoint among pickle files, including torch's files of earlier versions; no code may
+    run."""
     mark = tmp_path / "was here"
     evil = pickle.dumps(Evil(mark))
     pickle.loads(evil)
@@ -291,7 +292,7 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_package_can_unpickle_a_file() -> None:
-    """The ways that there are, so that none comes back unseen."""
+    """Searches the package for every known way of unpickling."""
     ways = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "torch.distributed.checkpoint"}
     found = []
     for file in Path(skyrl_mega.__file__).parent.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Tool calls of demonstrations: what the chat template writes of them is learned, or they are refused."""
+"""Tool calls in demonstrations: text written by the chat template is learned; other templates are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(path: Path, turns: list[dict[str, Any]]) -> Path:
 
 
 def learned(chat: Renderer, file: Path) -> tuple[str, str]:
-    """The text of the one demonstration, and the parts that are learned."""
+    """Returns the text of the single demonstration, and the learned parts."""
     batch = encode(load_demonstrations([file]), chat)
     return chat.tokenizer.decode(batch.tokens), chat.tokenizer.decode(batch.tokens[batch["mask"] == 1])
 
@@ -43,7 +43,7 @@ def learned(chat: Renderer, file: Path) -> tuple[str, str]:
 def test_calls_are_learned_as_the_template_writes_them(
     real_data: Path, tmp_path: Path, words: str, as_text: bool
 ) -> None:
-    """Arguments as a mapping or, as OpenAI has them, as JSON in a text."""
+    """Encodes calls with arguments as a mapping or, as in OpenAI's format, as a JSON text."""
     chat = Renderer(str(qwen(real_data, tmp_path / "qwen")))
     calls = json.loads(json.dumps(CALLS))
     for call in calls if as_text else []:
@@ -52,13 +52,13 @@ def test_calls_are_learned_as_the_template_writes_them(
     text, parts = learned(chat, written(tmp_path / "d.parquet", turns))
     mapped = [{"role": "assistant", "content": words, "tool_calls": CALLS}, *RESULTS, ANSWER]
     expected = chat.tokenizer.apply_chat_template([*ASKED, *mapped], tokenize=False)
-    # Qwen3 opens and closes thoughts in a last turn that has none; the demonstration does not say so.
+    # Qwen3's template adds empty thoughts to a last turn without thoughts; the demonstration has none.
     assert text + "\n" == expected.replace("<think>\n\n</think>\n\n", "")
     first = expected.partition("<|im_start|>assistant\n")[2].partition("\n<|im_start|>user")[0]
     assert parts == first.replace("<think>\n\n</think>\n\n", "") + "It is 85.<|im_end|>"
     batch = encode(load_demonstrations([tmp_path / "d.parquet"]), chat)
     ends = [token for token in batch.tokens[batch["mask"] == 1].tolist() if token in chat.stop_tokens]
-    assert len(ends) == 2  # an argument spells none
+    assert len(ends) == 2  # no argument contains an end token
     assert [(call.name, call.arguments) for call in chat.parse(parts).tool_calls] == [
         (call["function"]["name"], call["function"]["arguments"]) for call in CALLS
     ]

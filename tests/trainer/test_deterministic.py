@@ -28,9 +28,9 @@ SETTINGS = (
     f"rollout.sampling.stop=[{','.join(chance.STOP)}]",
     ENVIRONMENT,
 )
-"""Two engines, up to three turns, and an environment that takes chance times."""
+"""Settings with two engines, up to three turns, and an environment of random duration."""
 CLOCK = {"steps", "seconds"}
-"""Columns of a trajectory that have times in them."""
+"""Trajectory columns that contain times."""
 
 
 def trajectories(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which groups a step learns from: against plain loops, whatever the settings, and again after a resume."""
+"""The choice of a step's groups, compared with plain loops for random settings, and repeated after a resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DYNAMIC = st.builds(
 
 
 def judged(seed: str, uid: int, sample: int, chance: float) -> tuple[float, float, Status]:
-    """What a sample earns, the part of it that is for being right, and how it ends."""
+    """Returns a sample's reward, the part of the reward for a right answer, and the status."""
     random = Random(f"{seed}/{uid}/{sample}")
     status = random.choices([Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV], [8, 1, 1])[0]
     right = float(random.random() < chance)
@@ -49,7 +49,7 @@ def judged(seed: str, uid: int, sample: int, chance: float) -> tuple[float, floa
 
 @dataclass
 class Plays:
-    """A generator whose trajectories earn what their seed says."""
+    """A generator with rewards determined by the seed."""
 
     chance: float
 
@@ -81,14 +81,15 @@ def source_of(config: Config, prompts: int, chance: float, *, shuffle: bool = Fa
 
 
 def named(groups: list[Group]) -> list[tuple[str, int]]:
-    """What tells drawn groups apart."""
+    """Returns (seed, uid) of each drawn group."""
     return [(group.trajectories[0].metadata["seed"], group.prompt.uid) for group in groups]
 
 
 def reference(
     dynamic: DynamicSamplingConfig, wanted: int, prompts: int, chance: float
 ) -> tuple[list[tuple[str, int]], dict[str, float], int]:
-    """Groups with a signal that the first step takes, without copies; its figures; prompts drawn."""
+    """Returns the first step's groups with a signal (without copies), the step's figures, and the number of drawn
+    prompts."""
     at = rounds = out = 0
     found: list[tuple[str, int]] = []
     anything = False
@@ -139,7 +140,7 @@ def test_a_step_has_what_plain_loops_choose(
     filled = dynamic.mode == "replace" and found and len(found) >= dynamic.replace_from * wanted
     if filled:
         assert len(groups) == wanted and got["groups_copied"] == wanted - len(found)
-        assert list(dict.fromkeys(named(groups))) == found  # each of them, copies beside their originals
+        assert list(dict.fromkeys(named(groups))) == found  # each group once, with copies next to their originals
         assert named(groups) == sorted(named(groups), key=found.index)
     else:
         assert named(groups) == found and not got.get("groups_copied")
@@ -158,7 +159,7 @@ def test_a_step_has_what_plain_loops_choose(
     ],
 )
 def test_a_resumed_run_has_the_same_steps(dynamic: DynamicSamplingConfig) -> None:
-    """All that a checkpoint keeps of the rollouts is the place in the data."""
+    """Resumes from the position in the data alone, and expects the same steps."""
     config = config_of(dynamic, 6)
 
     def steps(source: RolloutSource, numbers: range) -> Iterator[list[tuple[str, int]]]:
@@ -176,7 +177,7 @@ def test_a_resumed_run_has_the_same_steps(dynamic: DynamicSamplingConfig) -> Non
 
 
 def copied(source: RolloutSource, numbers: range) -> list[tuple[int, ...]]:
-    """At which of a step's groups with a signal each of its places stands."""
+    """Returns, for each step, the position of each group among the step's distinct groups."""
     found = []
     for number in numbers:
         names = named(source.next_groups(Step(number, Console())))
@@ -186,7 +187,7 @@ def copied(source: RolloutSource, numbers: range) -> list[tuple[int, ...]]:
 
 
 def test_copies_are_drawn_anew_in_each_step_and_again_after_a_resume() -> None:
-    """Two of four groups have a signal in every step, whichever prompts come."""
+    """Copies groups in steps where two of four groups have a signal, for any prompts."""
 
     class Half(Plays):
         def play(self, seed: str, prompt: Prompt, sample: int) -> Trajectory:
@@ -208,7 +209,7 @@ def test_copies_are_drawn_anew_in_each_step_and_again_after_a_resume() -> None:
     after = copied(whole, range(7, 13))
     assert copied(resumed, range(7, 13)) == after
     every = first + after
-    # Four places of four groups each: two steps have the same with a chance of 35 / 256 at most.
+    # Four groups fill eight places: two steps agree with probability 35 / 256 at most.
     assert all(set(places) == {0, 1, 2, 3} and len(places) == 8 for places in every)
     assert len(set(every)) >= 6, "a seed that the step has no part in gives every step the same"
     assert copied(source(5), range(1, 7)) != first, "the run's seed has no part in it"
@@ -216,7 +217,7 @@ def test_copies_are_drawn_anew_in_each_step_and_again_after_a_resume() -> None:
 
 @pytest.mark.parametrize("wanted", [4, 9])
 def test_only_groups_with_a_signal_are_in_a_step_and_copied(wanted: int) -> None:
-    """Of many drawn, few: by the rewards themselves, of samples whose environments did not fail."""
+    """Draws many groups with few signals, and recomputes the signals from the rewards of samples that did not fail."""
     dynamic = DynamicSamplingConfig(enabled=True, mode="replace", replace_from=0.1, max_rounds=2)
     source = source_of(config_of(dynamic, wanted), 600, 0.03)
     copies = without = 0
@@ -242,7 +243,7 @@ def test_every_group_is_as_likely_to_be_copied() -> None:
         assert len(places) == 10 and places == sorted(places) and set(places) == {0, 1, 2, 3}
         assert places == with_copies(4, 10, [7, seed])
         drawn.update(places)
-    # 500 + Binomial(3000, 1/4) each, whose standard deviation is 24
+    # 500 + Binomial(3000, 1/4) each, with standard deviation 24
     assert all(abs(count - 1250) < 5 * 24 for count in drawn.values())
     assert with_copies(3, 3, [1]) == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""A run goes on when its engines are killed or stopped in the middle of a weight sync."""
+"""A run survives engine workers killed or stopped during a weight sync."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.slow
 def test_a_killed_and_a_stopped_worker() -> None:
-    """The benchmark with one of each: the run ends well, within bounds, and no wrong weight was served."""
+    """Runs the benchmark with one kill and one stop: the run ends in time and serves no wrong weight."""
     command = [sys.executable, "benchmarks/sync_faults.py", "--faults", "2", "--no-file"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

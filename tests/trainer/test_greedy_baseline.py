@@ -1,4 +1,4 @@
-"""ReMax's greedy answers: drawn once for each prompt that is trained on, and in nothing but the baseline."""
+"""ReMax's greedy answers: drawn once per trained prompt, and used only in the baseline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WANTED, SAMPLES = 4, 3
 
 
 class Plays:
-    """Greedy answers earn 0.75, but for prompt 2, where the environment fails; samples earn 0 or 1, prompt 1's 1."""
+    """A generator: greedy answers earn 0.75 except for prompt 2, whose environment fails; samples earn 0 or 1, and
+    prompt 1's samples all earn 1."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], int, float, str]] = []
@@ -82,7 +83,7 @@ def test_each_prompt_has_one_greedy_answer_that_nothing_learns_from() -> None:
 
 
 def test_it_is_drawn_for_the_groups_that_are_chosen_alone() -> None:
-    """Prompt 1 has no signal, whatever a greedy answer to it would earn; a copy has its original's."""
+    """Leaves out prompt 1, which lacks a signal, and gives a copied group the original's greedy answer."""
     groups, step, generator, _ = played(DynamicSamplingConfig(enabled=True))
     assert [group.prompt.uid for group in groups] == [0, 2, 3, 4]
     assert generator.calls[-1] == ([0, 2, 3, 4], 1, 0.0, "7/3/greedy") and len(generator.calls) == 3
@@ -103,7 +104,7 @@ def test_its_length_is_punished_as_the_samples_are() -> None:
     groups, _, _, config = played(DynamicSamplingConfig())
     config.algorithm.overlong.buffer = 5
     batch = make_batch(groups, config.algorithm, RolloutConfig(max_response_tokens=10))
-    # 9 of 10 tokens, of which the last 5 cost a fifth each: 4 of them.
+    # 9 of 10 tokens: the last 5 tokens of the limit cost a fifth each, and 4 of these are used.
     assert batch.greedy[[0, 1, 3]].tolist() == pytest.approx([0.75 - 0.8] * 3) and batch.greedy[2].isnan()
     assert batch.rewards.max() == 1.0
 

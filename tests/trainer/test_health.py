@@ -1,4 +1,4 @@
-"""Runs that cannot learn are named within three steps, with the evidence; healthy ones raise nothing."""
+"""Runs unable to learn are named within three steps, with evidence; healthy runs raise no alarm."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def failing(i: int, t: Trajectory) -> Trajectory | None:
 
 
 def failing_in_four_ways(i: int, t: Trajectory) -> Trajectory | None:
-    """20 of 128: 8, 6, 4 and 2 of a kind each."""
+    """Fails 20 of 128 trajectories in four ways: 8, 6, 4 and 2 times."""
     if i >= 20:
         return None
     ways = [f"step raised KeyError('key {i}')", "reward = nan", f"step took longer than {i}.5 s", "it is closed"]
@@ -75,7 +75,7 @@ PLAIN, DYNAMIC = settings(), settings(dynamic=True)
 FILTERED, STOPPED = settings(filter=True), settings(stop=["</answer>"])
 REPLAYED = settings(replay="rollout")
 PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
-    # case: kind, settings, steps, whether the policy is stuck, part of the line
+    # case: kind, settings, steps, True if the policy is stuck, part of the line
     "rewards that never differ": (
         "equal_rewards",
         PLAIN,
@@ -290,9 +290,9 @@ RELATIVE = {
     "mismatch rising",
     "entropy collapsed",
 }
-"""What can only be told from what was usual before."""
+"""Cases recognized only by comparison with earlier steps."""
 CASES = [(name, 15) for name in PLANTED] + [(name, 0) for name in PLANTED if name not in RELATIVE]
-"""Planted, and healthy steps before."""
+"""Pairs of (planted case, healthy steps before)."""
 
 
 def before(config: Config) -> Play:

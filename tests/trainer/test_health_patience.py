@@ -1,4 +1,4 @@
-"""A run that cannot learn ends when its patience is out, and says so before; bad luck and success end none."""
+"""A run unable to learn warns, and ends after `health.patience` steps; neither bad luck nor success ends a run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_resumed_run_counts_on_and_one_that_had_ended_begins_again() -> None:
 
 
 def ended(config: Config, play: Play, seed: int, most: int) -> int | None:
-    """The step after which a run ends for want of patience."""
+    """Returns the step at which a run ends for lack of patience, or None."""
     health = Health(config)
     for number, _ in enumerate(steps(health, play, seed, most), start=1):
         try:
@@ -85,7 +85,7 @@ def test_so_many_groups_are_no_bad_luck() -> None:
 
 
 def sparse(config: Config, each: int) -> Play:
-    """Healthy steps in which one of `each` groups has an answer that earns something."""
+    """Returns a play of healthy steps in which one of `each` groups contains a rewarded answer."""
     whole = healthy(config)
 
     def play(rng: random.Random, step: int) -> tuple[Metrics, list[Trajectory]]:
@@ -107,13 +107,13 @@ def test_bad_luck_in_small_steps_ends_no_run() -> None:
 @pytest.mark.parametrize(
     ("config", "name", "end"),
     [
-        (settings(8, 2), "rewards that never differ", 117),  # told from the third step on; 917 groups of 8
+        (settings(8, 2), "rewards that never differ", 117),  # reported from the third step on; 917 groups of 8
         (settings(32, 4), "rewards that never differ", 29),
         (settings(64, 2), "rewards that never differ", 25),
         (settings(64, 1, advantage="reinforce"), "rewards that never differ", 25),
-        (settings(8, 2), "a loss that is no number", 25),  # no luck explains that
+        (settings(8, 2), "a loss that is no number", 25),  # bad luck cannot explain this
         (settings(8, 2), "answers that nobody can read", 25),
-        (settings(8, 2), "everything clipped", 26),  # the first step alone says nothing yet
+        (settings(8, 2), "everything clipped", 26),  # the first step alone is no evidence
         (settings(8, 2, patience=3, groups=0), "rewards that never differ", 5),
     ],
 )

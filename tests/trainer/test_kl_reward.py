@@ -1,4 +1,4 @@
-"""KL in the reward, against loops as the paper has it (arXiv:1909.08593)."""
+"""The KL penalty in the reward, compared with loops written as in the paper (arXiv:1909.08593)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def algorithm_of(advantage: str, **kl: object) -> AlgorithmConfig:
 
 
 def batch_of(seed: int, algorithm: AlgorithmConfig) -> tuple[list[Trajectory], Batch]:
-    """Prompts of two tokens and up to four of the policy, with log-probs of both models."""
+    """Returns random trajectories of 2 prompt tokens and up to 4 answer tokens, and the batch with log-probs of both
+    models."""
     rng = random.Random(seed)
     groups = []
     for number in range(3):
@@ -54,7 +55,7 @@ def batch_of(seed: int, algorithm: AlgorithmConfig) -> tuple[list[Trajectory], B
 
 
 def distances(played: list[Trajectory], batch: Batch) -> list[list[float]]:
-    """log π - log π_ref of each trajectory's own tokens."""
+    """Returns log π - log π_ref of each trajectory's answer tokens."""
     found, place = [], 0
     for t in played:
         each = [
@@ -111,7 +112,7 @@ def test_by_token_each_pays_its_own(tmp_path: Path) -> None:
 
 
 def far_from_reference(played: list[Trajectory], batch: Batch, estimator: str) -> list[float]:
-    """Σ k_t of each trajectory that is measured: k1 is log π - log π_ref, k3 is π_ref/π - 1 + k1."""
+    """Returns Σ k_t of each measured trajectory: k1 is log π - log π_ref, k3 is π_ref/π - 1 + k1."""
     found = []
     for t, each in zip(played, distances(played, batch), strict=True):
         if not t.status.failed and each:
@@ -177,7 +178,7 @@ def test_the_loop_measures_it_before_advantages() -> None:
 
 
 def test_what_the_loss_leaves_out_is_in_no_mean_and_a_critics_warm_up_moves_nothing() -> None:
-    """One of four trajectories counts, with KL 4: as much as the target, so the coefficient stays."""
+    """Measures one of four trajectories with KL 4, equal to the target: the coefficient stays."""
     algorithm = algorithm_of("reinforce", target=4.0, horizon=10)
     algorithm.overlong.filter = True
     made = []

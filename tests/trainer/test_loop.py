@@ -1,4 +1,4 @@
-"""What the loop asks of the policy, with a policy that only notes it."""
+"""Calls of the training loop to the policy, recorded by a stand-in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_mega.trainer.step import Step
 
 
 class Notes:
-    """A policy; `calls` has what it was asked, in order."""
+    """A policy recording every call in `calls`, in order."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -69,7 +69,7 @@ def group(*rewards: float, status: Status = Status.COMPLETED) -> Group:
 
 
 class CriticNotes(Notes):
-    """A critic that expects 0.25 of every token that counts, and remembers what it was told to learn."""
+    """A critic with the value 0.25 for every counted token; records the returns to learn."""
 
     def values(self, name: str) -> list[torch.Tensor]:
         self.calls.append(("values", name))
@@ -80,7 +80,7 @@ class CriticNotes(Notes):
 
 
 def after_with_critic(groups: list[Group], step: int = 1, **critic: Any) -> tuple[Notes, CriticNotes, dict[str, float]]:
-    """What policy and critic were asked in a step on these groups, and the step's metrics."""
+    """Runs a step on these groups with a critic; returns the calls to policy and critic, and the metrics."""
     config, policy, values = Config(critic=CriticConfig(**critic)), Notes(), CriticNotes()
     config.algorithm.advantage, config.algorithm.gae.lam = "gae", 1.0
     config.algorithm.whiten = "batch"
@@ -92,7 +92,7 @@ def after_with_critic(groups: list[Group], step: int = 1, **critic: Any) -> tupl
 
 
 def test_a_critic_learns_returns_and_the_policy_what_it_did_not_expect() -> None:
-    """λ is 1: the return of every token that the policy wrote is the reward; the others have none."""
+    """Trains with λ = 1: the return of every policy token is the reward; other tokens get no return."""
     policy, critic, metrics = after_with_critic([group(1.0, 0.0)], epochs=2)
     assert [call[0] for call in critic.calls] == ["hold", "values", "returns", "train", "train"]
     returns = dict(call for call in critic.calls if call[0] == "returns")["returns"]
@@ -123,7 +123,7 @@ def after(
     advantage: str = "grpo",
     change: Callable[[Config], None] = lambda config: None,
 ) -> tuple[list[Any], dict[str, float]]:
-    """What the policy was asked in a step on these groups, and the step's metrics."""
+    """Runs a step on these groups; returns the calls to the policy, and the metrics."""
     config, policy, step = Config(), Notes(), Step(1, Console())
     config.data.mini_batch_prompts = mini_batch_prompts
     config.algorithm.advantage = advantage
@@ -185,7 +185,8 @@ def surprise(inputs, algorithm):
 
 
 def test_what_an_estimator_needs_is_there_before_advantages(tmp_path: Path) -> None:
-    """Also where a step has a single mini-batch, which else would not ask for old log-probs."""
+    """Requests old log-probs for an estimator even in a step of a single mini-batch; other estimators need none
+    there."""
     (tmp_path / "own.py").write_text(OWN)
     calls, _ = after([group(1.0, 1.0)], None, f"{tmp_path / 'own.py'}:surprise")
     assert calls[:4] == [("hold", 1), ("old_logprobs",), ("column", "old_logprobs"), ("advantages", [6])]
@@ -209,7 +210,8 @@ def test_several_epochs_take_every_mini_batch_again_in_an_order_of_the_seed() ->
 
 
 def test_each_mini_batch_has_the_mean_of_its_own_importance_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """π_old is e^-2 of every token, the engine's e^-1 in the first group and e^-2.5 in the second."""
+    """Checks the mean importance weight of each mini-batch: π_old is e^-2 for every token, the engine's probability
+    e^-1 in the first group and e^-2.5 in the second."""
 
     def normalized(config: Config) -> None:
         config.algorithm.importance_cap, config.algorithm.importance_normalize = 10.0, True
@@ -251,7 +253,8 @@ def test_ratios_to_the_engine_need_no_log_probs_of_the_policy() -> None:
 def test_the_engine_is_compared_with_weights_that_have_not_moved(
     monkeypatch: pytest.MonkeyPatch, replay: str, routes: float
 ) -> None:
-    """The second mini-batch is the first that teaches: the third is of other weights, where nothing kept the old."""
+    """Measures the mismatch up to the second mini-batch, the first with a gradient: the third sees other weights, and
+    no old log-probs are kept."""
 
     def engine(config: Config) -> None:
         config.algorithm.old_logprobs, config.policy.moe.replay = "engine", replay

@@ -1,4 +1,4 @@
-"""Who is asked what in a step, and what becomes of the answers."""
+"""Measurements of a step: the actors called, and the metrics made from their answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from skyrl_mega.trainer import meters
 from skyrl_mega.trainer.meters import GIB, Meters
 
 ANSWERS: dict[str, Any] = {}
-"""By the reference of a call."""
+"""Answers by the reference of a call."""
 
 
 class Actors:
-    """Actors that answer at once, by what `answers` has for each rank; None is one that died."""
+    """Actors with prepared answers (`answers`, one list per rank); None stands for a dead actor."""
 
     def __init__(self, name: str, answers: list[list[Any]]) -> None:
         self.name, self.up = name, list(range(len(answers)))
@@ -39,13 +39,13 @@ class Actors:
 
 
 def meters_of(models: dict[str, Any], engines: Any) -> Meters:
-    """Of actors that stand for a run's."""
+    """Returns the meters of stand-in actors."""
     return Meters(models, engines)
 
 
 @pytest.fixture(autouse=True)
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are there."""
+    """Makes `settle` return the prepared answers."""
 
     def settle(calls: list[Call], timeout: float, after_failure: float) -> Outcomes:
         return Outcomes(timeout, {call: ANSWERS[call.ref] for call in calls if ANSWERS[call.ref]}, [], [])
@@ -62,7 +62,7 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
     policy.answers = [iter([*a, host(1)]) for a in policy.answers]
     taken = meters_of({"policy": policy}, engines)
-    taken.begin(after_more=True)  # what was before the step
+    taken.begin(after_more=True)  # measurements from before the step
     taken.end_phase("generate")
     taken.end_phase("train")
     taken.end_phase("sync")

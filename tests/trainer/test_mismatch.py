@@ -1,4 +1,4 @@
-"""A planted mismatch between engine and policy raises the alarm, and ends the run, in its step."""
+"""A planted mismatch between engine and policy raises the alarm and ends the run in the same step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.trainer.unmeasured import unmeasured
 
 
 def drawn_from(path: Path) -> Sequences:
-    """Sequences with the log-probs that an engine with these weights gives: a policy's in the same float32."""
+    """Returns sequences with an engine's log-probs under these weights, computed by a policy in float32."""
     batch = layouts.some_batch(100)
     values = layouts.policy_logprobs(path, batch)
     batch["rollout_logprobs"] = torch.from_numpy(values.astype(np.float32))
@@ -45,7 +45,7 @@ def measured(rank: int, address: str, path: Path, parallel: ParallelDims, batch:
 
 
 def test_an_engine_with_other_weights_is_noticed_in_its_step(tmp_path: Path) -> None:
-    """The same metrics as a run's; the engine has the policy's weights, then those of another seed."""
+    """Measures the mismatch as in a run, with an engine of the policy's weights and then of another seed."""
     build(BuildConfig(), tmp_path / "policy", seed=4)
     build(BuildConfig(), tmp_path / "other", seed=5)
     config = Config()
@@ -67,7 +67,7 @@ def test_an_engine_with_other_weights_is_noticed_in_its_step(tmp_path: Path) -> 
 
 
 def run_of(config: Config, folder: Path, trained: dict[str, float], calls: list[str]) -> Run:
-    """A run whose training measures these figures, and which notes what happens to its weights."""
+    """Returns a run with these training figures; syncs and saves are recorded in `calls`."""
 
     def note(name: str) -> Any:
         return lambda *_, **__: calls.append(name) or {}

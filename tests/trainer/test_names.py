@@ -11,7 +11,7 @@ ROOT = Path(skyrl_mega.__file__).parent
 
 
 def test_no_package_gives_a_function_the_name_of_a_module_of_its_own() -> None:
-    """Importing the module would put it in the function's place."""
+    """Finds functions named like a module in their package: importing the module would replace the function."""
     clashes = []
     for package in ROOT.rglob("__init__.py"):
         modules = {path.stem for path in package.parent.glob("*.py")}

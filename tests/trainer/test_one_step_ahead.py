@@ -1,4 +1,4 @@
-"""One batch ahead: how it ends, what it does where no engine is left, and what a checkpoint keeps of it."""
+"""Generating one batch ahead: the end of a run, steps without engines, and the checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skyrl_mega.trainer.step import Step
 
 
 class Source:
-    """Generates batches of two prompts, each of the weights that `version` names, once `go` is set."""
+    """A source of batches of two prompts with the weights of `version`, generated once `go` is set."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.prompts = config, [Prompt(i, [], "mine", {}) for i in range(20)]
@@ -93,7 +93,7 @@ def test_a_batch_is_generated_while_the_one_before_is_trained_on(config: Config)
 
 
 def test_what_is_generated_is_abandoned_at_the_end(config: Config) -> None:
-    """A run that ends in the middle of it, for whatever reason, ends."""
+    """Ends the run in the middle of generating, and expects a fast end."""
 
     def asked() -> None:
         raise GracefulStop
@@ -117,7 +117,7 @@ def test_a_batch_without_engines_is_generated_once_they_are_back(config: Config)
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path: Path, whole: bool) -> None:
-    """The one that the loop has, and the one that is generated, if it is whole."""
+    """Saves the loop's batch, and the batch generated ahead if complete."""
     with ahead(config) as (rollouts, source):
         rollouts.next_groups(step(1))
         rollouts.before_sync(step(1))
@@ -138,7 +138,7 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
 
 
 def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Config, tmp_path: Path) -> None:
-    """Its two prompts have been drawn, and are drawn again."""
+    """Saves the position before the two prompts of the incomplete batch, for a second draw."""
     with ahead(config) as (rollouts, source):
         rollouts.next_groups(step(1))
         rollouts.before_sync(step(1))
@@ -153,7 +153,7 @@ def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Co
 def test_columns_of_a_batch_come_back_with_a_checkpoint(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Routes, and what parts of an answer earned."""
+    """Saves and restores a column (token rewards) of trajectories."""
     played = Source.played
 
     def with_columns(self: Source, prompt: int, sample: int) -> Trajectory:

@@ -1,4 +1,4 @@
-"""A policy rank that is killed while its state is parked: the run goes on from its newest checkpoint."""
+"""A policy rank killed while its state is offloaded: the run resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_that_is_killed_while_its_state_is_parked(tmp_path: Path) -> None:
-    """While a step generates, all that the policy has lies in host memory. Its death shows when the next phase asks all
-    ranks to make room, which comes before parts come back."""
+    """Kills a rank while a step generates and the policy's state lies in host memory. The crash shows at the next
+    phase, in the call to offload, before any part is onloaded."""
     process = quickstart.start(tmp_path, *SETTINGS, PYTHONPATH=str(quickstart.ROOT))
     wait_for_row(tmp_path / "run", 1, process)
     (tmp_path / paused.PAUSE).touch()

@@ -1,4 +1,4 @@
-"""What a completed step says of its speed, and of sandboxed programs that were ended."""
+"""Metrics of a completed step: tokens per second, and sandboxed programs ended for memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SILENT: Any = SimpleNamespace(
 
 
 def run_of(config: Config) -> Run:
-    """A run of which only the end of a step is looked at."""
+    """Returns a run able only to complete steps."""
     policy: Any = SimpleNamespace(parallel=SimpleNamespace(ranks=config.policy.ranks))
     nothing: Any = None
     return Run(
@@ -29,7 +29,7 @@ def run_of(config: Config) -> Run:
 
 
 def rates(config: Config) -> tuple[float, float]:
-    """Tokens a second, and those of one GPU, of a step of 12,000 tokens."""
+    """Returns tokens per second, in total and per GPU, of a step of 12,000 tokens."""
     step = Step(1, SILENT, {"rollout/tokens": 12_000.0})
     run_of(config).complete(step)
     return step.metrics["perf/tokens_per_s"], step.metrics["perf/tokens_per_s_per_rank"]
@@ -56,7 +56,7 @@ def test_programs_that_were_ended_for_memory_are_a_figure_of_the_step(monkeypatc
     config = Config()
     config.policy.ranks = 1
     run, found = run_of(config), []
-    for number, so_far in enumerate((None, 0, 2, 5, 5), start=1):  # None: no sandbox has been used
+    for number, so_far in enumerate((None, 0, 2, 5, 5), start=1):  # None: the run used no sandbox
         monkeypatch.setattr(budget, "ended", lambda so_far=so_far: so_far)
         run.complete(step := Step(number, SILENT))
         found.append((step.metrics.get("environment/ended_for_memory"), step.metrics.get("health/ended_for_memory")))

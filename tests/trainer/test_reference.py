@@ -1,4 +1,4 @@
-"""KL to the reference, on the policy's own ranks and on ranks of its own; with an environment of the user's."""
+"""KL to the reference, on the policy's ranks and on separate ranks, with a user's environment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_reference_in_its_own_layout_gives_the_same_kl(tmp_path: Path) -> None
 
 
 def measured(shared: dict[str, float | None], own: dict[str, float | None]) -> None:
-    """The figures of a step are there, and what a CPU does not know is not."""
+    """Checks that the figures of a step exist, except those unknown on a CPU."""
     for row in (shared, own):
         assert all(
             (row[f"memory/policy_{phase}_gib"] or 0) > 0.1 for phase in ("generate", "logprobs", "train", "sync")
@@ -69,7 +69,7 @@ def measured(shared: dict[str, float | None], own: dict[str, float | None]) -> N
 
 
 def traced(folder: Path) -> None:
-    """One trace, of every process, inside its step."""
+    """Checks the single trace: spans of every process lie inside the step."""
     assert [file.name for file in folder.iterdir()] == ["step_2.json.gz"]
     found = trace_format.tracks(folder / "step_2.json.gz")
     assert sorted(found) == ["driver", "engine-0", "environments", "policy-0", "policy-1"]

@@ -1,4 +1,4 @@
-"""Whose log-probs the column of the reference has."""
+"""The source of the log-probs in the reference column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.trainer.reference import ReferenceModel
 
 
 class Ranks:
-    """Ranks whose model gives every token the same log-prob."""
+    """Ranks with a model giving every token the same log-prob."""
 
     def __init__(self, logprob: float) -> None:
         self.logprob = logprob

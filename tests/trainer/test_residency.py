@@ -1,4 +1,4 @@
-"""One ledger moves what a phase needs: what leaves before what comes, nothing twice, and nothing at all by default."""
+"""Residency moves the parts needed by a phase: offload before onload, nothing twice, and nothing by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_mega.trainer.step import Step
 
 
 class Devices:
-    """Models and engines that note every move, and refuse what there is no room for."""
+    """Models and engines; every move is recorded, and refused beyond the available memory."""
 
     def __init__(self, most: Callable[[set[str]], bool] = lambda there: True) -> None:
         self.there, self.most = set(PARTS), most
@@ -53,7 +53,8 @@ STEP = ["generate", "logprobs", "values", "critic", "train", "sync", "eval", "ch
 
 @given(st.sets(st.sampled_from(PARTS)), st.lists(st.sampled_from([*NEEDS, "checkpoint"]), max_size=12))
 def test_a_phase_finds_what_it_needs_and_no_more_than_that_and_what_is_kept(keep: set[str], phases: list[str]) -> None:
-    """The device never holds more than the larger of two phases: what leaves goes before what comes."""
+    """Enters random phases; the device never holds more than the larger of two phases, as offload comes before
+    onload."""
     devices = Devices()
     run = ledger(devices, sorted(keep))
     last: frozenset[str] | None = None
@@ -97,7 +98,7 @@ def test_a_step_counts_what_moved() -> None:
     assert step.metrics["residency/bytes_in"] == 0 + 10 + 20 + 0 + 0
     moved = [(where, parts) for where, parts in devices.moves if parts]
     assert moved == [
-        ("out", POLICY),  # at the start nobody knows
+        ("out", POLICY),  # the state at the start is unknown
         ("in", ENGINE),
         ("out", ENGINE),
         ("in", ("parameters",)),
@@ -122,7 +123,8 @@ def test_a_move_that_failed_is_made_again() -> None:
 
 
 def test_an_engine_that_starts_again_gets_its_memory() -> None:
-    """In a phase in which engines are not whole the loop waits; what models hold leaves, one engine at a time."""
+    """Restarts engines in a phase during which the loop waits for engines: the models' parts are offloaded for one
+    engine at a time."""
     devices = Devices()
     run = ledger(devices, ["critic"])
     run.enter("sync")
@@ -169,7 +171,8 @@ def test_what_made_room_comes_back_where_the_start_fails() -> None:
 
 @pytest.mark.parametrize("phase", ["logprobs", "sync"])
 def test_an_engine_that_starts_while_others_fall_asleep_is_still_in_the_phase_before(phase: str) -> None:
-    """The loop waits for it there; nothing of the next phase may come beside what is whole."""
+    """Restarts an engine while the others are put to sleep: the loop waits, and no part of the next phase may be
+    onloaded next to an awake engine."""
     run: list[Residency] = []
 
     class Slow(Devices):

@@ -1,4 +1,4 @@
-"""A run that is killed in the middle of a step and started again ends as one that never was."""
+"""A run killed in the middle of a step and resumed ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOCK = ("time/", "perf/", "memory/", "idle/")
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    """All rows without what the clock decides."""
+    """Returns all rows without times."""
     rows = read(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
 
@@ -40,9 +40,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     quickstart.finish(tmp_path, "run.name=whole", *SETTINGS)
 
     process = quickstart.start(tmp_path, "run.name=killed", *SETTINGS)
-    wait_for_row(
-        tmp_path / "killed", 3, process
-    )  # step 3 is done and after the checkpoint of step 2; step 4 is under way
+    wait_for_row(tmp_path / "killed", 3, process)  # step 3 is done, past the checkpoint of step 2; step 4 is running
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What an asynchronous run has generated ahead, or has under way, when it ends and is resumed."""
+"""Groups generated ahead or in flight when an asynchronous run ends and is resumed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.support.virtual_rollouts import Player
     ("versions", "taken"), [([1, 1, 1, 1, 0, 0, 0, 0], [4, 5, 6, 7]), ([1, 1, 1, 0, 0, 1, 0, 1], [0, 3, 4, 6])]
 )
 def test_a_step_takes_the_oldest_groups(versions: list[int], taken: list[int]) -> None:
-    """A group that a resumed run asks for again is of new weights and has a low number. Those of version 0 are too old
-    for the next step; the step has its groups in the order of their numbers."""
+    """Chooses among groups of two versions: a resumed run generates groups with low numbers again under new weights.
+    Groups of version 0 would be too old for the next step; a step orders its groups by number."""
     config = Config()
     config.asynchrony.max_staleness, config.data.prompts_per_step = 1, 4
     service: Any = SimpleNamespace(under_way={}, submit=lambda tickets, prompts: None)
@@ -65,7 +65,8 @@ def one_step(config: Config) -> None:
 def test_other_settings_draw_the_prompts_again(
     tmp_path: Path, change: Any, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resumed run with fewer prompts a step, or less staleness, would else wait for ever for room."""
+    """Resumes with fewer prompts per step or less staleness; keeping the saved groups would make the run wait for a
+    free place forever."""
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         step = Step(1, Console())
@@ -85,7 +86,7 @@ def test_other_settings_draw_the_prompts_again(
 
 
 def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `max_rounds` times what it needs, and not when all of the data has been drawn."""
+    """Gives up after drawing `max_rounds` times the groups of a step, long before the data is used up."""
 
     def sampled(config: Config) -> None:
         config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 2
@@ -102,7 +103,8 @@ def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_was_played_of_groups_under_way_is_not_played_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Samples that had ended keep their tokens, turns of the others theirs, and groups are as old as they were."""
+    """Resumes groups in flight: finished samples keep their tokens, other samples their finished turns, and groups
+    their age."""
     first, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         first.next_groups(Step(1, Console()))
@@ -143,7 +145,8 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
 
 
 def test_all_groups_that_were_under_way_are_asked_for_however_few_steps_are_left(tmp_path: Path) -> None:
-    """They are older than others that may be done, and the next step has to take the oldest."""
+    """Requests saved groups even beyond the steps left: they are older than finished groups, and a step takes the
+    oldest."""
 
     def fewer(config: Config) -> None:
         config.run.steps = 1
@@ -185,7 +188,7 @@ def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(
 
 
 def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path: Path) -> None:
-    """A group's samples would else be of two questions."""
+    """Draws again if the prompts were replaced: otherwise a group's samples would answer two questions."""
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
@@ -233,7 +236,7 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
         rollouts.next_groups(step)
         told = {t.prompt.uid for t in step.trajectories}
         rollouts.synced(1)
-        while not rollouts.left_out:  # of the next step
+        while not rollouts.left_out:  # groups of the next step
             rollouts.collect(1.0)
         rollouts.save(tmp_path, 1)
         left_out = {one.group.prompt.uid for one in rollouts.left_out}
@@ -247,7 +250,8 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
 
 
 def test_groups_that_failed_are_played_again_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that ended for its failures would end for the same ones each time."""
+    """Plays failed groups again after a resume; otherwise a run that ended for failures would end again for the same
+    failures."""
 
     def sampled(config: Config) -> None:
         config.algorithm.dynamic_sampling.enabled = True

@@ -1,4 +1,4 @@
-"""Checkpoints whose `rollouts.json` other versions have written."""
+"""Checkpoints with a `rollouts.json` of other versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def larger(config: Config) -> None:
 
 @pytest.mark.parametrize("change", [lambda config: None, smaller, larger], ids=["same", "smaller", "larger"])
 def test_of_a_form_that_tells_no_named_steps_no_name_recurs(tmp_path: Path, change: Any) -> None:
-    """A step of 8 prompts has other places in its names than two of 4."""
+    """Resumes a form without `named` and with other settings, and expects new names: a step of 8 prompts numbers names
+    differently from two steps of 4."""
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         before = names([group for number in (1, 2) for group in rollouts.next_groups(Step(number, Console()))])

@@ -1,7 +1,7 @@
-"""Thousands of schedules of asynchronous rollouts, in virtual time: engines die and come back, syncs come at every
+"""Thousands of schedules of asynchronous rollouts in virtual time: engines crash and recover, weight syncs start at any
 moment and fail half-way, tools are slow, the run is killed and resumed.
 
-Whatever happens: no step waits for ever, no group is lost or trained on twice, no token is older than the bound.
+Checked for every schedule: no step waits forever, no group is lost or trained on twice, no token is older than allowed.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ PROMPTS = 60
 
 
 class Killed(Exception):
-    """The run's process is gone."""
+    """The simulated death of the run's process."""
 
 
 @dataclass
 class Schedule:
-    """One run, and everything that happens in it.
+    """A run with all random events.
 
     Args:
-        seed: Draws all of it.
-        folder: For checkpoints.
+        seed: Determines every event.
+        folder: Place of the checkpoints.
     """
 
     seed: int
     folder: Path
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
-    """(step, names of its trajectories), of the steps that were not repeated."""
+    """(step, names of the step's trajectories), without repeated steps."""
     log: list[Any] = field(default_factory=list)
-    """Everything that was observed."""
+    """All observations."""
     saved: int = 0
-    """Steps in the newest checkpoint."""
+    """Number of steps in the newest checkpoint."""
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -66,7 +66,7 @@ class Schedule:
         self.engines = self.random.randint(1, 3)
 
     def play(self) -> Schedule:
-        """All steps, over as many lives as it takes."""
+        """Runs all steps, over as many restarts as needed."""
         while self.saved < (self.config.run.steps or 0):
             try:
                 with VirtualLoop(LONGEST_S) as loop:
@@ -86,7 +86,7 @@ class Schedule:
             engines.hold(half=False)
             self._chance(loop, engines)
             loop.sleep(self.random.random() * 3)
-            if self.random.random() < 0.2:  # it fails and is repeated
+            if self.random.random() < 0.2:  # the sync fails and is repeated
                 engines.hold(half=True)
                 loop.sleep(self.random.random() * 3)
             engines.revive(version)
@@ -103,10 +103,11 @@ class Schedule:
             groups = rollouts.next_groups(step)
             if self.saved == number - 1 and self.kills and self.random.random() < 0.2:
                 self.kills -= 1
-                rollouts.save(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
+                # On a request to end soon the run saves and ends
+                rollouts.save(folder_of(self.folder, self.saved), self.saved)
                 raise Killed
             self._observe(step, groups, version, loop.now)
-            loop.sleep(self.random.random() * 20)  # it trains
+            loop.sleep(self.random.random() * 20)  # training
             self._chance(loop, engines)
             version = number
             sync()
@@ -125,7 +126,7 @@ class Schedule:
         assert len({len(group.trajectories) for group in groups}) <= 1
 
     def _chance(self, loop: VirtualLoop, engines: Engines) -> None:
-        """An engine may die, and the run be killed."""
+        """Kills an engine or the run at random."""
         if self.random.random() < 0.03:
             engines.kill(self.random.randrange(self.engines))
         if self.kills and self.random.random() < 0.03:
@@ -133,7 +134,7 @@ class Schedule:
             raise Killed
 
     def check(self) -> None:
-        """Nothing is lost or doubled."""
+        """Checks the trained groups: none lost, none doubled."""
         names = Counter(name for _, of_step in self.trained for name in of_step)
         assert not [name for name, times in names.items() if times > 1], "trained on twice"
         assert [step for step, _ in self.trained] == [*range(1, (self.config.run.steps or 0) + 1)], "a step is missing"
@@ -154,7 +155,7 @@ def folder_of(folder: Path, step: int) -> Path:
 
 
 def fault(folder: Path) -> Exception | None:
-    """What goes wrong in the first schedule in which anything does."""
+    """Returns the first error among 300 schedules, or None."""
     for seed in range(300):
         own = folder / str(seed)
         own.mkdir(parents=True)
@@ -190,7 +191,7 @@ def test_a_schedule_is_its_seed(tmp_path: Path, seed: int) -> None:
 
 
 def test_one_group_too_many_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission: one that is asked for too early is too old when its turn comes."""
+    """Requests one group too many, and expects an error: the group is too old when trained on."""
     monkeypatch.setattr(Asynchronous, "wanted", property(lambda self: self.config.data.prompts_per_step + 1))
     assert fault(tmp_path)
 

@@ -1,4 +1,5 @@
-"""Losses of whole trajectories (`algorithm.sequence_unit`) against published equations, on padded rows in float64."""
+"""Losses of whole trajectories (`algorithm.sequence_unit`), compared with published equations on padded rows in
+float64."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ def settings(name: str, mean: str = "sequences") -> AlgorithmConfig:
 
 
 class Policies(NamedTuple):
-    """Log-probs of all tokens of a step, float64; a trajectory's column `place` says where each of its tokens is."""
+    """Log-probs of all tokens of a step, float64; the column `place` of a trajectory is the index of each token."""
 
     now: Tensor
     old: Tensor
 
 
 def policies(groups: list[Group]) -> Policies:
-    """Draws log-probs, and the engine's near the old ones, and gives the trajectories their places."""
+    """Draws new and old log-probs, sets the engine's near the old ones, and adds the column `place` to the
+    trajectories."""
     g = torch.Generator().manual_seed(3)
     trajectories = [t for group in groups for t in group.trajectories]
     count = sum(len(t.tokens) for t in trajectories)
@@ -60,7 +62,8 @@ def policies(groups: list[Group]) -> Policies:
 
 
 def published(groups: list[Group], of: Policies, name: str, mean: str) -> tuple[float, Tensor]:
-    """verl's padded rows: a trajectory is a row of all of its tokens that the policy wrote, whatever lies between."""
+    """Returns the published loss and the gradient, on verl's padded rows: a row is all policy tokens of a
+    trajectory."""
     a = settings(name, mean)
     now, before, engine, advantages = [], [], [], []
     for group in groups:
@@ -79,10 +82,10 @@ def published(groups: list[Group], of: Policies, name: str, mean: str) -> tuple[
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in now], batch_first=True).double()
     counts, A = mask.sum(1, keepdim=True), torch.stack(advantages)[:, None]
     d = (now_NT - old_NT) * mask
-    if name == "gspo":  # 2507.18071, equations 5 and 7
+    if name == "gspo":  # arXiv:2507.18071, equations 5 and 7
         ratio = (d.sum(1, keepdim=True) / counts).exp().expand_as(mask)
         losses = -torch.minimum(ratio * A, ratio.clamp(1 - a.gspo.clip_low, 1 + a.gspo.clip_high) * A)
-    elif name == "gmpo":  # 2507.20673, equation 4
+    elif name == "gmpo":  # arXiv:2507.20673, equation 4
         bounded = d.clamp(-a.gmpo.clip_low, a.gmpo.clip_high)
         least = A.sign() * torch.minimum(A.sign() * d, A.sign() * bounded)
         losses = -A * ((least * mask).sum(1, keepdim=True) / counts).exp().expand_as(mask)
@@ -105,7 +108,8 @@ def published(groups: list[Group], of: Policies, name: str, mean: str) -> tuple[
 
 
 def by_batch(mini: Sequences, of: Policies, a: AlgorithmConfig, ranks: int, most: int) -> tuple[float, Tensor, int]:
-    """The project's loss over micro-batches as they are dealt to ranks, with the number of micro-batches."""
+    """Returns the project's loss over micro-batches as distributed to ranks, the gradient, and the number of
+    micro-batches."""
     rows = list(chain(*split_micro_batches(mini, layout(ranks), most)))
     assert sorted(row for micro in rows for row in micro.tolist()) == list(range(len(mini)))
     total, gradient = 0.0, torch.zeros_like(of.now)
@@ -132,7 +136,7 @@ def by_batch(mini: Sequences, of: Policies, a: AlgorithmConfig, ranks: int, most
 def test_a_loss_of_whole_trajectories_is_the_published_one(
     characters_chat: Renderer, env: str, cuts: list[str], name: str
 ) -> None:
-    """Loss and gradient, however trajectories are cut into samples and micro-batches."""
+    """Compares loss and gradient for all cuts of trajectories into samples and micro-batches."""
     groups = played(characters_chat, env).groups
     of = policies(groups)
     for mean in ("tokens", "sequences"):

@@ -1,4 +1,4 @@
-"""What there is to learn from: which groups have a signal, and that advantages from elsewhere end no run."""
+"""The learning signal: groups with a signal, and runs learning from other sources than differing rewards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GROUPS = 40
 
 
 def said(prompt: Prompt, sample: int, *turns: float, words: int = 2, **rewards: float) -> Trajectory:
-    """A prompt's token, and for each reward an answer of so many tokens."""
+    """Returns a trajectory of one prompt token, and an answer of `words` tokens for each reward."""
     tokens = 1 + words * len(turns)
     parts = [Part(Kind.PROMPT, 0, 1, messages=1)]
     for i, reward in enumerate(turns):
@@ -60,7 +60,7 @@ def groups_of(answer: Callable[[Prompt, int], Trajectory], samples: int = 2) -> 
 
 
 def plain(config: Config) -> None:
-    """As it is."""
+    """Leaves the configuration unchanged."""
 
 
 def overlong(config: Config) -> None:
@@ -71,7 +71,7 @@ EQUAL = groups_of(lambda p, i: said(p, i, 1.0, words=2 + 3 * i))
 TURNS = groups_of(lambda p, i: said(p, i, float(i == 0), float(i == 1)))
 NOTHING = groups_of(lambda p, i: said(p, i, 0.0, words=2 + 3 * i))
 CASES: dict[str, tuple[str, Callable[[Config], None], list[Group], float]] = {
-    # case: advantage, settings, groups whose rewards sum to the same, share of tokens with an advantage
+    # case: advantage, settings, groups with equal reward sums, share of tokens with an advantage
     "answers with rewards of their own": ("grpo_turns", plain, TURNS, 0.5),
     "a punishment of length": ("grpo", overlong, EQUAL, 1.0),
     "a critic": ("gae", plain, EQUAL, 1.0),
@@ -118,7 +118,7 @@ def test_only_a_run_without_advantages_is_stuck(case: str) -> None:
     ("advantage", "rewards", "signal"),
     [
         ("grpo_turns", [[1, 0], [0, 1]], True),
-        ("grpo_turns", [[0, 1], [0, 1]], False),  # as most environments give it: at the end alone
+        ("grpo_turns", [[0, 1], [0, 1]], False),  # as in most environments: the only reward is at the end
         ("grpo_turns", [[1], [1, 0]], True),
         ("grpo_turns", [[0], [0, 0]], False),
         ("grpo_turns", [[1], [1, 1]], False),
@@ -152,7 +152,7 @@ def test_a_group_has_a_signal_where_its_advantages_differ(
     assert alike == (not signal)
     assert with_signal([group], algorithm) == [group] * signal
     health = Health(run.config).check(1, {}, group.trajectories)
-    # A group of one is compared with nothing.
+    # A group of one trajectory cannot be compared.
     assert health.metrics.get("rollout/groups_differ") == (float(signal) if len(rewards) > 1 else None)
 
 
@@ -179,7 +179,7 @@ def test_one_reward_that_differs_is_a_signal_to_gdpo(named: list[str], weights: 
 
 
 def test_what_was_earned_without_a_name_is_a_reward_of_its_own_to_gdpo() -> None:
-    """The first answer of one trajectory was judged with a number, the second with two that have names."""
+    """Judges the first answer of a trajectory with a number, and the second with two named rewards."""
     run, prompt = run_of("gdpo", plain), Prompt(0, [], "mine", {})
     run.config.algorithm.reward_weights = {"a": 2.0, "b": 1.0}
     group = Group(prompt, [said(prompt, 0, 0.5, 2.1, a=1.0, b=0.1), said(prompt, 1, 0.0, 2.1, a=1.0, b=0.1)])
@@ -194,7 +194,8 @@ def test_what_was_earned_without_a_name_is_a_reward_of_its_own_to_gdpo() -> None
 
 
 def test_an_environments_own_reward_named_reward_is_not_what_has_no_name() -> None:
-    """Each trajectory's sum decides as it says: the second, with 1 beside -1, is the better one."""
+    """Weights an environment's own reward called `reward` with -1: the second trajectory, with an unnamed 1 besides, is
+    better."""
     run, prompt = run_of("gdpo", plain), Prompt(0, [], "mine", {})
     algorithm = run.config.algorithm
     algorithm.reward_weights = {"reward": -1.0}

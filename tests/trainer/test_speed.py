@@ -1,4 +1,4 @@
-"""What a step made of the hardware, computed by hand."""
+"""Hardware use of a step, computed by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(device: str = "cuda", **rates: float) -> Config:
 
 
 def parameters(hf: dict[str, Any]) -> int:
-    """Elements of a layer's matrices, over all layers, by the model's published arithmetic."""
+    """Returns the elements of all layers' matrices, by the model's published arithmetic."""
     h, f, n, kv, size = (
         hf[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -39,7 +39,7 @@ def parameters(hf: dict[str, Any]) -> int:
 
 
 def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
-    """Kaplan et al. (arXiv:2001.08361), with attention by the pairs that there are."""
+    """Computes MFU as in Kaplan et al. (arXiv:2001.08361), with attention counted by actual pairs."""
     lengths, asked = [7, 3], 5
     pairs = (1 + 2 + 3 + 4 + 5 + 6 + 7) + (1 + 2 + 3)
     attention = HF["num_hidden_layers"] * 4 * HF["num_attention_heads"] * HF["head_dim"] * pairs
@@ -71,7 +71,7 @@ def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
 
 
 def trajectory() -> Trajectory:
-    """A prompt of 4, an answer of 3, an observation of 2, an answer of 2; a new prompt of 2 with an answer of 1."""
+    """Returns a trajectory: prompt of 4, answer of 3, observation of 2, answer of 2; new prompt of 2, answer of 1."""
     kinds = [
         *((Kind.PROMPT, 0, 4), (Kind.RESPONSE, 4, 7), (Kind.OBSERVATION, 7, 9), (Kind.RESPONSE, 9, 11)),
         *((Kind.PROMPT, 11, 13), (Kind.RESPONSE, 13, 14)),

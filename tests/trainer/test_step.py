@@ -1,4 +1,4 @@
-"""A step's spans: its phases, and the moves before them, as a trace of it shows them."""
+"""Spans of a step in a trace: the phases, and the moves before them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_moves_have_spans_of_their_own_before_their_phase() -> None:
 
     def prepare(phase: str) -> Mapping[str, float]:
         if phase == "logprobs":
-            return {}  # all that it needs is there
+            return {}  # everything needed is resident
         time.sleep(0.02)
         return {"time/residency": 0.02, "residency/bytes_in": 7.0}
 

@@ -1,4 +1,4 @@
-"""However trajectories are cut into samples, the gradient is that of every turn, added up by hand in float64."""
+"""The gradient equals the sum over turns, added up by hand in float64, for every cut of trajectories into samples."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ USER = EnvironmentConfig(
 TURNS = 5
 GROUPS, SAMPLES = 3, 4
 MICRO = 5
-"""Trajectories of a group of `loss_mean=micro_batches`; the last has two."""
+"""Trajectories per group of `loss_mean=micro_batches`; the last group has two."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny products: threads only wait for one another."""
+    """Sets one torch thread: for tiny products, threads only wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,14 +45,14 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Played:
-    """Trajectories by group, and each one's turns as the policy saw them."""
+    """Trajectories by group, and each trajectory's turns as seen by the policy."""
 
     groups: list[Group]
     turns: list[list[tuple[Request, Completion]]]
 
 
 def played(chat: Renderer, env: str) -> Played:
-    """Random lines and rewards; one trajectory cut off, one failed."""
+    """Plays random lines with random rewards; one trajectory is truncated, one failed."""
     rng = random.Random(env)
     letters = [c for c in VOCABULARY if len(c) == 1 and c.isascii()]
     policies, scripts = [], []
@@ -61,7 +61,7 @@ def played(chat: Renderer, env: str) -> Played:
         policies.append(Scripted(chat, lines))
         prompt = Prompt(place // SAMPLES, [{"role": "user", "content": "hello"}], env, {"extra_info": {}})
         scripts.append((prompt, policies[-1]))
-    # Half of them have fewer turns.
+    # Half of the trajectories have fewer turns.
     whole = play(chat, USER, scripts[::2], turns=TURNS, rewrites=True)
     short = play(chat, USER, scripts[1::2], turns=2, rewrites=True)
     trajectories = [t for pair in zip(whole, short, strict=True) for t in pair]
@@ -74,7 +74,7 @@ def played(chat: Renderer, env: str) -> Played:
 
 
 def batch_of(groups: list[Group], algorithm: AlgorithmConfig, step_wise: str) -> Batch:
-    """With advantages; no response is near the limit."""
+    """Returns a batch with advantages; no response is near the limit."""
     rollout = RolloutConfig(max_response_tokens=1000, step_wise=step_wise)
     batch = make_batch(groups, algorithm, rollout)
     batch["advantages"] = token_advantages(batch, algorithm).whitened
@@ -82,7 +82,7 @@ def batch_of(groups: list[Group], algorithm: AlgorithmConfig, step_wise: str) ->
 
 
 def small_model(seed: int) -> LlamaForCausalLM:
-    """Float64, random."""
+    """Returns a random model in float64."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
@@ -98,7 +98,7 @@ def small_model(seed: int) -> LlamaForCausalLM:
 
 
 def token_logprobs(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """[T]: of each token after those before it; 0 for the first."""
+    """Returns the log-prob of each token given the previous tokens, [T]; 0 for the first token."""
     given = torch.tensor([tokens])
     logits = model(given).logits[0, :-1].log_softmax(-1)
     return torch.cat([torch.zeros(1).double(), logits.gather(1, given[0, 1:, None])[:, 0]])
@@ -112,7 +112,8 @@ def gradient_of(model: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
 def by_hand(
     play: Played, model: LlamaForCausalLM, old: LlamaForCausalLM, algorithm: AlgorithmConfig
 ) -> tuple[float, torch.Tensor]:
-    """Turn after turn, from what the policy was asked and what it said; GRPO, clip and cap as the papers have them."""
+    """Returns loss and gradient computed turn by turn from the policy's requests and answers; GRPO, clip and cap as in
+    the papers."""
     flat = [t for group in play.groups for t in group.trajectories]
     advantage = {}
     for group in play.groups:
@@ -151,7 +152,7 @@ def by_hand(
 def by_batch(
     mini: Sequences, model: LlamaForCausalLM, old: LlamaForCausalLM, algorithm: AlgorithmConfig, micros: int
 ) -> tuple[float, torch.Tensor]:
-    """The project's loss over so many micro-batches of the mini-batch's samples, added up."""
+    """Returns the project's loss and gradient, added up over `micros` micro-batches of the mini-batch's samples."""
     rows = np.random.default_rng(micros).permutation(len(mini))
     total, gradient = 0.0, torch.zeros(())
     for part in np.array_split(rows, micros):
@@ -184,8 +185,8 @@ def by_batch(
 def test_the_gradient_is_that_of_every_turn(
     characters_chat: Renderer, env: str, cuts: list[str], loss: str, loss_mean: str
 ) -> None:
-    """Trajectories that only grow may be cut or not; rewritten ones are cut. The mean of tokens, of trajectories, of
-    groups of trajectories."""
+    """Compares gradients: purely growing trajectories are tested cut and uncut, rewritten ones cut; means over tokens,
+    trajectories and groups of trajectories."""
     run = played(characters_chat, env)
     model = small_model(1)
     old = copy.deepcopy(model)
@@ -207,7 +208,7 @@ def test_the_gradient_is_that_of_every_turn(
         (mini,) = mini_batches(batch, GROUPS, algorithm)
         for micros in (1, 4):
             found, its_gradient = by_batch(mini, model, old, algorithm, micros)
-            # Weights and advantages are float32: 1e-6 is theirs.
+            # Weights and advantages are float32, with errors near 1e-6.
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), (cut, micros)
             assert (its_gradient - gradient).norm() < 1e-6 * gradient.norm(), (cut, micros)
 
@@ -216,7 +217,7 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
     for env in ("talk", "rewriting"):
         run = played(characters_chat, env)
         for t, turns in zip([t for group in run.groups for t in group.trajectories], run.turns, strict=True):
-            t.status = Status.COMPLETED  # a failed one's mask is 0
+            t.status = Status.COMPLETED  # the mask of a failed trajectory is 0
             cut = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "turns")
             assert len(cut) == len(turns)
             for row, (request, said) in enumerate(turns):

@@ -1,4 +1,4 @@
-"""Asked to end soon: what is under way is abandoned or finished, and nothing that was done is lost."""
+"""Requests to end soon: work in progress is abandoned or finished, and no finished work is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.trainer.unmeasured import unmeasured
 
 
 class FakeRun(Run):
-    """A run of 6 steps of 10 prompts that learns nothing; `faults` say what is asked at moments of its steps."""
+    """A run of 6 steps of 10 prompts without training; `faults` holds the stop requests at moments of steps."""
 
     faults: dict[tuple[str, int], StopRequest]
     asked: StopRequest = StopRequest.NOTHING
@@ -126,7 +126,8 @@ def test_without_a_signal_all_steps_are_done(run: FakeRun) -> None:
 
 
 def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler's signal may reach actors first; after one that asks to end soon, a fault is still one."""
+    """Names the signal behind errors: a scheduler's signal may reach actors first. After a request to end soon, a fault
+    still counts as a fault."""
     own = Channel()
     assert ending_signal(ValueError()) == "", "nobody asks"
     monkeypatch.setattr(channel, "_channel", own)

@@ -1,4 +1,4 @@
-"""The file of each step, and what is measured of who was idle."""
+"""The timeline file of each step, and the measured idle times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_mega.trainer.timelines import Timelines
 
 
 def play(step: Step, timeline: Timeline) -> None:
-    """One of two engines has a request for a while, then the policy trains as long."""
+    """Runs a request on one of two engines for 0.1 s, then trains for 0.1 s."""
     with step.phase("generate"):
         timeline.requests(1, 1)
         timeline.calls(1)
@@ -33,7 +33,7 @@ def read(folder: Path, step: int) -> StepTimeline:
 def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> None:
     timeline = Timeline()
     timelines = Timelines(tmp_path, timeline, engines=2, slots=4)
-    timeline.requests(0, 1)  # before the first step: the evaluation that all later ones are compared with
+    timeline.requests(0, 1)  # before the first step: the initial evaluation
     timeline.requests(0, -1)
     for number in (1, 2, 2):
         step = Step(number, Console())

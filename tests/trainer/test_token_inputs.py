@@ -1,4 +1,5 @@
-"""What an estimator sees of the policy's tokens, against a walk through the trajectories; and where its answer goes."""
+"""The token inputs of an estimator, compared with a walk through the trajectories, and the placement of the
+advantages."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def short(inputs, algorithm):
 
 
 def played(rng: random.Random, number: int, sample: int, rewrites: bool) -> Trajectory:
-    """Up to four answers with observations between them, some without a token; each position is its own token."""
+    """Returns a trajectory of up to four answers, some empty, with observations between; each token equals its
+    position."""
     prompt = Prompt(number, [], "mine", {})
     tokens, mask, steps = 3, [0] * 3, [Step(Kind.PROMPT, 0, 3)]
     for turn in range(rng.randint(0, 4)):
@@ -53,7 +55,7 @@ def played(rng: random.Random, number: int, sample: int, rewrites: bool) -> Traj
 
 
 def expected(groups: list[Group], shaped: list[float]) -> list[tuple[int, int, float]]:
-    """(trajectory among those judged, answer, reward) of each of the policy's tokens."""
+    """Returns (trajectory among the judged, answer, reward) of each policy token."""
     found: list[tuple[int, int, float]] = []
     judged = 0
     for t, total in zip([t for group in groups for t in group.trajectories], shaped, strict=True):
@@ -64,7 +66,8 @@ def expected(groups: list[Group], shaped: list[float]) -> list[tuple[int, int, f
         spoken = [i for i, s in enumerate(responses) if s.end > s.start]
         for i, until in zip(spoken, [*spoken[1:], len(responses)], strict=bool(spoken)):
             answer += 1
-            given = sum(s.reward or 0.0 for s in responses[:until]) - paid  # with those of silent answers around it
+            # Includes the rewards of neighbouring empty answers
+            given = sum(s.reward or 0.0 for s in responses[:until]) - paid
             paid += given
             length = responses[i].end - responses[i].start
             found += [(judged, answer, 0.0)] * (length - 1) + [(judged, answer, given)]
@@ -104,7 +107,7 @@ def test_each_token_of_the_policy_is_there_once(tmp_path: Path, step_wise: str) 
         judged = [t for g in groups for t in g.trajectories if not t.status.failed]
         assert told.known_T is not None, "what is filtered has no log-probs of the policy"
         assert told.known_T.tolist() == [not t.status.truncated for t in judged for own in t.mask if own]
-        # What it gives lies at the token that it is of: every position is its own token.
+        # Advantages lie at their own tokens: every position equals its token.
         assert told.old_T is not None
         at = told.old_T.long() - 1
         assert found[at].equal(told.old_T) and found.count_nonzero() == len(at)
@@ -115,7 +118,7 @@ def test_each_token_of_the_policy_is_there_once(tmp_path: Path, step_wise: str) 
 
 
 def algorithm_inputs(algorithm: AlgorithmConfig) -> AdvantageInputs:
-    """What the user's estimator was given last."""
+    """Returns the last inputs of the user's estimator."""
     from skyrl_mega.algorithms.advantages import find
 
     inputs: AdvantageInputs = find(algorithm.advantage).estimate.__globals__["seen"][-1]  # type: ignore[union-attr]
@@ -149,14 +152,14 @@ def test_a_mask_that_is_not_the_answers_is_an_error(tmp_path: Path) -> None:
 
 
 def test_equal_answers_of_any_reward_are_no_signal() -> None:
-    """0.1 is not exact in binary: sums of it must not leave a difference that a step would learn from."""
+    """Sums rewards of 0.1, inexact in binary; rounding leaves no learning signal."""
     prompt = Prompt(0, [], "mine", {})
     for turns in (2, 3, 7):
         steps = [Step(Kind.PROMPT, 0, 1)]
         steps += [Step(Kind.RESPONSE, 1 + 2 * i, 2 + 2 * i, reward=0.1) for i in range(turns)]
         mask = [0] + [1, 0] * turns
         parts = array("i", range(len(mask))), array("b", mask), array("f", [0.0] * len(mask))
-        total = 0.1 * turns  # another rounding than the sum's
+        total = 0.1 * turns  # rounds differently from the sum
         same = [Trajectory(prompt, i, *parts, 1, total, Status.COMPLETED, 1, steps=steps) for i in range(2)]
         algorithm = AlgorithmConfig(advantage="grpo_turns")
         found = token_advantages(make_batch([Group(prompt, same)], algorithm, RolloutConfig()), algorithm).whitened

@@ -1,4 +1,4 @@
-"""When a run is started again after a fault, without a cluster: opening it, and what it does, are stand-ins."""
+"""Restarts of a run after a fault, without a cluster: opening and finishing the run are stand-ins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Trains = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trains:
-    """Trains with a fault for each start, before or after a step; how often it started, and what was said."""
+    """Trains with a fault per start, before or after a step; returns the number of starts and the output."""
 
     def trains(*starts: tuple[str, Fault], restarts: int = 2) -> tuple[int, list[str]]:
         begun: list[tuple[str, Fault]] = []

@@ -1,4 +1,5 @@
-"""A run whose parts take turns in memory has the figures of one whose parts all stay: every engine, rank and step."""
+"""A run whose parts take turns in memory gives the figures of a run with all parts resident: every engine, rank and
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.trainer.quickstart import THREE_STEPS, differing, exported, finish
 
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
-    """What is measured of the run, and not of its speed and memory."""
+    """Returns a run's metrics without speed and memory."""
     return {
         name: value
         for name, value in row.items()

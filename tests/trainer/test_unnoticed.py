@@ -1,4 +1,4 @@
-"""Runs that cannot learn, through the real loop: what is said, what is left, and how they end."""
+"""Runs unable to learn, through the real loop: the messages, the files, and the exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Broken(BaseTextEnv):
 SETTINGS = (
     *("policy.ranks=1", "policy.layout.expert=1", "model.build.layers=1", "warmup.steps=0", "evaluation.before=false"),
     *("evaluation.every=0", "checkpoint.every=1", "run.steps=6", "telemetry.trackers=[]", "run.name=r"),
-    "rollout.sampling.max_tokens=40",  # a random policy ends a third of its answers in so many
+    "rollout.sampling.max_tokens=40",  # a random policy ends a third of its answers within this limit
 )
 
 

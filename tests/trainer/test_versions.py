@@ -1,4 +1,4 @@
-"""How old a step's tokens are, and that none is older than allowed."""
+"""The staleness of a step's tokens, and the limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 
 
 def drawn(*versions: tuple[int, int]) -> Trajectory:
-    """A prompt's token and six of the policy."""
+    """Returns a trajectory of one prompt token and six policy tokens."""
     parts = array("i", range(7)), array("b", [0] + [1] * 6), array("f", [0.0] * 7)
     t = Trajectory(Prompt(0, [], "mine", {}), 0, *parts, 1, 1.0, Status.COMPLETED, 1)
     t.versions = list(versions)
@@ -20,7 +20,8 @@ def drawn(*versions: tuple[int, int]) -> Trajectory:
 
 
 def test_staleness_counts_syncs_of_tokens() -> None:
-    """Version 4 had no sync: 2 is two syncs behind 5. Four tokens of 2, two of 3, six of 5."""
+    """Measures staleness in syncs: version 4 had no sync, so 2 is two syncs behind 5. Four tokens are of 2, two of 3,
+    six of 5."""
     versions = Versions(2)
     for version in (1, 2, 3, 5):
         versions.add(version)

@@ -1,4 +1,5 @@
-"""Demonstrations as tokens: what a rollout of the same words would have, and only the policy's own are learned."""
+"""Demonstrations as tokens: the same tokens as a rollout of the same words, and only the policy's tokens are
+learned."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def characters(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 def learned(chat: Renderer, demonstration: Demonstration) -> tuple[str, list[str]]:
-    """All text of a demonstration, and the parts of it that the mask covers."""
+    """Returns the whole text of a demonstration, and the parts covered by the mask."""
     batch = encode([demonstration], chat)
     mask = batch["mask"].numpy()
     assert mask.dtype == np.float32 and len(mask) == len(batch.tokens) == batch.lengths[0]
@@ -68,7 +69,7 @@ def test_with_a_real_models_template(smollm2: Path) -> None:
     chat = chat_of(smollm2)
     said, told = [{"role": "assistant", "content": f"It is {i}."} for i in range(2)], {"role": "user", "content": "No."}
     text, parts = learned(chat, Demonstration(PROMPT, [said[0], told, said[1]]))
-    # The template ends each message with a newline, which the policy has no part in.
+    # The template ends each message with a newline; the policy does not write it.
     assert text + "\n" == chat.tokenizer.apply_chat_template([*PROMPT, said[0], told, said[1]], tokenize=False)
     assert parts == ["It is 0.<|im_end|>", "It is 1.<|im_end|>"]
 
@@ -77,7 +78,7 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -
     answers = ["17", "\\boxed{152}", "\\boxed{162}"]
 
     class Scripted:
-        """A policy that says what it was given."""
+        """A policy with prepared answers."""
 
         async def generate(self, request: Request) -> Completion:
             tokens = [

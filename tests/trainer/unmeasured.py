@@ -1,4 +1,4 @@
-"""For runs without actors."""
+"""Measurements for runs without actors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def unmeasured() -> Any:
-    """`Run.measurements` that measure nothing."""
+    """Returns a stand-in for `Run.measurements` without measurements."""
     return SimpleNamespace(
         begin=lambda step, after_more: None,
         end_phase=lambda phase: None,
