@@ -1,4 +1,4 @@
-"""A generation that is abandoned in the middle, because the run is to end."""
+"""Generation abandoned in the middle, at the end of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTED = EnvironmentConfig(classes={"counted": "tests.rollout.user_envs:Counted
 
 
 class Ending(BaseException):
-    """The run is to end."""
+    """Stands for the end of the run."""
 
 
 def test_it_ends_soon_and_nobody_complains_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +59,13 @@ class Mute:
     """A router whose engine never answers."""
 
     def expect(self, players: int) -> None:
-        """Nobody waits for the others."""
+        """Does nothing: no player waits for others."""
 
     def leave(self) -> None:
-        """Nor here."""
+        """Does nothing, like `expect`."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no request is in flight."""
 
     async def generate(self, request: Request) -> Completion:
         await asyncio.sleep(600)
@@ -73,7 +73,7 @@ class Mute:
 
 
 class Played(Generator):
-    """Plays with a policy that says what it is given, or never anything; ends at a look."""
+    """A generator with a policy of the given lines, or without answers; ends the run at the `after`-th look."""
 
     def __init__(self, chat: Renderer, after: int, threads: int, lines: list[str] | None = None) -> None:
         looks = iter(range(after + 1))
@@ -97,7 +97,8 @@ def counted(uid: int, **extra: Any) -> Prompt:
 
 
 def all_closed() -> bool:
-    """Whether what was made is closed, once each; a thread that was given up closes what it made when it is back."""
+    """Returns True once every environment made was closed exactly once; an abandoned thread closes its environment when
+    the call returns."""
     end = time.monotonic() + 60
     while sorted(Counted.made) != sorted(Counted.closed) and time.monotonic() < end:
         time.sleep(0.01)
@@ -106,7 +107,7 @@ def all_closed() -> bool:
 
 @pytest.mark.parametrize("after", [0, 2, 6, 20, 40])
 def test_whatever_was_opened_is_closed(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Before anything is opened, while some are, when all are and the engine is asked."""
+    """Ends the run before any environment is open, while some are, and while all are and the engine generates."""
     monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
     Counted.made.clear()
     Counted.closed.clear()

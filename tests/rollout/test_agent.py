@@ -1,4 +1,4 @@
-"""The agent loop with a policy that says what a test needs."""
+"""The agent loop, with a scripted policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one(chat: Renderer, env: str, lines: list[str], extra: dict[str, Any] | None
 
 
 def tiles(t: Trajectory) -> bool:
-    """Whether the steps' spans and messages tile the trajectory, and only responses are the policy's."""
+    """Returns True if the steps' spans and messages tile the trajectory, and the mask covers exactly the responses."""
     ends = [0, *(step.end for step in t.steps)]
     own = [k for step in t.steps for k in [step.kind is Kind.RESPONSE] * (step.end - step.start)]
     return (
@@ -109,14 +109,14 @@ def test_whatever_a_step_gives_ends_its_own_trajectory(
         said = t.metadata["error"]
         assert said.startswith("environment garbage: ") and SAYS[fault] in said, (fault, said)
         assert "user_envs.py, line " in t.metadata["at"], "the place in the user's own file"
-        # All that was generated is kept: two turns, or none where init failed.
+        # All generated tokens are kept: two turns, or none if `init` failed.
         assert t.turns == sum(t.mask) / 2 == (0 if fault.startswith("init") else 2)
     trajectory_io.write(tmp_path / "t.parquet", played)
     assert [t.metadata for t in trajectory_io.read(tmp_path / "t.parquet")] == [t.metadata for t in played]
 
 
 def test_messages_that_a_template_refuses_end_one_trajectory(characters_chat: Renderer) -> None:
-    """The characters template knows no developer."""
+    """Gives a message with the role `developer`, unknown to the characters template."""
     user_envs.GARBAGE["developer"] = lambda: user_envs.good(observations=[{"role": "developer", "content": "x"}])
     try:
         t = one(characters_chat, "garbage", ["a", "b", "c"], {"fault": "developer"})
@@ -128,7 +128,7 @@ def test_messages_that_a_template_refuses_end_one_trajectory(characters_chat: Re
 
 
 def test_an_opening_that_leaves_no_room_is_a_fault(characters_chat: Renderer) -> None:
-    """It is no answer of length 0 that would count beside the others."""
+    """Expects an environment error; an answer of length 0 would count in the group."""
     whole = one(characters_chat, "talk", ["a"] * 4)
     assert one(characters_chat, "talk", ["a"], length=whole.prompt_length + 1).turns == 1
     t = one(characters_chat, "talk", [], length=whole.prompt_length)
@@ -137,14 +137,15 @@ def test_an_opening_that_leaves_no_room_is_a_fault(characters_chat: Renderer) ->
 
 
 def test_more_environments_may_hang_than_there_are_threads(characters_chat: Renderer) -> None:
-    """They lose their own trajectories; who waited for their threads goes on, and late ones are still closed."""
+    """Hangs six environments in two threads: only these trajectories fail, the waiting ones continue, and late
+    environments are closed."""
     user_envs.Stuck.closed.clear()
     user_envs.Stuck.release.clear()
     faults = ["hang"] * 6 + ["", ""]
     start = time.perf_counter()
     scripts = [(prompt(i, "stuck", fault=fault), Scripted(characters_chat, ["a"])) for i, fault in enumerate(faults)]
     played = play(characters_chat, USER, scripts, threads=2, env_timeout_s=1.5)
-    assert time.perf_counter() - start < 30  # the hanging ones would take 60
+    assert time.perf_counter() - start < 30  # the hanging environments would take 60 s
     assert [t.status for t in played] == [Status.ERROR_ENV_TIMEOUT] * 6 + [Status.COMPLETED] * 2
     assert played[0].metadata["error"] == "environment stuck: step took longer than rollout.env_timeout_s=1.5"
     assert user_envs.Stuck.closed == ["", ""]
@@ -168,7 +169,7 @@ def test_a_program_ends_though_an_environment_hangs() -> None:
 
 
 def test_time_ends_a_trajectory_and_what_it_has_is_kept(characters_chat: Renderer) -> None:
-    """The environment's step under way is awaited and counts."""
+    """Waits for the environment's running step and counts the reward."""
     t = one(characters_chat, "slow", ["a"] * 100, {"seconds": 0.6}, turns=100, trajectory_timeout_s=1.5)
     assert t.status is Status.TRUNCATED_TIME and t.status.truncated and not t.status.failed
     assert 1 <= t.turns <= 3 and t.reward == 0.5 * t.turns == 0.5 * sum(t.mask)
@@ -210,7 +211,7 @@ def test_a_rewritten_conversation_begins_anew(characters_chat: Renderer) -> None
     assert (t.status, t.turns, t.reward) == (Status.COMPLETED, 6, 4 * 0.5 + 2 * 0.25) and tiles(t)
     kinds = "".join(step.kind.value[0] for step in t.steps)
     assert kinds == "prprprorprpro"
-    # The policy saw each time what the environment wanted, by the template's own rendering.
+    # In each conversation the policy sees the environment's messages as rendered by the template.
     go_on = {"role": "user", "content": "go on"}
 
     def told(i: int) -> list[dict[str, str]]:
@@ -230,7 +231,7 @@ def test_a_rewritten_conversation_begins_anew(characters_chat: Renderer) -> None
 
 
 def test_budgets_hold_for_a_rewritten_conversation(characters_chat: Renderer) -> None:
-    """A prompt that leaves no room ends it; prompts do not count as response."""
+    """Ends a trajectory if a prompt does not fit; prompts do not count as response."""
     lines = [f"line {i}{EOS}" for i in range(6)]
     full = one(characters_chat, "rewriting", lines, rewrites=True, length=27)
     assert (full.status, full.turns) == (Status.TRUNCATED_TOKENS, 1) and tiles(full)

@@ -1,5 +1,5 @@
-"""Budgets, versions and texts of short trajectories, counted by hand: the `characters` tokenizer has a token for each
-letter and each role."""
+"""Budgets, versions and texts of short trajectories, counted by hand: the `characters` tokenizer has a token per letter
+and per role."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_observation_that_fills_the_response_budget_is_left_out(characters_ch
 def test_the_longest_sequence_bounds_what_the_policy_sees_and_not_all_that_it_has_said(
     characters_chat: Renderer,
 ) -> None:
-    """The longest context of six conversations is the fourth turn's; 20 tokens more are left beside it."""
+    """Computes the longest of six contexts (the fourth turn's), and allows 20 more tokens."""
     told = len(["<user>", *"so far: line 1", "<assistant>", *"yes", EOS, "<user>", *"go on", "<assistant>"])
     turn = len([*"line 2", EOS])
     longest = told + turn + len(["<user>", *"go on", "<assistant>"]) + turn
@@ -61,7 +61,7 @@ def test_a_text_ends_before_any_token_that_ends_a_turn(tmp_path: Path) -> None:
 
 
 class Synced(Scripted):
-    """New weights come after two tokens of the first turn."""
+    """A policy with new weights after two tokens of the first turn."""
 
     async def generate(self, request: Request) -> Completion:
         said = await super().generate(request)

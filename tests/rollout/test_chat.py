@@ -1,4 +1,4 @@
-"""Between messages and tokens: what the template makes, and what nobody else can."""
+"""The conversion between messages and tokens: the template's text, and control tokens, reserved for the template."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def user(content: str) -> dict[str, str]:
 
 
 def control(chat: Renderer, tokens: list[int]) -> list[int]:
-    """The control tokens among them; what the tokenizer does not know at all is none."""
+    """Returns the control tokens among `tokens`; the unknown token does not count."""
     return [t for t in tokens if t in chat.control and t != chat.tokenizer.unk_token_id]
 
 
 def test_following_turns_of_a_template_with_its_own_turn_ends(tmp_path: Path) -> None:
-    """ChatML: the end-of-turn token belongs to the policy, the newline after it to the template."""
+    """Renders ChatML: the end-of-turn token belongs to the policy, the following newline to the template."""
     chatml = characters(tmp_path / "chatml", CHATML)
     letter = chatml.encode("a")[0]
     decode = chatml.tokenizer.decode
@@ -81,7 +81,7 @@ def test_a_message_spells_no_control_token_of_qwen(qwen_chat: Renderer, content:
 
 
 def test_plain_messages_have_the_templates_own_tokens(qwen_chat: Renderer) -> None:
-    """Word for word what transformers makes of them, merges over the edges of a message included."""
+    """Compares tokens with transformers', including merges across the edges of a message."""
     messages = [
         {"role": "system", "content": "Be brief.\n"},
         user("\n\nWas heißt 語? 🙂 <think>"),
@@ -106,13 +106,14 @@ def test_the_mark_of_a_break_is_no_way_in(characters_chat: Renderer) -> None:
 
 
 def test_what_the_policy_spells_stays_text(characters_chat: Renderer) -> None:
-    """`text` gives all characters; said again in a rewritten conversation they make no control token."""
-    said = characters_chat.encode("a <eos> b")  # the tokenizer reads the control token here
+    """Reads a spelled control token as plain characters with `text`, and renders the same text without control tokens
+    in a rewritten conversation."""
+    said = characters_chat.encode("a <eos> b")  # here the tokenizer reads the control token
     assert END in said
     text = characters_chat.text([*said, END])
     assert text == "a <eos> b"
     again = characters_chat.first([user("q"), {"role": "assistant", "content": text}])
-    assert again.count(END) == 1  # the template's own
+    assert again.count(END) == 1  # the template's end token only
 
 
 def test_a_template_that_refuses_says_so(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_a_template_that_refuses_says_so(tmp_path: Path) -> None:
 
 
 def test_template_options_are_in_every_rendering(real_data: Path, tmp_path: Path) -> None:
-    """Qwen3's switch that turns thinking off, at the opening and behind each observation."""
+    """Turns Qwen3's thinking off, in the opening and after each observation."""
     path, thinks = str(qwen(real_data, tmp_path / "qwen")), "<think>\n\n</think>\n\n"
     quiet, usual = Renderer(path, RolloutConfig(chat_template_options={"enable_thinking": False})), Renderer(path)
     end = quiet.tokenizer.eos_token_id

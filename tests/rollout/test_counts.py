@@ -1,4 +1,4 @@
-"""What a router and a pool of environments tell of what is under way, beside what is."""
+"""Activity counts of a router and of a pool of environments, compared with the actual activity."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from tests.support.virtual_rollouts import Engines
 
 
 def under_way(engines: Engines) -> list[int]:
-    """Requests that each engine computes at this moment."""
+    """Returns the number of requests computed now, per engine."""
     return [sum(not task.done() for task in engine.calls) for engine in engines.engines]
 
 
 async def play(engines: Engines, router: Router, told: Counter[int], random: Random) -> int:
-    """Ninety requests on three engines of which some die; returns how often both figures were looked at."""
+    """Sends ninety requests to three engines, some of which crash; returns the number of comparisons during
+    activity."""
     looked = 0
 
     async def look() -> None:
         nonlocal looked
         while True:
-            await asyncio.sleep(0.37)  # between two moments at which anything happens
+            await asyncio.sleep(0.37)  # a moment between all other events
             assert [told[e] for e in range(3)] == under_way(engines)
             looked += any(told.values())
 
@@ -97,7 +98,7 @@ def test_what_is_abandoned_is_under_way_no_longer() -> None:
 
 
 def test_a_pool_tells_of_calls_that_have_a_place() -> None:
-    """However they end; one that waits for a place is not under way, nor one that was given up."""
+    """Counts running calls however they end; waiting calls and calls given up are not counted."""
     lock, running, most, late = threading.Lock(), 0, 0, threading.Event()
     told: list[int] = []
 
@@ -127,8 +128,8 @@ def test_a_pool_tells_of_calls_that_have_a_place() -> None:
 
 
 def test_a_request_and_a_call_cost_microseconds() -> None:
-    """Of the driver's processor, beside more than a hundred for the request itself; a busy machine is given ten times
-    as much."""
+    """Measures the driver's CPU time per count, beside more than 100 µs for the request itself; the bound allows a busy
+    machine ten times the usual cost."""
     timeline = Timeline()
     start = time.process_time()
     for _ in range(10_000):

@@ -1,4 +1,4 @@
-"""Trajectories that end their process every time, beside others that do not, in virtual time."""
+"""Trajectories that crash their worker every time, among harmless ones, in virtual time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.support.mortal_workers import PROMPT, player_of
 @pytest.mark.parametrize("guilty", [[13], [13, 14], [*range(8, 16)]], ids=["one", "two", "eight"])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: int, guilty: list[int]) -> None:
-    """However many they take along, and though they end one another's. Finding out costs no restart in the end."""
+    """Crashes workers with several such trajectories at once: only these fail, although harmless ones run in the same
+    workers. Isolation costs no restart in the end."""
 
     async def phase() -> None:
         player, group, workers, _, said = player_of(count, 10, seed=count)
@@ -51,7 +52,7 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
 @pytest.mark.parametrize("processes", [3, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_where_workers_die_of_nothing_that_they_play_nothing_fails(seed: int, processes: int) -> None:
-    """A trajectory lasts 20 s, a worker two minutes."""
+    """Kills workers at random, every two minutes per worker; a trajectory takes 20 s."""
     chance, deaths = Random(seed), 0
 
     async def phase() -> None:
@@ -102,7 +103,7 @@ def test_another_of_a_prompt_that_ends_its_process_is_alone_from_the_start() -> 
 
 
 def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
-    """As for an evaluation, whose trajectories another session has."""
+    """Places trajectories of another session (such as an evaluation) on the same workers."""
 
     async def phase() -> None:
         _, group, workers, _, _ = player_of(2, 10)
@@ -113,7 +114,7 @@ def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
         assert workers.place(up, "no suspect", 0) == 1
         assert workers.place({0: first}, "another's", 2) == 0
         loss = workers.crashed(0, first, "it died", received=True)
-        workers.finished(first, 2)  # whoever hears of it first takes its own away
+        workers.finished(first, 2)  # the first caller of `crashed` removes its own trajectory
         assert loss is not None and loss.crash_counts == [2, 2], "none was alone"
         assert workers.crashed(0, first, "it died", received=True) is loss
         assert workers.place({1: second}, "apart", 2) is None
@@ -128,7 +129,7 @@ def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
-    """But to nobody who wants none."""
+    """Restarts workers outside the restart budget while suspects exist, except with `restarts` 0."""
 
     async def phase() -> None:
         player, group, workers, _, said = player_of(4, restarts)
@@ -152,7 +153,7 @@ def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
 
 
 def test_starts_that_fail_are_tried_again() -> None:
-    """As often as there are restarts."""
+    """Repeats failed starts, as often as restarts are left."""
 
     async def phase() -> None:
         player, group, workers, _, said = player_of(2, 10)
@@ -170,7 +171,7 @@ def test_starts_that_fail_are_tried_again() -> None:
 
 
 def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
-    """And nobody of another data set that has the same number."""
+    """Isolates waiting trajectories of a crashing prompt, but not a prompt of another data set with the same uid."""
 
     async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 10)
@@ -193,7 +194,7 @@ def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
 
 
 def test_alone_by_chance_is_no_suspect() -> None:
-    """The last one of a phase, say, or one of few."""
+    """Crashes a worker under a trajectory running alone by chance, such as the last of a phase."""
 
     async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 10)

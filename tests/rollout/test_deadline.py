@@ -1,4 +1,4 @@
-"""The time of a trajectory is for playing; the time to judge what it has is its own."""
+"""The time limit of a trajectory covers playing; judging the answer has a separate limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIME_S = 0.2
 
 
 class SlowSpeaker(Scripted):
-    """Speaks until the trajectory's time is over, as an engine does, and has then said a word."""
+    """A policy generating until the trajectory's time is over, as an engine does, and then returning a word."""
 
     async def generate(self, request: Request) -> Completion:
         assert request.seconds is not None
@@ -37,7 +37,7 @@ class SlowSpeaker(Scripted):
 
 
 class Judge(BaseTextEnv):
-    """Takes `extra_info.seconds` to judge, or runs a program in a sandbox."""
+    """An environment taking `extra_info.seconds` to judge, or running a program in a sandbox."""
 
     def step(self, action: str) -> Any:
         info = self.extras["extra_info"]
@@ -49,7 +49,7 @@ class Judge(BaseTextEnv):
 
 
 def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
-    """A trajectory whose time is over before its answer is."""
+    """Plays a trajectory whose time ends during the answer."""
     environments = EnvironmentConfig(classes={"judge": "tests.rollout.test_deadline:Judge"})
     row = {"reward_spec": {"ground_truth": "1"}, "extra_info": info}
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "judge", row)
@@ -64,7 +64,7 @@ def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
 
 
 def test_what_was_generated_is_judged_after_the_time_is_over(characters_chat: Renderer) -> None:
-    """It takes four times as long as the whole trajectory might."""
+    """Judges for four times the trajectory's time limit."""
     t = judged(characters_chat, 60.0, seconds=4 * TIME_S)
     assert (t.status, t.reward, t.turns) == (Status.TRUNCATED_TIME, 1.0, 1)
     assert t.seconds["env"] >= 4 * TIME_S
@@ -85,7 +85,7 @@ def test_a_kill_in_the_middle_of_judging_is_no_reward(characters_chat: Renderer)
 
 
 class AtTheEnd(BaseTextEnv):
-    """Judges in its fourth turn, or when it is told that time is over; a tool takes `extra_info.seconds`."""
+    """An environment judging in the fourth turn, or in `out_of_time`; a tool call takes `extra_info.seconds`."""
 
     def step(self, action: str) -> Any:
         time.sleep(self.extras["extra_info"]["seconds"])
@@ -99,7 +99,7 @@ class AtTheEnd(BaseTextEnv):
 
 
 class WaitsFirst(Scripted):
-    """Answers its first turn at once; the second waits for an engine until time is over."""
+    """A policy with an immediate first answer; the second turn waits for an engine until the time is over."""
 
     async def generate(self, request: Request) -> Completion:
         if self.turns:
@@ -123,7 +123,7 @@ def late(chat: Renderer, policy: Any, **info: Any) -> Trajectory:
 
 
 def test_time_that_ends_in_a_tool_is_no_reward_of_0(characters_chat: Renderer) -> None:
-    """The environment has judged nothing yet: it is asked to."""
+    """Calls `out_of_time` before any judgement, and expects the reward."""
     t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S)
     assert (t.status, t.reward, t.turns, t.metadata["judged"]) == (Status.TRUNCATED_TIME, 0.5, 1, "late")
     assert [step.reward for step in t.steps if step.reward] == [0.5]

@@ -1,4 +1,4 @@
-"""The tokens that end a turn, wherever a model's directory names them."""
+"""The tokens that end a turn, read from all files of a model's directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END, TEXT_END = "<|im_end|>", "<|endoftext|>"
 
 
 def ends(path: Path, template: str, *, generation: Any = None, model: Any = None, eos: str | None = None) -> list[str]:
-    """The texts of the stop tokens, the one that is written first."""
+    """Returns the texts of the stop tokens, starting with the token written by the template."""
     more = {"eos_token_id": model} if model is not None else {}
     directory(path, byte_level(), template, model=more, **({"eos_token": eos} if eos else {}))
     if generation is not None:
@@ -65,7 +65,7 @@ def test_an_empty_list_says_that_turns_end_by_their_limits(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("eos", [TEXT_END, None])
 def test_warm_up_teaches_the_templates_end(tmp_path: Path, eos: str | None) -> None:
-    """Also where the tokenizer's own is another, or `eos_token` is null."""
+    """Encodes with another `eos_token` in the tokenizer, or with null."""
     path = directory(tmp_path, byte_level(), CHATML, eos_token=eos)
     chat = Renderer(str(path))
     turns = [{"role": "assistant", "content": "5"}, {"role": "user", "content": "and"},

@@ -1,4 +1,4 @@
-"""An engine is what `engines.base.Engine` says, and the driver asks for nothing else."""
+"""Engine classes match the protocol `engines.base.Engine`, and the driver calls no other methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_engine_has_every_method_with_its_parameters(kind: type) -> None:
 
 
 def parameters(function: Callable[..., object]) -> list[str]:
-    """Without the one that Ray adds where a class has been an actor's in this process."""
+    """Returns the parameter names, without Ray's: Ray adds a parameter to actor classes used in this process."""
     return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 

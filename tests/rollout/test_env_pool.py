@@ -1,4 +1,4 @@
-"""How many calls of environments run at once is a setting."""
+"""The number of concurrent environment calls follows the setting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING: Any = None
 
 
 def at_once(threads: EnvPool, calls: int) -> int:
-    """The most of these calls that ran at the same time."""
+    """Returns the largest number of calls running at the same time."""
     lock, running, most = threading.Lock(), 0, 0
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers that normalise text read control tokens out of other characters; a message makes none for all that."""
+"""Tokenizers whose normalizer turns other characters into control tokens; messages never produce control tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_message_makes_a_control_token(tmp_path: Path, said: str) -> None:
     file = Tokenizer.from_file(str(path / "tokenizer.json"))
     if said != "<|im_end|>":
         forged = file.encode(said.replace("<|im_end|>", ""), add_special_tokens=False).ids
-        assert any(file.id_to_token(token) in SPECIAL for token in forged)  # what a naive rendering has
+        assert any(file.id_to_token(token) in SPECIAL for token in forged)  # a naive rendering contains a control token
     chat = Renderer(str(path))
     assert control(chat, list(chat.first([{"role": "user", "content": said}]))) == [
         "<|im_start|>", "<|im_end|>", "<|im_start|>"
@@ -38,7 +38,7 @@ def test_no_message_makes_a_control_token(tmp_path: Path, said: str) -> None:
 
 
 def test_letters_of_another_width(tmp_path: Path) -> None:
-    """With a tokenizer that has a token a letter, and one that stands for letters it does not know."""
+    """Encodes full-width letters, with a token per letter and an unknown token."""
     words = ["<unk>", "</s>", *map(chr, range(32, 127)), "\n"]
     tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(words)}, [], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFKC()

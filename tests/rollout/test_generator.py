@@ -34,7 +34,7 @@ ROLLOUT = RolloutConfig(
     max_length=120,
     env_timeout_s=3.0,
     request_timeout_s=60.0,
-    # A stop string gives the engine a tokenizer; most tests use none of it.
+    # A stop string makes the engine load a tokenizer; most tests do not need it.
     sampling=SamplingConfig(max_tokens=12, stop=["Z"]),
 )
 FREE = SamplingConfig(max_tokens=12)
@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(engines: Acto
     request = Request("warm", [5, 30, 31, 32, 7], 24, seed=1)
     completion = complete(engines, [request], Sampling(temperature=0.6))["warm"]
     assert difference_from_transformers(model, request, completion, temperature=0.6) < 1e-4
-    # Of the two most likely tokens only: the two probabilities add up to one.
+    # Only the two most likely tokens: their probabilities add up to one.
     first = [Request(f"top {i}", [5, 30, 31, 32, 7], 1, seed=i) for i in range(40)]
     drawn = complete(engines, first, Sampling(top_k=2))
     probabilities = {c.tokens[0]: math.exp(c.logprobs[0]) for c in drawn.values()}
@@ -124,16 +124,16 @@ def test_trajectories_come_in_order_and_repeat_to_the_last_bit(engines: ActorGro
     assert [(t.prompt.uid, t.sample) for t in first] == [(p, s) for p in range(8) for s in range(4)]
     assert progress == [(i, 32) for i in range(1, 33)]
     of_second = [t for group in second for t in group.trajectories]
-    for again in (of_second, play(engines, chat, products(8), 4)):  # in the same event loop, and in another
+    for again in (of_second, play(engines, chat, products(8), 4)):  # in the same event loop, and in a new one
         assert [(t.tokens, t.logprobs, t.reward) for t in again] == [(t.tokens, t.logprobs, t.reward) for t in first]
     other = play(engines, chat, products(8), 4, seed="0/2")
     assert [t.tokens for t in other] != [t.tokens for t in first]
-    # Samples of one prompt are draws of their own.
+    # Samples of a prompt are independent draws.
     assert len({tuple(t.tokens) for t in first[:4]}) > 1
 
 
 def test_a_prompt_may_be_played_twice_in_one_phase(engines: ActorGroup, chat: Renderer) -> None:
-    """Where an epoch ends within a phase, a prompt can be drawn again: its samples are draws of their own."""
+    """Plays a prompt twice in a phase, as at the end of an epoch, and expects different samples."""
     prompt = products(1)[0]
     played = play(engines, chat, [prompt, *products(2), prompt], 4)
     assert len(played) == 16
@@ -155,7 +155,7 @@ def test_a_trajectory_is_what_the_engine_was_given_and_gave(engines: ActorGroup,
 
 
 def test_turns_are_those_of_the_chat_template_and_the_policys_tokens_stay(engines: ActorGroup, chat: Renderer) -> None:
-    """Seeds are tried until the policy ends enough turns by itself; then the whole is the template's own rendering."""
+    """Tries seeds until the policy ends enough turns itself, and compares the tokens with the template's rendering."""
     trajectories = [
         t
         for seed in range(6)
@@ -170,7 +170,7 @@ def test_turns_are_those_of_the_chat_template_and_the_policys_tokens_stay(engine
         policy = [token for token, mine in zip(t.tokens, t.mask, strict=True) if mine]
         assert policy.count(END) == 2
         assert all((logprob != 0.0) == bool(mine) for logprob, mine in zip(t.logprobs, t.mask, strict=True))
-        # The last message is the environment's, which nobody read: it is not in the tokens.
+        # The last message is an unread observation, and not part of the tokens.
         rendered = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
         assert chat.tokenizer.decode(list(t.tokens)) == rendered
 
@@ -183,7 +183,7 @@ def test_budgets_end_a_conversation_by_name(engines: ActorGroup, chat: Renderer)
 
 
 def test_time_ends_a_trajectory_with_the_tokens_that_it_has(engines: ActorGroup, chat: Renderer, model: Path) -> None:
-    """Budgets are tried until one falls into a response: how fast the engine is, nobody knows."""
+    """Tries time limits until some limit ends a response in the middle, because the engine's speed is unknown."""
     limit, cut = 0.02, []
     while not cut and limit < 20:
         limit *= 1.5
@@ -202,14 +202,14 @@ def test_time_ends_a_trajectory_with_the_tokens_that_it_has(engines: ActorGroup,
 
 
 def test_time_is_over_for_those_who_wait_too(engines: ActorGroup, chat: Renderer) -> None:
-    """One at a time is computed, and most never come to it."""
+    """Computes one request at a time; most requests time out while waiting."""
     start = time.perf_counter()
     played = play(engines, chat, products(200), 4, concurrency=1, trajectory_timeout_s=0.05)
     assert time.perf_counter() - start < 60
     waited = [t for t in played if t.status is Status.TRUNCATED_TIME and not sum(t.mask)]
     assert waited
     assert all((t.turns, t.reward, len(t.tokens)) == (0, 0.0, t.prompt_length) for t in waited)
-    # The engine is none the worse for it.
+    # The engine still works.
     assert not any(t.status is Status.TRUNCATED_TIME for t in play(engines, chat, products(4), 2))
 
 
@@ -220,7 +220,7 @@ def test_one_bad_environment_ends_one_trajectory(engines: ActorGroup, chat: Rend
     assert status["init"] is status["raise"] is status["timeout"] is Status.ERROR_ENV
     assert status["hang"] is Status.ERROR_ENV_TIMEOUT
     assert not status["none"].failed
-    assert not status["close"].failed  # judged before it was closed
+    assert not status["close"].failed  # judged before closing
     assert [t.reward for t in ended] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert "RuntimeError('no database')" in ended[1].metadata["error"]
     assert "rollout.env_timeout_s=3" in ended[3].metadata["error"]
@@ -231,7 +231,8 @@ def test_one_bad_environment_ends_one_trajectory(engines: ActorGroup, chat: Rend
 
 
 def test_generation_is_not_slower_than_the_engine_can(engines: ActorGroup, chat: Renderer) -> None:
-    """512 short samples: a loose bound, as the machine may be busy; measured 7,000 to 12,000 tokens a second."""
+    """Generates 512 short samples above a loose bound for busy machines; measured were 7,000 to 12,000 tokens per
+    second."""
     play(engines, chat, products(64), 8)
     ended = play(engines, chat, products(64), 8)
     seconds = max(t.seconds["generate"] for t in ended)
@@ -239,7 +240,7 @@ def test_generation_is_not_slower_than_the_engine_can(engines: ActorGroup, chat:
 
 
 def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Renderer, engines: ActorGroup) -> None:
-    """Last: it ends the module's engine."""
+    """Kills the module's engine; must be the last test."""
     group = engines.where[0].pid
     children = [pid for pid in reaper.members(group) if pid != group]
     assert children
@@ -251,14 +252,14 @@ def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Renderer
 
 
 def vllm_process(engines: ActorGroup, rank: int) -> int:
-    """The process in which vLLM computes, a child of the engine's actor."""
+    """Returns the process id of vLLM's engine core, a child of the engine's actor."""
     members = reaper.members(engines.where[rank].pid)
     (core,) = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return core
 
 
 def a_call_under_way_fails_with_its_engine(engines: ActorGroup, rank: int) -> None:
-    """vLLM itself leaves a call without an answer whose engine process dies."""
+    """Checks that a running call fails if the core process is killed; vLLM itself would never answer."""
     core = vllm_process(engines, rank)
     os.kill(core, signal.SIGSTOP)
     call = engines.submit(rank, "probe")
@@ -270,7 +271,7 @@ def a_call_under_way_fails_with_its_engine(engines: ActorGroup, rank: int) -> No
 
 @pytest.mark.slow
 def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, model: Path, chat: Renderer) -> None:
-    """The same tokens as without the fault; and where the last engine dies, the phase is played again."""
+    """Compares tokens with and without the fault; if the last engine dies, the phase is played again."""
     pair = start_engine("pair", spec_of(model, ROLLOUT, weights="auto"), model.parent, engines=2)
     fleet = serving(pair, restarts=2)
     refilled: list[list[int]] = []
@@ -286,7 +287,7 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
     try:
         with Generator(fleet, chat, ROLLOUT, USER) as generator:
             expected = tokens()
-            # The whole actor of one, of the other only vLLM's process.
+            # A whole actor, then only vLLM's process of the other engine.
             for rank, victim in ((1, pair.where[1].pid), (0, vllm_process(pair, 0))):
                 timer = threading.Timer(0.15, os.kill, [victim, signal.SIGKILL])
                 timer.start()

@@ -1,4 +1,4 @@
-"""vLLM's CPU engine sends tokens on together, and draws its seeds ahead: what comes of it is what vLLM alone gives."""
+"""vLLM's CPU engine with held-back tokens and seeds drawn ahead: the results equal plain vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Told = list[tuple[int, float]]
 
 
 class Story:
-    """A scheduler whose vLLM gives what a test says, at times that it says."""
+    """A scheduler with scripted vLLM outputs at scripted times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class Story:
         self.told: dict[str, Told] = {}
 
     def begin(self, name: str, client: int, may_hold: bool) -> None:
-        """A request."""
+        """Adds a request."""
         extra = {MAY_HOLD: True} if may_hold else None
         parameters = SimpleNamespace(extra_args=extra)
         self.scheduler.requests[name] = SimpleNamespace(
@@ -51,7 +51,7 @@ class Story:
         self.told[name] = []
 
     def step(self, outputs: list[tuple[int, EngineCoreOutput]]) -> set[str]:
-        """vLLM's outputs of a step, by client; the requests that are told of something."""
+        """Handles vLLM's outputs of a step, by client; returns the requests with new output."""
         messages: dict[int, EngineCoreOutputs] = {}
         for client, output in outputs:
             messages.setdefault(client, EngineCoreOutputs()).outputs.append(output)
@@ -73,7 +73,7 @@ class Story:
 
 
 def said(name: str, token: int, finish: FinishReason | None = None, **more: Any) -> EngineCoreOutput:
-    """One token with its log-prob and rank, as vLLM slices them from a step's."""
+    """Returns the output of one token with log-prob and rank, in the form sliced by vLLM from a step's outputs."""
     rows = LogprobsLists(np.array([[token]]), np.array([[-token / 8]], np.float32), np.array([token % 7]))
     return EngineCoreOutput(name, [token], rows, finish_reason=finish, **more)
 
@@ -148,7 +148,7 @@ def test_what_a_request_held_is_forgotten_when_it_is_ended_from_outside(story: S
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits", "processed_logprobs"])
 @pytest.mark.parametrize("cut", [(None, None), (5, None), (None, 0.7), (5, 0.7)])
 def test_seeds_drawn_ahead_draw_the_same_tokens(mode: Any, cut: tuple[int | None, float | None]) -> None:
-    """Requests come, go and change their rows; some have no generator. vLLM's own function draws beside it."""
+    """Adds, removes and moves requests between rows, some without a generator, next to vLLM's own function."""
     current_platform.import_kernels()
     rows, steps = 5, AHEAD + 20
     top_k = None if cut[0] is None else torch.full((rows,), cut[0])

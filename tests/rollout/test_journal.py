@@ -1,4 +1,4 @@
-"""What the policy has said need not be said twice, unless what comes before it is another."""
+"""The journal of recorded answers: an answer is used again, unless the tokens before differ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_file_has_all_of_it(tmp_path: Path, said: list[RecordedTurn]) -> None:
 
 
 def test_routes_come_back_with_the_turns_that_they_are_of(tmp_path: Path) -> None:
-    """And a turn that is asked for with the routes of other tokens is asked for again."""
+    """Writes and reads turns with routes; a turn requested with the routes of other tokens is generated again."""
     request, known = Request("a/0", [1, 2, 3], 9, seed=0, routes_from=1), Journal()
     routes = np.arange(4 * 2 * 2, dtype=np.uint16).reshape(4, 2, 2)
     known.keep(request, replace(completion("a/0", [4, 5, 6], "stop"), routes=routes))
@@ -118,7 +118,7 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path, columns: dict[str,
 
 
 def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
-    """Its requests have a mark of its own, which nobody else's have."""
+    """Removes the worker's mark from request ids in the journal."""
     sent: list[str] = []
 
     class Told(Router):

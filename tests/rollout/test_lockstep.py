@@ -1,6 +1,6 @@
-"""Requests in waves: what engines compute together does not depend on when environments answer.
+"""Requests in waves: batches in the engines do not depend on the environments' timing.
 
-A fake engine notes which requests came together; the clock is one that jumps. Then real engines, whose last bits tell.
+A fake engine records the batches, in virtual time. A test with real engines compares bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAYERS, TURNS = 24, 4
 
 
 class FakeEngine:
-    """Answers after chance seconds, request by request; `calls` has the requests that came together."""
+    """An engine with random delays per request; `calls` records each batch of requests."""
 
     def __init__(self, clock: random.Random, dies_at: int | None = None) -> None:
         self.clock, self.calls, self.dies_at = clock, list[list[str]](), dies_at
@@ -51,7 +51,7 @@ class FakeEngine:
 
 
 def fleet_of(*engines: FakeEngine) -> Any:
-    """As much of a fleet as a router asks; `retire` fails when nobody is left."""
+    """Returns a minimal fleet for a router; `check` raises when no engine is left."""
     left = set(range(len(engines)))
 
     def check() -> None:
@@ -68,9 +68,9 @@ def fleet_of(*engines: FakeEngine) -> Any:
 
 
 def batches(kind: type[Router], clock: int, dies_at: int | None = None) -> list[list[list[str]]]:
-    """What each of two engines was given together, message by message, while trajectories of 1 to 4 turns are played.
+    """Returns the batches of two engines, message by message, for trajectories of 1 to 4 turns.
 
-    How many turns each has is fixed; how long environments and engines take is drawn from `clock`.
+    The number of turns is fixed; the delays of environments and engines come from `clock`.
     """
     rng = random.Random(clock)
     engines = [FakeEngine(rng, dies_at), FakeEngine(rng)]
@@ -128,7 +128,7 @@ ROLLOUT = RolloutConfig(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engines", "tensor"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
 def test_several_turns_repeat_to_the_last_bit(tmp_path: Path, engines: int, tensor: int) -> None:
-    """On two engines, and on one of two workers; environments take chance times."""
+    """Plays on two engines, and on an engine of two workers, with environments of random delay."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3)
     rollout = replace(ROLLOUT, tensor=tensor)
     extra: dict[str, Any] = {"reward_spec": {}, "extra_info": {}}

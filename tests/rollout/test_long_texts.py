@@ -1,4 +1,4 @@
-"""Templates that write without end, and texts that no sequence has room for."""
+"""Templates with endless output, and texts too long for any sequence."""
 
 from __future__ import annotations
 

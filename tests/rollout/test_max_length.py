@@ -1,4 +1,4 @@
-"""`model.max_length`: an engine for longer sequences than config.json says."""
+"""`model.max_length` above the length in config.json."""
 
 from __future__ import annotations
 

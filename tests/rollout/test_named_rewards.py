@@ -1,4 +1,4 @@
-"""An environment that gives several rewards by name: what of them arrives at the estimator."""
+"""An environment with several named rewards, up to the estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All turns inside one message of the assistant, as SearchR1 was published: tokens, mask and the end token."""
+"""All turns inside a single assistant message, as in the published SearchR1: tokens, mask and end token."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def chat(tmp_path: Path) -> Renderer:
 
 
 def letters(text: str) -> list[int]:
-    """A token for each character, by the vocabulary alone."""
+    """Returns a token per character, from the vocabulary alone."""
     return [VOCABULARY[{" ": "Ġ", "\n": "Ċ"}.get(letter, letter)] for letter in text]
 
 
 def put_together(*parts: tuple[list[int], int]) -> tuple[list[int], list[int]]:
-    """Tokens and mask of (tokens, mask) in their order."""
+    """Joins parts of (tokens, mask) into tokens and mask."""
     return [k for tokens, _ in parts for k in tokens], [mask for tokens, mask in parts for _ in tokens]
 
 
@@ -58,7 +58,7 @@ def one(chat: Renderer, lines: list[str], env: str = "talk", turns: int = 2, **l
 
 @contextmanager
 def search_engine(folder: Path, text: str) -> Iterator[EnvironmentConfig]:
-    """One page, titled River."""
+    """Serves a search index with one page, titled River."""
     (folder / "c.jsonl").write_text('{"id": "0", "title": "River", "text": "' + text + '"}')
     build(folder / "c.jsonl", folder / "index", methods=("bm25",))
     with running_service(EnvironmentConfig(retriever=RetrieverConfig(index=str(folder / "index"))), folder) as served:
@@ -71,12 +71,13 @@ PAGE = '\n<information>Doc 1(Title: "River") the Loire flows there</information>
 
 
 def test_a_searchr1_conversation_token_for_token(chat: Renderer, tmp_path: Path) -> None:
-    """Prompt by the template; turns and passages as they are; an end token behind the answer, trained on."""
+    """Compares all tokens: the template's prompt, turns and passages unchanged, and a trained end token after the
+    answer."""
     with search_engine(tmp_path, "the Loire flows there") as served:
         prompt = Prompt(
             0, [{"role": "user", "content": QUESTION}], "search", {"reward_spec": {"ground_truth": "Loire"}}
         )
-        # The second turn ends with the end token where the first and the last end with a stop string.
+        # The second turn ends with the end token, the first and the last with a stop string.
         script = Scripted(chat, [TURNS[0], TURNS[1] + EOS, TURNS[2]])
         [t] = play(chat, served, [(prompt, script)])
     opening = [VOCABULARY["<user>"], *letters(QUESTION), VOCABULARY["<assistant>"]]
@@ -140,10 +141,10 @@ def test_only_a_turn_that_a_stop_string_ended_gets_an_end_token(chat: Renderer, 
     trajectory_io.write(tmp_path / "t.parquet", [t])
     assert math.isnan(trajectory_io.read(tmp_path / "t.parquet")[0].logprobs[-1])
 
-    assert one(chat, ["ab", "c" * 99], turn=9).tokens[-9:].tolist() == letters("c" * 9)  # cut off
+    assert one(chat, ["ab", "c" * 99], turn=9).tokens[-9:].tolist() == letters("c" * 9)  # truncated
     whole = len(t.tokens)
     assert one(chat, ["ab", "cd"], length=whole).tokens[-1] == END
-    assert one(chat, ["ab", "cd"], length=whole - 1).tokens[-1] == letters("d")[0]  # no room for one
+    assert one(chat, ["ab", "cd"], length=whole - 1).tokens[-1] == letters("d")[0]  # no room for an end token
     short = one(chat, ["ab", "cd"], length=whole - 4)  # the observation leaves no room for a second turn
     assert (short.status, short.tokens[-1]) == (Status.TRUNCATED_TOKENS, letters("b")[0])
 
@@ -173,7 +174,7 @@ def test_samples_have_the_end_token(chat: Renderer, step_wise: str) -> None:
 
 @pytest.mark.parametrize("step_wise, cut", [("off", 1), ("turns", 2), ("merged", 1)])
 def test_turns_with_nothing_between_them_are_one_answer(chat: Renderer, step_wise: str, cut: int) -> None:
-    """A loss with one ratio for an answer (GSPO) sees the same answers however the trajectory is cut."""
+    """Compares the answers seen by a loss with a ratio per answer (GSPO), for all cuts of the trajectory."""
     t = one(chat, ["ab" + EOS, "cde" + EOS, "f" + EOS, EOS, "gh" + EOS], env="quiet", turns=5)
     t.status = Status.COMPLETED
     rollout = RolloutConfig(conversation="one_message", step_wise=step_wise)
@@ -186,7 +187,7 @@ def test_turns_with_nothing_between_them_are_one_answer(chat: Renderer, step_wis
 
 
 def test_a_demonstration_is_rendered_as_a_rollout(chat: Renderer) -> None:
-    """The warm-up learns the tokens that RL continues with."""
+    """Compares the warm-up's tokens with a rollout's."""
     t = one(chat, ["ab", "cd"])
     turns = [m for m in t.messages[1:] if m["role"] == "assistant" or m["content"] == SAID.format(1, 2)]
     batch = encode([Demonstration([{"role": "user", "content": "hello"}], turns)], chat)
@@ -218,7 +219,5 @@ def test_no_turn_begins_beyond_the_input_limit(tmp_path: Path, conversation: str
     assert (cut.turns, cut.status) == (2, Status.TRUNCATED_TOKENS)
     _, cut = turns(input=second - 1)
     assert (cut.turns, cut.status) == (1, Status.TRUNCATED_TOKENS)
-    assert (
-        cut.mask[-1] == 1
-    )  # what the environment said is left out; in one message a turn that goes on has no end token
+    assert cut.mask[-1] == 1  # the observation is left out; an unfinished turn inside a message gets no end token
     assert cut.tokens[:-1] == free.tokens[: len(cut.tokens) - 1]

@@ -1,4 +1,4 @@
-"""Requests that reach an engine in the middle of a weight sync, as they do where rollouts are ahead of training."""
+"""Requests during a weight sync, as in asynchronous runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.support.simulated_engine import SimulatedEngine
 
 
 def test_a_request_in_a_sync_waits_for_its_end(tmp_path: Path) -> None:
-    """An idle engine that is asked goes on computing with half of an update, if it does not know of the pause."""
+    """Sends a request to an idle, paused engine: without the pause, the engine would compute with half-updated
+    weights."""
     (tmp_path / "config.json").write_text("{}")
 
     async def asked_while_paused() -> tuple[int, list[Completion]]:

@@ -1,4 +1,4 @@
-"""Phases of a run, one after another: they share an event loop, and what is known of a prompt."""
+"""Consecutive phases of a run, sharing an event loop and the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES = 3
 
 
 class Phases(Generator):
-    """Its policy says `1` in one turn. `loops` has the event loop of each phase."""
+    """A generator with a policy saying `1` in a single turn; `loops` records the event loop of each phase."""
 
     def __init__(self, chat: Renderer, environments: EnvironmentConfig) -> None:
         fleet: Any = SimpleNamespace(ask=lambda *_, **__: None)
@@ -51,7 +51,7 @@ def question(i: int) -> str:
 
 
 def test_a_prompt_is_tokenised_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there are more of them than any cache of texts holds."""
+    """Counts tokenizations of more prompts than any text cache holds."""
     count = 4200
     rows = [
         {

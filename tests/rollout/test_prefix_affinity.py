@@ -1,4 +1,4 @@
-"""Turns go back to the engine that knows their beginning, unless it is too busy."""
+"""Prefix affinity: turns return to the engine with the cached beginning, unless the engine is too busy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_longest_unused_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(0, 3)), max_size=300))
 def test_no_engine_is_given_much_more_than_another(turns: list[tuple[int, int, int]]) -> None:
-    """However often the same few ask, and whatever ends meanwhile."""
+    """Bounds the load of every engine for random turns and endings."""
     known, requests = PrefixAffinity(), dict.fromkeys(range(4), 0)
     for number, (trajectory, prompt, ended) in enumerate(turns):
         least = min(requests.values())
@@ -70,7 +70,8 @@ def test_no_engine_is_given_much_more_than_another(turns: list[tuple[int, int, i
 
 
 def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And samples of a long prompt to one, in whatever order engines answer."""
+    """Sends all turns of a trajectory, and all samples of a long prompt, to the same engine, in any order of
+    answers."""
     went: dict[str, set[int]] = defaultdict(set)
     send = ServiceRouter._send
 

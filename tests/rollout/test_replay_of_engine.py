@@ -1,4 +1,4 @@
-"""What a real engine's routers have chosen, over turns and cached prefixes, is what the policy's routers do."""
+"""Router replay of a real engine's routes, over several turns and cached prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROLLOUT = RolloutConfig(
     max_length=128,
     max_response_tokens=80,
     sampling=SamplingConfig(max_tokens=16),
-    options={"block_size": 32},  # so that most of a prompt is a cached prefix
+    options={"block_size": 32},  # makes most of a prompt a cached prefix
 )
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (1, {}),
@@ -48,13 +48,13 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
 
 
 class Direct:
-    """A `rollout.router.Router` for an engine in this process: what its turns ask for at once travels together."""
+    """A `rollout.router.Router` for an engine in this process, with a call per request."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
 
     async def generate(self, request: Request) -> Completion:
-        """Continues one prompt."""
+        """Generates the answer to a request."""
         async for ended in self.engine.generate_many([request], Sampling()):
             for completion in ended:
                 return completion
@@ -62,7 +62,7 @@ class Direct:
 
 
 def play(rank: int, address: str, model: Path) -> list[Trajectory]:
-    """Several turns with an engine that tells its routes; afterwards its prefixes and routes are stale."""
+    """Plays several turns with an engine that returns routes; afterwards requests stale prefixes and routes."""
     spec = replace(spec_of(model, ROLLOUT, weights="auto"), routes=True)
     os.environ.update(environment(spec))
     users = EnvironmentConfig(classes={"talk": "tests.rollout.user_envs:Talk"})
@@ -74,13 +74,13 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
         try:
             return await played(engine)
         finally:
-            engine.llm.shutdown()  # its process would outlive this one, which is killed once it has answered
+            engine.llm.shutdown()  # the core process would outlive this process, which is killed after its answer
 
     async def played(engine: VllmEngine) -> list[Trajectory]:
         agent = Agent(Direct(engine), Renderer(str(model)), users, Limits.of(ROLLOUT), EnvPool(8))  # type: ignore[arg-type]
         opened = [await agent.open(prompt, sample) for prompt in prompts for sample in range(4)]
         found = list(await asyncio.gather(*(agent.play(one, str(i)) for i, one in enumerate(opened))))
-        await engine.workers("routes_version", 5)  # a sync that has forgotten to drop the cached prefixes
+        await engine.workers("routes_version", 5)  # simulates a sync without dropping the cached prefixes
         await engine.llm.update_weight_version("5")
         again = Request("stale", found[0].tokens, 4, 0)
         stale = r"at position 0 are of weight version 0; the request was drawn with \[5\]"
@@ -100,7 +100,7 @@ def batch_of(trajectories: list[Trajectory]) -> Batch:
 def distance(
     rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, replay: str
 ) -> dict[str, float] | None:
-    """Sum and count of |log π_engine − log π| over the policy's tokens, and what replay counted."""
+    """Returns sum and count of |log π_engine − log π| over the policy's tokens, and the replay counts."""
     config = layouts.policy_config(micro_tokens=400, moe=MoeConfig(replay=replay))
     opened = layouts.open_rank(rank, address, path, parallel, config, torch.bfloat16)
     _, micros = layouts.deal(batch, opened)
@@ -127,8 +127,9 @@ def mismatch(path: Path, batch: Sequences, replay: str, ranks: int = 1, **sizes:
 
 @pytest.mark.slow
 def test_the_engines_routes_halve_the_mismatch_of_bfloat16(tmp_path: Path) -> None:
-    """The engine computes in float32 and the policy in bfloat16, with the same weights: not every CPU can run vLLM in
-    bfloat16. Every token's routes are there, and every layout's routers go where they say: each pass checks it."""
+    """Compares the mismatch with and without replay: the engine computes in float32 and the policy in bfloat16 with the
+    same weights, as some CPUs cannot run vLLM in bfloat16. Every token has routes, and each pass checks the routers of
+    every layout against the routes."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3, layers=4, experts=16)
     file = model / "model.safetensors"
     save_file({k: v.bfloat16().float() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Routes that are lost, moved, of other weights or of no expert are noticed before anything is trained on."""
+"""Lost, moved, stale or invalid routes are detected before training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = Prompt(0, [], "", {})
 
 
 def route_of(token: int) -> list[list[int]]:
-    """A route that tells whose it is: [M, K]."""
+    """Returns a route identifying the token, [M, K]."""
     first, second = token % 4, (token + 1 + token // 4 % 3) % 4
     return [[first + 1, second + 1], [second + 1, first + 1]]
 
@@ -63,7 +63,7 @@ def say(t: Trajectory, kind: Kind, tokens: list[int]) -> None:
 
 
 def speak(t: Trajectory, routes: TurnRoutes, tokens: list[int], version: int = 3, shift: int = 0) -> None:
-    """What the agent loop does in a turn, with an engine that gives the routes that were asked for."""
+    """Adds a turn as the agent loop does, with the requested routes."""
     first = routes.first(t) + shift
     read = [*t.context, *tokens[:-1]]
     routes.add(t, Completion("r", tokens, [-1.0] * len(tokens), "stop", ((version, 0),), routes_of(read[first:])))
@@ -71,7 +71,7 @@ def speak(t: Trajectory, routes: TurnRoutes, tokens: list[int], version: int = 3
 
 
 def played(rewritten: bool) -> Trajectory:
-    """Two turns, or with a new conversation three; what no engine has read has no route."""
+    """Returns a trajectory of two turns, or three with a new conversation; unread tokens have no route."""
     t, routes = empty(), TurnRoutes()
     say(t, Kind.PROMPT, [1, 2, 3])
     speak(t, routes, [4, 5])
@@ -86,7 +86,7 @@ def played(rewritten: bool) -> Trajectory:
 
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_every_turn_brings_the_routes_of_what_is_new(rewritten: bool) -> None:
-    """Each token has its own, but for the last of every conversation, which nobody read."""
+    """Checks each token's route, except for the unread last token of every conversation."""
     t = played(rewritten)
     column = t.columns[COLUMN]
     assert column.aligned == "input" and column.values.dtype == torch.uint8
@@ -112,7 +112,7 @@ def test_a_turn_with_too_few_routes_is_refused() -> None:
 
 
 def test_turns_before_a_sync_keep_the_routes_that_they_were_drawn_with() -> None:
-    """And those after it bring the routes of what is new alone."""
+    """Plays a turn before and a turn after a sync; the latter brings only the routes of new tokens."""
     t, routes = empty(), TurnRoutes()
     say(t, Kind.PROMPT, [1, 2, 3])
     speak(t, routes, [4, 5], version=3)
@@ -122,7 +122,7 @@ def test_turns_before_a_sync_keep_the_routes_that_they_were_drawn_with() -> None
     assert t.columns[COLUMN].values.tolist() == [*(route_of(token) for token in [1, 2, 3, 4, 5]), [[0, 0], [0, 0]]]
 
 
-# ---- what an engine gives -------------------------------------------------------------------------------------------
+# ---- routes from an engine -------------------------------------------------------------------------------------------
 
 
 def read(tokens: list[int], version: int = 3) -> TokenRoutes:
@@ -134,12 +134,12 @@ def check(found: TokenRoutes | None, tokens: list[int], first: int = 0) -> np.nd
 
 
 def test_the_routes_of_a_request_are_cut_to_what_is_wanted() -> None:
-    """One more may have been computed than was wanted in the end."""
+    """Takes routes of more tokens than needed, as the engine may compute another token."""
     assert check(read([1, 2, 3, 4, 5, 6]), [1, 2, 3, 4, 5], first=2).tolist() == routes_of([3, 4, 5]).tolist()
 
 
 class Table:
-    """Two requests of one prompt share the cache's first block of four tokens."""
+    """A block table: two requests of the same prompt share the first cache block of four tokens."""
 
     block_size = 4
     block_table = SimpleNamespace(np=np.array([[3, 5], [3, 6]]))
@@ -147,7 +147,8 @@ class Table:
 
 @pytest.mark.parametrize("names", [("old", "new"), ("new", "old")])
 def test_a_prefix_that_another_request_writes_in_the_same_step_is_known(names: tuple[str, str]) -> None:
-    """One had given way and reads its prompt again, the other finds most of it in the cache, whichever comes first."""
+    """Records a preempted request, reading the prompt again, and a request with most of the prompt in the cache, in
+    both orders."""
     prompt, first = [1, 2, 3, 4, 5], {"old": 0, "new": 4}
     tokens = [token for name in names for token in prompt[first[name] :]]
     recorder = object.__new__(RouteRecorder)
@@ -193,7 +194,7 @@ def test_planted_faults_of_an_engine_are_refused() -> None:
 
 
 def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
-    """As `CompletionOutput.routed_experts` has them: of every decoder layer, experts from 0."""
+    """Converts `CompletionOutput.routed_experts`: routes of every decoder layer, with experts numbered from 0."""
     wanted = routes_of([1, 2, 3])
     given = np.full((3, 3, 2), 7, np.uint8)
     given[:, [0, 2]] = wanted - 1
@@ -204,7 +205,7 @@ def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
 
 
 def test_an_engine_on_cuda_reads_the_routes_that_vllm_gives(tmp_path: Path) -> None:
-    """Its runner is asked for them in the environment, and its names are those of the vLLM that is installed."""
+    """Sets the environment variable of vLLM's runner, and compares names with the installed vLLM."""
     build(BuildConfig(), tmp_path / "m")
     spec = EngineSpec(str(tmp_path / "m"), "bfloat16", "cuda", RolloutConfig(), 64, routes=True)
     assert environment(spec)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -234,7 +235,7 @@ def test_a_route_fits_its_type(experts: int, dtype: type) -> None:
     shape.check(np.full((1, 1, 1), experts, dtype), 1, "r")
 
 
-# ---- what a step trains on ------------------------------------------------------------------------------------------
+# ---- routes in training ----------------------------------------------------------------------------------------------
 
 
 def batch_of(*trajectories: Trajectory, step_wise: str = "off") -> Batch:
@@ -243,7 +244,7 @@ def batch_of(*trajectories: Trajectory, step_wise: str = "off") -> Batch:
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
 def test_a_batch_needs_the_routes_of_all_that_a_token_was_drawn_after(step_wise: str) -> None:
-    """One lost in one layer is found; none is missed where nothing counts behind it."""
+    """Removes each route of each layer: an error is raised only if a counted token follows."""
     rewritten = step_wise != "off"
     batch = batch_of(played(rewritten), step_wise=step_wise)
     check_routes(batch)
@@ -276,7 +277,8 @@ def test_what_failed_needs_no_routes_and_an_engine_has_to_give_some() -> None:
 def test_metrics_are_shares_of_the_whole_step() -> None:
     one = {"replay_tokens_0": 10, "replay_replayed_0": 8, "replay_differs_0": 2, "replay_wrong_0": 0}
     two = {"replay_tokens_2": 10, "replay_replayed_2": 10, "replay_differs_2": 5, "replay_wrong_2": 0}
-    moved = {"replay_differs_0": 8, "replay_differs_2": 10}  # a later optimizer step's: its weights drew nothing
+    # From a later optimizer step, whose weights generated nothing
+    moved = {"replay_differs_0": 8, "replay_differs_2": 10}
     updates = [{**one, **two, "loss": 1.0}, {**one, **two, **moved}]
     found = replay_metrics(updates, updates[:1])
     assert found == {

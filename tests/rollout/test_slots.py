@@ -1,4 +1,4 @@
-"""Slots of environments, and trajectories that are played again: in the driver's threads, without an engine."""
+"""Slots for environments, and retried trajectories: in the driver's threads, without an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.scripted import Scripted
 
 
 class RequestRouter:
-    """Nobody's requests."""
+    """A router without requests."""
 
     def expect(self, players: int) -> None: ...
 
@@ -36,7 +36,7 @@ class RequestRouter:
 
 
 class Timed:
-    """A player whose trajectories only take time; `most` were open at once, `begun` in this order."""
+    """A player of trajectories without content; records the most open at once in `most`, and the order in `begun`."""
 
     router = RequestRouter()
 
@@ -91,7 +91,7 @@ async def _all(agent: SlotAgent, count: int) -> list[Trajectory]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_cancelled_ones_give_their_slots_back(seed: int) -> None:
-    """Whether they wait, have just been given a slot, or play."""
+    """Cancels random trajectories: waiting, with a new slot, or playing."""
     chance, player, slots = random.Random(seed), Timed(seed), Slots(4)
     agent = SlotAgent(player, slots)
 
@@ -110,7 +110,7 @@ def test_cancelled_ones_give_their_slots_back(seed: int) -> None:
 
 
 def test_an_evaluation_is_not_behind_all_that_is_ahead() -> None:
-    """It waits for half of the slots, and not for every rollout that was asked for before."""
+    """Starts an evaluation behind 400 rollouts: half of the slots serve the evaluation."""
     slots = Slots(4)
     rollouts, evaluation = Timed(1), Timed(2)
 
@@ -130,7 +130,7 @@ def test_an_evaluation_is_not_behind_all_that_is_ahead() -> None:
 
 
 class Flaky(BaseTextEnv):
-    """A service under it fails the first `extra_info.fails` times that it is asked, in `at`."""
+    """An environment on a service failing the first `extra_info.fails` calls in `at`."""
 
     asked: ClassVar[dict[int, int]] = {}
     open: ClassVar[set[int]] = set()
@@ -164,7 +164,7 @@ KEYS = itertools.count()
 
 
 def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, Scripted, int]:
-    """Played once, the policy that spoke, and how often the service was asked."""
+    """Plays once; returns the trajectory, the policy, and the number of calls to the service."""
     key = next(KEYS)
     row = {"reward_spec": {"ground_truth": "1"}, "extra_info": {"key": key, **info}}
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "flaky", row)
@@ -177,7 +177,7 @@ def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, S
         agent.retries = retries
         return await agent.play(await agent.open(prompt, 0), "0/1")
 
-    from tests.rollout.test_slots import Flaky as Imported  # as the registry imports it
+    from tests.rollout.test_slots import Flaky as Imported  # the class as imported by the registry
 
     played = asyncio.run(one())
     assert not Imported.open, "closed, whatever happened"
@@ -188,7 +188,7 @@ def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, S
 def test_a_fault_of_the_infrastructure_is_played_again(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """It never becomes a reward of 0: the same trajectory is played again, under the same names."""
+    """Retries the same trajectory under the same names, instead of a reward of 0."""
     monkeypatch.setattr(retry, "PAUSE_S", 0.001)
     whole, _, _ = play_flaky(characters_chat, 2, at="nowhere", fails=0)
     played, policy, asked = play_flaky(characters_chat, 2, at=at, fails=2)

@@ -58,7 +58,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_columns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
-    """Of those trajectories that have some, with shape, type and alignment; a file from before they were reads too."""
+    """Writes columns with shape, dtype and alignment, for those trajectories with columns, and reads older files
+    without columns."""
     routed, path = trajectory(), tmp_path / "step.parquet"
     values = torch.arange(4 * 3 * 2).reshape(4, 3, 2)
     for name, dtype in (("routes", torch.uint8), ("wide", torch.int16)):

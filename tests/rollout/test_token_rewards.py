@@ -1,4 +1,4 @@
-"""An environment that says what parts of an answer earned: where that arrives among the tokens."""
+"""An environment with rewards for parts of an answer: the tokens with these rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = Prompt(0, [{"role": "user", "content": "hello"}], "parts", {"extra_info
 
 @pytest.fixture(scope="module")
 def bytes_and_more() -> Tokenizer:
-    """Every byte is a token, and some pairs are; text is put together as byte-level tokenizers do."""
+    """Returns a byte-level tokenizer: a token per byte, and merges of some pairs."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(a, b) for a, b in zip("abcdĠ", "bcdea", strict=True)]
     tokens = [*letters, *(a + b for a, b in merges)]
@@ -54,13 +54,14 @@ def test_a_character_is_complete_with_its_last_byte(bytes_and_more: Tokenizer, a
 
 
 def test_bytes_that_are_no_character_lose_none_of_the_text(bytes_and_more: Tokenizer) -> None:
-    """The policy's words need not be valid: what is broken counts with what comes after it."""
+    """Decodes random tokens with invalid bytes: broken characters count with the following text."""
     rng = random.Random(0)
     for _ in range(300):
         tokens = [rng.randrange(bytes_and_more.get_vocab_size()) for _ in range(rng.randint(1, 30))]
         ends = characters(tokens, lambda some: str(bytes_and_more.decode(list(some))))
         assert ends == sorted(ends) and ends[-1] == len(bytes_and_more.decode(tokens)), tokens
-    broken = [bytes_and_more.token_to_id("Ģ")] * 3000  # each alone is no character: no reason to read all of them anew
+    # No token alone is a character; decoding must not start over for each
+    broken = [bytes_and_more.token_to_id("Ģ")] * 3000
     began = time.monotonic()
     assert characters(broken, lambda some: str(bytes_and_more.decode(list(some))))[-1] == 3000
     assert time.monotonic() - began < 5
@@ -74,7 +75,7 @@ def test_a_special_token_has_no_character() -> None:
 def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, tmp_path: Path) -> None:
     script = Scripted(characters_chat, [f"abc{EOS}", f"de{EOS}"])
     (t,) = play(characters_chat, ENVIRONMENT, [(PROMPT, script)])
-    # Parts: 0.5 for "a" and 0.25 for "abc" of the first answer, -1 for "d" of the second; each answer earns 1 beside.
+    # Parts: 0.5 for "a" and 0.25 for "abc" of the first answer, -1 for "d" of the second; each answer earns 1 besides.
     assert [step.reward for step in t.steps if step.kind is Kind.RESPONSE] == [1.75, 0.0] and t.reward == 1.75
     own = [i for i, said in enumerate(t.mask) if said]
     assert t.columns[TOKEN_REWARDS].values[own].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0, 0.0, 0.0]
@@ -91,19 +92,20 @@ def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, t
 
 @per_token()
 def returns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """What is earned from each token on."""
+    """Returns the sum of rewards from each token on."""
     return inputs.token.returns(1.0)
 
 
 @per_token()
 def rewards(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """What each token earned."""
+    """Returns the reward of each token."""
     return inputs.token.rewards_T
 
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
 def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) -> None:
-    """Some trajectories have parts, and the last token of an answer has what they leave of its reward."""
+    """Compares token rewards with a walk: some trajectories have parts, and the last token of an answer gets the
+    remaining reward."""
     algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:rewards")
     rollout = RolloutConfig(step_wise=step_wise)
     counted = 0
@@ -135,7 +137,7 @@ def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) ->
 
 
 def test_what_fails_has_none(characters_chat: Renderer) -> None:
-    script = Scripted(characters_chat, [f"abc{EOS}", f"{EOS}"])  # no part of an answer without a character
+    script = Scripted(characters_chat, [f"abc{EOS}", f"{EOS}"])  # an empty answer cannot have parts
     (t,) = play(characters_chat, ENVIRONMENT, [(PROMPT, script)])
     assert t.status is Status.ERROR_ENV and t.reward == 0.0 and not t.columns
     assert "rewards_at[0] = tuple (1, -1.0); allowed: (end, reward), a number of characters" in t.metadata["error"]

@@ -1,4 +1,4 @@
-"""A tokenizer is what its tokenizer.json is, whatever class its directory names, and it keeps all text."""
+"""A tokenizer equals its tokenizer.json for any class named in the directory, and keeps all text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_byte_level_file_beside_any_class(tmp_path: Path, named: str | None) -
 
 
 def test_the_case_is_real(tmp_path: Path) -> None:
-    """DeepSeek-R1-Distill-Llama-8B's pair of files loses spaces in transformers itself."""
+    """Shows that transformers itself loses spaces with DeepSeek-R1-Distill-Llama-8B's pair of files."""
     path = directory(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast")
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.decode(tokenizer.encode("a b\nc", add_special_tokens=False)) == "abc"
@@ -41,7 +41,7 @@ def test_the_case_is_real(tmp_path: Path) -> None:
 def test_kinds_that_models_have(tmp_path: Path, real_data: Path) -> None:
     for path in (
         directory(tmp_path / "metaspace", metaspace(), eos_token="</s>", tokenizer_class="LlamaTokenizerFast"),
-        qwen(real_data, tmp_path / "qwen"),  # vocab.json and merges.txt alone
+        qwen(real_data, tmp_path / "qwen"),  # only vocab.json and merges.txt
         stories.write(real_data / "data" / "stories260k", tmp_path / "stories"),
     ):
         tokenizer = load(path, "model.path")
@@ -58,7 +58,7 @@ def test_a_tokenizer_of_digits_and_one_that_takes_a_first_space_are_kept(tmp_pat
     digits.add_special_tokens(letters[:2])
     chat = Renderer(str(directory(tmp_path / "digits", digits, unk_token="<unk>", eos_token="<|im_end|>")))
     assert chat.text(chat.encode("12 + 34 = 46\n")) == "12 + 34 = 46\n"
-    first = metaspace()  # as Llama 2's and Mistral's files are since transformers 4.40
+    first = metaspace()  # like Llama 2's and Mistral's files since transformers 4.40
     first.normalizer = None
     first.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     chat = Renderer(str(directory(tmp_path / "first", first, unk_token="<unk>", eos_token="</s>")))

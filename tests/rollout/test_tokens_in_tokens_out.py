@@ -1,7 +1,7 @@
-"""Two hundred random conversations through a real engine: what is trained on is what the engine was given and produced.
+"""Two hundred random conversations through a real engine: training uses exactly the engine's input and output.
 
-The reference is put together by brute force from a recording at vLLM's own door: what a turn was given and what it
-produced; whatever lies between two turns is the environment's. Nothing of the agent's code has a part in it.
+The reference is built by brute force from a recording of vLLM's inputs and outputs; tokens between two turns come from
+the environment. The reference uses none of the agent's code.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ PIECES = (
     *("", "", " ", "\n", "ok", "42", "{}", "a longer reply of the tool, with words"),
     *("naïve", "語", "🙂", "\u200b", "\u0000", "Ω"),
 )
-"""What environments say: control tokens' names, nothing, and letters that tokenizers stumble over."""
+"""Texts of environments: names of control tokens, empty texts, and letters difficult for tokenizers."""
 
 
 class Noise(BaseTextEnv):
-    """Says random things, decided by `extra_info.seed` and the turn; ends or fails now and then."""
+    """An environment with random messages, determined by `extra_info.seed` and the turn; ends or fails at random."""
 
     def step(self, action: str) -> Any:
-        """Anything from no message to three."""
+        """Returns up to three messages, or fails."""
         self.turns += 1
         observations, fate = noise(self.extras["extra_info"]["seed"], self.turns)
         if fate < 0.02:
@@ -60,7 +60,7 @@ class Noise(BaseTextEnv):
 
 
 def noise(seed: int, turn: int) -> tuple[list[Message], float]:
-    """Messages, and a number in [0, 1)."""
+    """Returns random messages, and a number in [0, 1)."""
     rng = random.Random(f"{seed}/{turn}")
     roles = rng.choice([["user"], ["user"], ["tool"], ["tool", "tool"], ["user", "tool", "user"], [], ["assistant"]])
     return [
@@ -73,7 +73,7 @@ ENVIRONMENT = EnvironmentConfig(classes={"noise": f"{__name__}:Noise"})
 
 @dataclass
 class Turn:
-    """A request as the engine saw it."""
+    """A request as seen by the engine."""
 
     given: list[int]
     produced: list[int]
@@ -83,7 +83,7 @@ class Turn:
 
 @dataclass
 class Phase:
-    """Trajectories, and what the engine saw of each."""
+    """Trajectories, and the engine's view of each."""
 
     chat: Renderer
     trajectories: list[Trajectory]
@@ -91,7 +91,7 @@ class Phase:
 
 
 def play(engine: ActorGroup, chat: Renderer, name: str, count: int, rollout: RolloutConfig) -> Phase:
-    """`count` prompts, two samples each."""
+    """Plays `count` / 2 prompts with two samples each, and collects the recording."""
     rng = random.Random(name)
     prompts = [
         Prompt(
@@ -115,23 +115,23 @@ def play(engine: ActorGroup, chat: Renderer, name: str, count: int, rollout: Rol
 
 
 def check_tokens(phase: Phase) -> None:
-    """Tokens, mask and log-probs of each trajectory are the recording's, to the last bit."""
+    """Compares tokens, mask and log-probs of each trajectory with the recording, to the last bit."""
     for t, turns in zip(phase.trajectories, phase.turns, strict=True):
         tokens, mask, logprobs = list(turns[0].given), [0] * len(turns[0].given), [0.0] * len(turns[0].given)
         for turn in turns:
-            assert turn.given[: len(tokens)] == tokens  # what was before is never changed
+            assert turn.given[: len(tokens)] == tokens  # earlier tokens never change
             between = turn.given[len(tokens) :]
             tokens += between + turn.produced
             mask += [0] * len(between) + [1] * len(turn.produced)
             logprobs += [0.0] * len(between) + turn.logprobs
-        # Engines compute log-probs in float32: nothing is lost in an array of it.
+        # Engines compute log-probs in float32: a float32 array loses nothing.
         assert (list(t.tokens), list(t.mask), list(t.logprobs), t.turns) == (tokens, mask, logprobs, len(turns))
         assert t.prompt_length == len(turns[0].given)
 
 
 def check_environments_words(phase: Phase) -> Counter[str]:
-    """What stands between two turns is the template's text of the environment's messages, and only the template's
-    control tokens are in it."""
+    """Checks the tokens between turns: the template's text of the environment's messages, with only the template's
+    control tokens. Returns counts of the cases met."""
     chat, counted = phase.chat, Counter()
     control = re.compile("|".join(re.escape(text) for text in chat.control.values()))
     unknown = chat.tokenizer.unk_token_id
@@ -165,7 +165,8 @@ def check_environments_words(phase: Phase) -> Counter[str]:
 
 
 def check_training(phase: Phase, model: Path, context: int, **layout: int) -> None:
-    """Behind batch, mini-batches and packing: each rank's inputs, targets and weights; and the policy's log-probs."""
+    """Compares each rank's inputs, targets and weights after batch, mini-batches and packing, and the policy's
+    log-probs, with the trajectories."""
     pairs = [phase.trajectories[i : i + 2] for i in range(0, len(phase.trajectories), 2)]
     groups = [Group(pair[0].prompt, pair) for pair in pairs]
     batch = make_batch(groups, AlgorithmConfig(), RolloutConfig(max_response_tokens=LONGEST))
@@ -209,7 +210,7 @@ def check_training(phase: Phase, model: Path, context: int, **layout: int) -> No
 
 
 def check_variety(trajectories: list[Trajectory], turns: list[list[Turn]]) -> None:
-    """The test is of worth only where everything happened."""
+    """Checks that all kinds of endings and lengths occurred, because the comparison is worthless otherwise."""
     ends = Counter(t.status for t in trajectories)
     assert min(ends[s] for s in (Status.COMPLETED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)) >= 5, ends
     assert ends[Status.ERROR_ENV] >= 1, ends
@@ -218,7 +219,7 @@ def check_variety(trajectories: list[Trajectory], turns: list[list[Turn]]) -> No
 
 
 def engine_of(path: Path, logs: Path, rollout: RolloutConfig) -> ActorGroup:
-    """A recording one; the group's end is the caller's."""
+    """Starts a recording engine; the caller shuts the group down."""
     spec = EngineSpec(
         path=str(path), dtype="float32", device="cpu", rollout=rollout, max_length=LONGEST, weights="auto"
     )
@@ -232,7 +233,7 @@ def ray() -> Iterator[None]:
 
 
 def rollout_of(stop: list[str], **changes: Any) -> RolloutConfig:
-    """Four turns of at most 30 tokens, unless the changes say otherwise."""
+    """Returns settings of four turns with at most 30 tokens each, with `changes`."""
     base = RolloutConfig(
         kv_cache_gib=0.1,
         max_turns=4,
@@ -246,8 +247,8 @@ def rollout_of(stop: list[str], **changes: Any) -> RolloutConfig:
 
 @pytest.mark.slow
 def test_characters(tmp_path: Path) -> None:
-    """Its own template and one that closes every turn; budgets of turns, response and length; a policy with context
-    parallelism."""
+    """Uses the default template and a template closing every turn; budgets of turns, response and length; a policy with
+    context parallelism."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3, max_length=LONGEST)
     rollout = rollout_of([*"Ze4#tqK(", "?", "xy"])
     own, chatml = Renderer(str(model)), characters(tmp_path / "chatml", CHATML)
@@ -272,14 +273,14 @@ def test_characters(tmp_path: Path) -> None:
         assert any(t.status is Status.TRUNCATED_TOKENS and t.turns > 1 for t in phase.trajectories)
         assert all((t.response_length if limit == 60 else len(t.tokens)) <= limit for t in phase.trajectories)
     spelled = [k for t in everything.trajectories for k, m in zip(t.tokens, t.mask, strict=True) if m]
-    assert own.tokenizer.convert_tokens_to_ids("<user>") in spelled  # the policy's own control tokens stay its own
+    assert own.tokenizer.convert_tokens_to_ids("<user>") in spelled  # control tokens written by the policy are kept
     check_training(everything, model, context=2)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_qwen(real_data: Path, tmp_path: Path) -> None:
-    """Qwen3's tokenizer of 151,643 pieces, its template and its two end tokens; a policy with tensor parallelism."""
+    """Uses Qwen3's tokenizer of 151,643 pieces, its template and both end tokens; a policy with tensor parallelism."""
     path = qwen(real_data, tmp_path / "qwen")
     sizes = BuildConfig(architecture="qwen3", hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, tied=True)
     given = json.loads((real_data / "data" / "qwen_tokenizer" / "qwen3_4b_config.json").read_text())
@@ -288,7 +289,8 @@ def test_qwen(real_data: Path, tmp_path: Path) -> None:
     build_model_of(path, hf, seed=5)
     chat = Renderer(str(path))
     weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][chat.tokenizer.eos_token_id] *= 8  # else one draw in 151,936
+    # The end token would be one draw in 151,936 otherwise
+    weights["model.embed_tokens.weight"][chat.tokenizer.eos_token_id] *= 8
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     rollout = rollout_of(["z", "ing", "#"])
     engine = engine_of(path, tmp_path, rollout)

@@ -1,4 +1,4 @@
-"""Environments with native tool calls: what the model reads and says, and that its tokens stay the engine's."""
+"""Environments with native tool calls: the model's input and output, with unchanged engine tokens."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SPELLED = ("ok", "", "42", EOS, f"a{EOS}\n<assistant>\n", "<tool_call>", "{}", *
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call as the template has it."""
+    """Returns a call in the template's form."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def say(text: str, times: int = 1) -> str:
-    """Says a text back."""
+    """Returns the text, repeated."""
     return text * times
 
 
@@ -59,7 +59,7 @@ FAIL = Tool("fail", {"type": "object", "properties": {"how": TEXT}, "required": 
 
 
 class Echo(ToolEnv):
-    """Done when the policy calls nothing."""
+    """An environment ending when the policy calls no tool."""
 
     requires_ground_truth = False
     tools: Sequence[Tool] = (SAY, FAIL)
@@ -78,7 +78,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 def with_template(path: Path, template: str, rollout: RolloutConfig | None = None) -> Renderer:
-    """The `characters` tokenizer with another template in its folder."""
+    """Returns the renderer of the `characters` tokenizer with another template."""
     characters(path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
@@ -166,7 +166,8 @@ def test_whatever_is_written_is_read(text: str) -> None:
 
 
 def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) -> None:
-    """Tokens are what the engine said, and between two turns what the template makes of the results, nothing more."""
+    """Plays a hundred random conversations: tokens are the engine's, with the template's text of the results between
+    turns."""
     rng, scripts = random.Random(5), []
     for uid in range(100):
         lines = [line(rng) + rng.choice(["", EOS]) for _ in range(6)]
@@ -200,7 +201,7 @@ def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) 
 
 
 def line(rng: random.Random) -> str:
-    """A turn: none to five calls, some of them wrong."""
+    """Returns a turn of none to five calls, some wrong."""
     calls = [
         rng.choice([call("say", text=rng.choice(SPELLED), times=rng.randint(0, 2)), *rng.sample(list(WRONG), 1)])
         for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 5, 5]))
@@ -209,7 +210,7 @@ def line(rng: random.Random) -> str:
 
 
 def letters(chat: Renderer, text: str) -> list[int]:
-    """Tokens of a text in which no control token is meant."""
+    """Returns the tokens of a text without control tokens."""
     unknown = chat.tokenizer.unk_token_id
     tokens = [token for letter in text for token in chat.tokenizer.encode(letter, add_special_tokens=False)]
     assert all(token not in chat.control or token == unknown for token in tokens)
@@ -217,7 +218,7 @@ def letters(chat: Renderer, text: str) -> list[int]:
 
 
 def written(chat: Renderer, *parts: str) -> list[int]:
-    """Texts, and in odd places control tokens."""
+    """Returns the tokens of the parts: texts at even positions, control tokens at odd positions."""
     return [
         token
         for place, part in enumerate(parts)
@@ -226,7 +227,7 @@ def written(chat: Renderer, *parts: str) -> list[int]:
 
 
 def opening(chat: Renderer, said: str) -> list[int]:
-    """Put together by hand, from the template's text."""
+    """Returns the opening, built by hand from the template's text."""
     shown = "".join(json.dumps(tool.definition, ensure_ascii=False) + "\n" for tool in (SAY, FAIL))
     how = 'Call one so: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'
     return written(
@@ -246,7 +247,7 @@ def opening(chat: Renderer, said: str) -> list[int]:
 
 
 def after(chat: Renderer, answers: list[str], last: int) -> list[int]:
-    """What stands between a turn and the next."""
+    """Returns the tokens between two turns."""
     told = "".join(f"\n<tool_response>\n{answer}\n</tool_response>" for answer in answers)
     between = written(chat, "", EOS, "\n", "<user>", told, EOS, "\n", "<assistant>", "\n")
     return between[1:] if last in chat.stop_tokens else between
@@ -285,7 +286,7 @@ def test_a_template_that_cannot_is_refused(template: str, tmp_path: Path) -> Non
 
 
 def test_one_message_is_refused(tmp_path: Path) -> None:
-    """Also without the model's files, as in a dry run."""
+    """Refuses the setting with the model's files, and without them as in a dry run."""
     line = r"rollout.conversation = one_message: environment echo has tools, .*rollout.conversation=messages"
     with pytest.raises(UserError, match=line):
         inputs.check_tools(settings_of(tmp_path / "absent", "one_message"))
@@ -334,7 +335,7 @@ def test_the_calculator() -> None:
 
 
 def test_demonstrations_are_rendered_as_rollouts(tmp_path: Path) -> None:
-    """With the tiny model's own template: prompt with the tool, call, result and answer, token for token."""
+    """Compares tokens with the tiny model's template: prompt with the tool, call, result and answer."""
     model = tmp_path / "model"
     model.mkdir()
     write_tokenizer(model)

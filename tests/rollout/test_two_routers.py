@@ -1,4 +1,5 @@
-"""An evaluation beside rollouts that are ahead: two routers on the same engines, of which the other finds one dead."""
+"""An evaluation during asynchronous rollouts: two routers on the same engines, and an engine found dead by the other
+router."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.support.virtual_rollouts import Engine
 
 
 class Fleet:
-    """One engine, which anybody may find dead."""
+    """A fleet of one engine; any router may retire the engine."""
 
     def __init__(self) -> None:
         self.engine = Engine(0, 1.0)
@@ -26,7 +27,7 @@ class Fleet:
         self.group = SimpleNamespace(actors=[self.engine.actor()], name="engine")
 
     def die(self) -> None:
-        """It is gone, and what comes into its place has no weights yet."""
+        """Removes the engine; the replacement has no weights yet."""
         self.serving = []
         self.group.actors[0] = None
 
@@ -39,7 +40,7 @@ class Fleet:
 
 
 def asked_after_its_death(kind: type[Router]) -> Any:
-    """What becomes of a request that comes once another router has found that the engine is dead."""
+    """Sends a request after another router found the engine dead, and returns the result."""
     fleet: Any = Fleet()
 
     async def ask() -> Any:

@@ -1,6 +1,6 @@
-"""How long a request waits is not limited; how long an engine stands still is.
+"""Requests may wait without limit; an engine without progress is limited.
 
-A simulated vLLM, whose cache and speed a test chooses, behind the real engine actor, router and fleet; and a real one.
+Tests run a simulated vLLM with chosen cache and speed, behind the real engine actor, router and fleet, and a real vLLM.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from tests.support.simulated_engine import SimulatedEngine
 
 LIMIT_S = 0.8
 SLOW_S = 25.0
-"""What a busy machine may take for the messages of a call; an engine whose actor does not answer is given 30 s more."""
+"""Allowance for the messages of a call on a busy machine, in seconds; an engine with an unresponsive actor gets 30 s
+more."""
 CACHE = 4
-"""Sequences that a simulated engine's cache holds."""
+"""Sequences in the cache of a simulated engine."""
 
 
 def spec(folder: Path) -> EngineSpec:
@@ -64,7 +65,7 @@ def route(fleet: Any, asked: list[Request], concurrency: int = 16) -> dict[str, 
 
 
 def test_a_queue_of_ten_caches_and_slow_tokens_end_nothing(ray: None, tmp_path: Path) -> None:
-    """One request alone takes longer than the limit, and the last ones wait for ten times as long."""
+    """Sends requests longer than the limit; the last ones wait ten times as long."""
     group = simulated(tmp_path, None, token_s=LIMIT_S / 4)
     try:
         start = time.monotonic()
@@ -80,7 +81,7 @@ def test_a_queue_of_ten_caches_and_slow_tokens_end_nothing(ray: None, tmp_path: 
 def test_an_engine_that_stands_still_is_found_and_others_take_its_requests(
     ray: None, tmp_path: Path, tokens: int
 ) -> None:
-    """Also where no request has got a token, and where all that is left waits."""
+    """Stops an engine before the first token, or later, with all other requests waiting."""
     group = simulated(tmp_path, tokens, None, token_s=0.02)
     said: list[tuple[float, str]] = []
     fleet = serving(group, restarts=1)
@@ -136,7 +137,7 @@ def test_time_in_which_the_engines_own_process_was_stopped_does_not_count(tmp_pa
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, known: bool) -> None:
-    """Each of the requests may become 10 tokens long, and the cache holds `CACHE` of that length."""
+    """Limits the requests in an engine to `CACHE` sequences of the full length of 10 tokens."""
     group = simulated(tmp_path, None, token_s=0.01)
     fleet = serving(group)
     if known:
@@ -145,20 +146,21 @@ def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, know
         assert len(route(fleet, requests(20 * CACHE), concurrency=8)) == 20 * CACHE
         [most] = group.call_all("most", timeout=60)
         assert most == (CACHE_FILL * CACHE if known else IN_FLIGHT * 8)
-        long = Request("long", [1] * 500, 1, 0)  # it fits nowhere; alone it may try
+        long = Request("long", [1] * 500, 1, 0)  # fits no cache; may run alone
         assert len(route(fleet, [long, *requests(3)])) == 4
     finally:
         group.shutdown()
 
 
-# ---- the real one --------------------------------------------------------------------------------------------------
+# ---- with a real engine ----------------------------------------------------------------------------------------------
 
 REAL = RolloutConfig(kv_cache_gib=0.01, request_timeout_s=3.0, concurrency=256)
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Iterator[tuple[ActorGroup, Facts]]:
-    """A cache for 82 of the longest sequences: two layers, two heads of 32 for keys and for values, in float32."""
+    """Starts an engine with a cache for 82 sequences of full length: two layers, two heads of 32 for keys and for
+    values, in float32."""
     model = build_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", seed=3)
     spec = spec_of(model, REAL, weights="auto")
     group = ActorGroup.spawn(
@@ -177,7 +179,7 @@ def test_what_a_real_engine_says_of_its_cache(real: tuple[ActorGroup, Facts]) ->
 
 
 def test_a_real_engine_with_a_queue_ends_nothing_by_time(real: tuple[ActorGroup, Facts]) -> None:
-    """The last requests of a queue wait for longer than the limit, on a machine of whatever speed."""
+    """Measures the machine's speed, and sends a queue longer than the limit."""
     group, _ = real
 
     def answered(name: str, count: int) -> float:
@@ -192,7 +194,7 @@ def test_a_real_engine_with_a_queue_ends_nothing_by_time(real: tuple[ActorGroup,
 
 
 def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
-    """Last: it ends the engine. vLLM's process answers nothing any more; that of the actor is well."""
+    """Stops vLLM's process while the actor keeps answering. Ends the module's engine; must be the last test."""
     from skyrl_mega.cluster import reaper
 
     group, _ = real
@@ -214,5 +216,5 @@ def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) 
         asyncio.run(ask())
     assert isinstance(raised.value.cause, EngineDied)  # type: ignore[attr-defined]
     assert time.monotonic() - start < 2 * REAL.request_timeout_s + SLOW_S
-    call = group.submit(0, "health")  # its actor still answers
+    call = group.submit(0, "health")  # the actor still answers
     assert gather([call], 60) == [0]

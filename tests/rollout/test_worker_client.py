@@ -1,4 +1,4 @@
-"""Workers that die at any moment, in virtual time: what is asked for is played once, whatever happens to whom."""
+"""Rollout workers crashing at any moment, in virtual time: each requested trajectory is played exactly once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
 
 
 def test_what_workers_find_of_engines_reaches_the_driver() -> None:
-    """Their shares of a cache, one that is dead, one that rests, and that none is left."""
+    """Sends events of workers about engines to the driver: shares of the cache, a dead engine, an engine awaiting a
+    sync, and no engine left."""
 
     async def phase() -> None:
         player, group, workers, engines, _ = player_of(2, 0)
@@ -141,7 +142,7 @@ def test_a_defect_of_ours_is_told_to_all_who_wait(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
-    """As a service's does: everything in it is cancelled at once."""
+    """Cancels all tasks at once, as at the end of a service's loop."""
     closed: list[int] = []
 
     async def phase() -> None:

@@ -1,4 +1,4 @@
-"""A session of a worker, without Ray: calls overtake one another."""
+"""A session of a worker, without Ray: calls overtake each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.chats import characters
 
 
 class Waits:
-    """An agent whose trajectories last."""
+    """An agent with trajectories of 60 s."""
 
     def __init__(self) -> None:
         self.router = SimpleNamespace(close=lambda: None)
@@ -86,7 +86,7 @@ def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
 
 
 def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_chat: Renderer) -> None:
-    """Its environment is not opened, which may be what ends processes."""
+    """Fails the job without opening the environment, as opening may crash the process."""
     limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {"reward_spec": {}})
     router: Any = SimpleNamespace(close=lambda: None)
@@ -109,7 +109,8 @@ def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_ch
 
 
 def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path: Path) -> None:
-    """Neither where it is not played nor where its environment fails."""
+    """Fails a trajectory without playing, and a trajectory with a failing environment, under a template refusing the
+    prompt."""
     chat = characters(tmp_path / "refuses", "{{ raise_exception('no') }}")
     limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
     router: Any = SimpleNamespace()
@@ -123,7 +124,7 @@ def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path:
 def test_a_worker_imports_environments_before_it_is_given_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the import would count as time of all trajectories that come first."""
+    """Imports the classes at start; otherwise the import would count as time of the first trajectories."""
     monkeypatch.setattr(worker, "Renderer", lambda *_: None)
     file = tmp_path / "own.py"
     file.write_text(

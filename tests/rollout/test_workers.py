@@ -1,4 +1,4 @@
-"""Trajectories that other processes play, on a real engine: the same as in the driver, and none lost with a process."""
+"""Trajectories played in other processes, on a real engine: equal to the driver's, and none lost with a process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def prompts(count: int, env: str = "talk", **extra: object) -> list[Prompt]:
 
 
 def told(t: Trajectory) -> tuple[object, ...]:
-    """What must not depend on where it was played."""
+    """Returns the parts of a trajectory independent of the process."""
     return t.prompt, t.sample, t.tokens, t.mask, t.reward, t.status, t.turns, t.messages, t.metadata, t.prompt_length
 
 
@@ -100,7 +100,8 @@ def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Work
 
 
 def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
-    """As with `asynchrony.mode=full`: weights may change under them, and engines are told anew after a sync."""
+    """Plays through a service, as with `asynchrony.mode=full`: weights may change in between, and workers learn the
+    engines again after a sync."""
     asked = prompts(6)
     tickets = [Ticket(i, i, 0, tuple(f"0/1/0/{i}/{s}" for s in range(2))) for i in range(6)]
     found = {}
@@ -121,7 +122,7 @@ def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, ch
 def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
 ) -> None:
-    """A checkpoint has it of trajectories that are in a tool; a run that resumes gives it to whoever plays them."""
+    """Saves recorded turns of trajectories waiting for a tool, and resumes without generating these turns again."""
     asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
     tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
@@ -149,13 +150,14 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
 
 
 def marked(one: journal.RecordedTurn) -> journal.RecordedTurn:
-    """With log-probs that no engine gives."""
+    """Returns the turn with log-probs unlike any engine's."""
     completion = one.completion
     return replace(one, completion=replace(completion, logprobs=array("f", [-9.0] * len(completion.tokens))))
 
 
 def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path: Path) -> None:
-    """Where other processes play, steps go by reference, and one trajectory that is here would bring all the others."""
+    """Restores trajectories by reference if other processes play: a single trajectory held by the driver would bring
+    all others there."""
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"reward_spec": {}})
     own = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
     made = Trajectory(prompt, 0, *own, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
@@ -230,7 +232,7 @@ def test_a_phase_that_is_abandoned_closes_its_environments(
 def test_without_any_process_the_run_ends_and_says_why(
     engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
 ) -> None:
-    """Last: it ends the module's workers."""
+    """Kills the module's workers; must be the last test."""
     for where in workers.group.where:
         os.kill(where.pid, signal.SIGKILL)
     with (

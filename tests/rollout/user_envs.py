@@ -1,4 +1,4 @@
-"""Environments of the tests, named by import path as a user's are."""
+"""Environments for the tests, named by import path like a user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TALK: Message = {"role": "user", "content": "go on"}
 
 
 class Talk(BaseTextEnv):
-    """Answers every turn; never done."""
+    """An environment answering every turn, without end."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -25,7 +25,7 @@ class Talk(BaseTextEnv):
 
 
 class Faulty(BaseTextEnv):
-    """Fails as `extra_info.fault` says."""
+    """An environment failing as set in `extra_info.fault`."""
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
@@ -48,14 +48,14 @@ class Faulty(BaseTextEnv):
 
 
 class Shy:
-    """Cannot even be shown."""
+    """An object with a failing repr."""
 
     def __repr__(self) -> str:
         raise ValueError("no words")
 
 
 class ShyError(Exception):
-    """Neither."""
+    """An error with a failing repr."""
 
     def __repr__(self) -> str:
         raise ValueError("no words")
@@ -102,16 +102,17 @@ GARBAGE: dict[str, Any] = {
     "shy error": lambda: _raise(ShyError()),
     "surrogate error": lambda: _raise(ValueError("\ud800")),
 }
-"""What a step may do that it should not."""
+"""Faulty results of a step, by name."""
 
 
 def good(**changes: Any) -> Any:
-    """What a step may do, with these changes."""
+    """Returns a valid result of a step, with these changes."""
     return {"observations": [TALK], "reward": 1.0, "done": False, "metadata": {}, **changes}
 
 
 class Garbage(BaseTextEnv):
-    """Good in the first turn, then what `extra_info.fault` says; with none it ends after three."""
+    """An environment with a valid first turn and then the fault `extra_info.fault`; without a fault it ends after three
+    turns."""
 
     def init(self, prompt: list[Message]) -> Any:
         if self.extras["extra_info"]["fault"] == "init":
@@ -127,7 +128,7 @@ class Garbage(BaseTextEnv):
 
 
 class Quiet(BaseTextEnv):
-    """Says nothing, but for a word after the second turn."""
+    """An environment without observations, except for a word after the second turn."""
 
     def step(self, action: str) -> Any:
         self.turns += 1
@@ -135,7 +136,7 @@ class Quiet(BaseTextEnv):
 
 
 class Stuck(BaseTextEnv):
-    """Hangs until `release`; `closed` tells which have been closed."""
+    """An environment hanging until `release`; `closed` records the closed environments."""
 
     release = threading.Event()
     closed: ClassVar[list[str]] = []
@@ -150,7 +151,8 @@ class Stuck(BaseTextEnv):
 
 
 class Counted(BaseTextEnv):
-    """Takes a while to open, and tells which have been made and which closed; fails in `init` as `extra_info` says."""
+    """An environment with a slow opening; records environments made and closed; fails in `init` as set in
+    `extra_info`."""
 
     made: ClassVar[list[int]] = []
     closed: ClassVar[list[int]] = []
@@ -175,7 +177,7 @@ class Counted(BaseTextEnv):
 
 
 class Rewriting(BaseTextEnv):
-    """Puts a conversation of its own in the place of the old one in every turn but each third; done after six."""
+    """An environment replacing the conversation in every turn except each third; done after six turns."""
 
     rewrites_history: ClassVar[bool] = True
 
@@ -188,7 +190,7 @@ class Rewriting(BaseTextEnv):
 
 
 class Slow(BaseTextEnv):
-    """Takes `extra_info.seconds` for a step and goes on for ever."""
+    """An environment with steps of `extra_info.seconds`; never ends."""
 
     def step(self, action: str) -> Any:
         time.sleep(float(self.extras["extra_info"]["seconds"]))
@@ -196,7 +198,7 @@ class Slow(BaseTextEnv):
 
 
 class Calling(BaseTextEnv):
-    """Names a tool call and is done after two turns."""
+    """An environment naming a tool call in the metadata; done after two turns."""
 
     def step(self, action: str) -> Any:
         self.turns += 1
@@ -205,7 +207,7 @@ class Calling(BaseTextEnv):
 
 
 class Named(BaseTextEnv):
-    """Two turns; each gives two rewards, the second one also `late`."""
+    """An environment of two turns with two named rewards each; the second turn adds the reward `late`."""
 
     def step(self, action: str) -> Any:
         self.turns += 1
@@ -214,7 +216,8 @@ class Named(BaseTextEnv):
 
 
 class Parts(BaseTextEnv):
-    """Two turns; the first one's first and third character earn something, and the second one's first."""
+    """An environment of two turns with rewards for the first and third character of the first answer, and for the first
+    character of the second."""
 
     def step(self, action: str) -> Any:
         self.turns += 1
@@ -223,7 +226,8 @@ class Parts(BaseTextEnv):
 
 
 class Noted(BaseTextEnv):
-    """Writes into the folder `extra_info.folder` which process opened and closed it, and takes `seconds` for a step."""
+    """An environment with steps of `seconds`; records its processes at opening and closing in the folder
+    `extra_info.folder`."""
 
     def init(self, prompt: list[Message]) -> Any:
         self.note("open")
@@ -237,6 +241,6 @@ class Noted(BaseTextEnv):
         self.note("close")
 
     def note(self, what: str) -> None:
-        """A file for each event, whose name says what and where."""
+        """Makes a file for the event; the name holds the event and the process."""
         folder = Path(self.extras["extra_info"]["folder"])
         (folder / f"{what}-{os.getpid()}-{id(self)}-{time.monotonic_ns()}").touch()
