@@ -12,7 +12,7 @@ CHATML = (
     "{% for m in messages %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}"
 )
-"""Every turn is closed, and the newline behind the end token is the template's."""
+"""A template that closes every turn; the newline after the end token belongs to the template."""
 
 TOOLS = (
     "{% if tools %}{{ '<system>\n# Tools\n' }}{% for t in tools %}{{ t | tojson ~ '\n' }}{% endfor %}"
@@ -24,11 +24,11 @@ TOOLS = (
     "{% else %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}"
 )
-"""As Qwen's: tools in a message of the system, calls in tags, results of one turn in one message of the user."""
+"""A template like Qwen's: tools in a system message, calls in tags, and all results of a turn in a user message."""
 
 
 def characters(path: Path, template: str | None = None) -> Renderer:
-    """The `characters` tokenizer, with the template of its own or another."""
+    """Returns the renderer of the `characters` tokenizer, with the default template or `template`."""
     path.mkdir(parents=True)
     write_tokenizer(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
@@ -39,7 +39,7 @@ def characters(path: Path, template: str | None = None) -> Renderer:
 
 
 def qwen(real_data: Path, path: Path) -> Path:
-    """Qwen3's tokenizer, template and end tokens as files of a folder."""
+    """Copies Qwen3's tokenizer, template and end tokens into a folder."""
     source = real_data / "data" / "qwen_tokenizer"
     path.mkdir(parents=True, exist_ok=True)
     for name, file in (

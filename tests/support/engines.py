@@ -1,4 +1,4 @@
-"""Small models, engines that serve them, and what transformers says of their answers."""
+"""Small models, engines with these models, and comparisons of answers with transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from skyrl_mega.models import tiny
 from skyrl_mega.models.registry import architecture
 
 LOADING = threading.Lock()
-"""transformers patches torch while it loads: two threads at once leave tied heads at random values."""
+"""A lock around loading: transformers patches torch while loading, and two threads at once leave tied heads with random
+values."""
 
 
 def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
-    """A tiny model whose weights are large enough for sharp distributions: a wrong or misplaced tensor shows."""
+    """Builds a tiny model with large weights for sharp distributions: a wrong or misplaced tensor shows."""
     tiny.build(BuildConfig(architecture=architecture, **sizes), path, seed)
     file = path / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +42,7 @@ def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
 
 
 def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
-    """Such a model for a config.json of another's, in a folder that may hold a tokenizer already."""
+    """Builds a tiny model from another config.json, in a folder with or without a tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: 1 + 0.3 * torch.randn(shape, generator=generator)
@@ -55,10 +56,10 @@ def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
 
 
 class Recorder(VllmEngine):
-    """An engine that keeps what vLLM was given and what it produced, as vLLM itself has it."""
+    """An engine that records vLLM's inputs and outputs."""
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Also listens at vLLM's own door."""
+        """Starts the engine, and records vLLM's `generate`."""
         facts = await super().start(former)
         self.seen: dict[str, dict[str, Any]] = {}
         generate = self.llm.generate
@@ -78,35 +79,35 @@ class Recorder(VllmEngine):
         return facts
 
     async def recording(self) -> dict[str, dict[str, Any]]:
-        """By request id: tokens given, tokens produced, their log-probs, what ended them."""
+        """Returns, by request id: input tokens, output tokens, log-probs, and the reason for the end."""
         return self.seen
 
 
 def start_engine(
     name: str, spec: EngineSpec, logs: Path, engines: int = 1, kind: type[VllmEngine] = VllmEngine
 ) -> ActorGroup:
-    """Engine actors that have been started."""
+    """Starts engine actors."""
     group = ActorGroup.spawn(name, kind, [{"spec": spec}] * engines, timeout=300, env=environment(spec), logs=logs)
     group.call_all("start", timeout=600)
     return group
 
 
 def serving(group: ActorGroup, restarts: int = 0) -> Fleet:
-    """These engines as a fleet; all hold the weights that are wanted."""
+    """Returns a fleet of these engines; all serve the current weights."""
     fleet = Fleet(group, restarts=restarts, start_timeout_s=600)
     fleet.serve(range(len(group)))
     return fleet
 
 
 def spec_of(path: Path, rollout: RolloutConfig, **more: Any) -> EngineSpec:
-    """A float32 engine on CPU for sequences of up to 128 tokens."""
+    """Returns the spec of a float32 engine on CPU for sequences of up to 128 tokens."""
     return EngineSpec(path=str(path), dtype="float32", device="cpu", rollout=rollout, max_length=128, **more)
 
 
 def complete(
     engines: ActorGroup, requests: list[Request], sampling: Sampling | None = None, rank: int = 0
 ) -> dict[str, Completion]:
-    """Completions by request id."""
+    """Returns completions by request id."""
     sampling = sampling or Sampling()
 
     async def collect() -> list[Completion]:
@@ -120,8 +121,8 @@ def complete(
 
 
 def difference_from_transformers(path: Path, request: Request, completion: Completion, temperature: float = 1) -> float:
-    """Largest difference between the engine's log-probs and those of transformers for the same tokens."""
-    with LOADING:  # the import too: transformers fills its module as names are asked for
+    """Returns the largest difference between log-probs of the engine and of transformers for the same tokens."""
+    with LOADING:  # includes the import: transformers fills its module lazily
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

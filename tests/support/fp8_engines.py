@@ -1,8 +1,7 @@
-"""vLLM's own FP8 quantisation on a CPU: all of it is vLLM's but the matrix products, which only GPUs have.
+"""vLLM's FP8 quantization on a CPU: everything is vLLM's except the matrix products, available only on GPUs.
 
-`register` is a plugin of vLLM (`plugin` makes it one): it runs in each of its processes. Weights are quantised, kept
-and loaded again by vLLM's classes; where they would call an FP8 kernel, numbers times scales are multiplied in the
-activations' type.
+`register` is a vLLM plugin (made by `plugin`) and runs in each of vLLM's processes. vLLM's classes quantize, keep and
+load the weights; instead of an FP8 kernel, the values times their scales are multiplied in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def plugin(folder: Path) -> dict[str, str]:
-    """Environment variables with which vLLM finds `register`; `folder` takes what Python needs to know of it."""
+    """Returns environment variables to make vLLM find `register`; writes the package metadata into `folder`."""
     about = folder / "fp8_engines-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8_engines\nVersion: 1\n")
@@ -30,20 +29,20 @@ def plugin(folder: Path) -> dict[str, str]:
 
 
 class LinearKernel:
-    """In the place of vLLM's FP8 matrix product."""
+    """A replacement for vLLM's FP8 matrix product."""
 
     def __init__(self, **_: Any) -> None:
         pass
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing is re-packed."""
+        """Does nothing: weights need no repacking."""
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, dequantise_reference(layer.weight.data, layer.weight_scale_inv.data, dtype=x.dtype), bias)
 
 
 class ExpertsKernel:
-    """In the place of vLLM's fused experts."""
+    """A replacement for vLLM's fused experts."""
 
     is_monolithic = can_overlap_shared_experts = False
     prepare_finalize = SimpleNamespace(topk_indices_dtype=lambda: None)
@@ -70,14 +69,14 @@ class ExpertsKernel:
 
 
 def register() -> None:
-    """Puts these in vLLM's places, in this process."""
+    """Installs the replacements in this process."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
     from vllm.model_executor.layers.quantization import fp8 as checkpoint
     from vllm.model_executor.layers.quantization.online import base
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
     for config in (base.OnlineQuantizationConfig, checkpoint.Fp8Config):
-        config.get_supported_act_dtypes = classmethod(  # float32 shows more than bfloat16 would
+        config.get_supported_act_dtypes = classmethod(  # float32 shows smaller errors than bfloat16
             lambda cls: [torch.bfloat16, torch.float32]
         )
     for module in (online, checkpoint):

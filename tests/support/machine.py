@@ -1,4 +1,4 @@
-"""Limits on seconds of computing, on machines that are not always equally fast."""
+"""Limits on computing time, for machines of varying speed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 import numpy as np
 
 USUAL_S = 0.2
-"""Of a piece of work (`slowness`) on one of the two cores that limits are written for."""
+"""Seconds of a calibration (`slowness`) on a core of the two-core machine for which limits are set."""
 
 
 def within(seconds: float, limit_s: float) -> bool:
-    """Whether computing took no longer than it may. Cores that others share have been seen to take five times as long
-    as before: where the limit is passed, a piece of work tells what it would be at the moment."""
+    """Returns True if computing stayed within the limit, scaled by the machine's current slowness: shared cores were
+    seen to become five times slower."""
     return seconds <= limit_s or seconds <= limit_s * slowness()
 
 
 def slowness() -> float:
-    """How many times as long as usual a piece of work takes now."""
+    """Returns the ratio of the calibration's current time to the usual time."""
     numbers = np.random.default_rng(0).random(4_000_000)
     start = time.process_time()
     np.sort(numbers)

@@ -1,4 +1,4 @@
-"""Workers that die at any moment, with whom trajectories are played in virtual time."""
+"""Rollout workers that crash at any moment, playing trajectories in virtual time."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ PROMPT = Prompt(0, [], "", {})
 
 @dataclass
 class Arrays:
-    """Stands for a reference."""
+    """A stand-in for an object reference."""
 
     key: int
     good: bool = False
 
 
 class Worker:
-    """A worker of one session. Each of its methods has a `remote`, as an actor's."""
+    """A worker of a session. Each method has a `remote`, like an actor's."""
 
     def __init__(self, random: Random) -> None:
         self.random, self.alive = random, True
         self.dies_of: set[int] = set()
-        """Samples."""
+        """Samples that crash the worker."""
         self.lasts_s = 1.0, 3.0
-        """A trajectory, at least and at most."""
+        """Shortest and longest duration of a trajectory in seconds."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.said: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self.engines: list[EngineView] = []
         self.names: list[str] = []
         self.begun: set[str] = set()
         self.early: set[int] = set()
-        """Abandoned before they came."""
+        """Jobs abandoned before arrival."""
         self.ended = 0
         for name in ("begin", "play", "abandon", "events", "rejoin", "end"):
             setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
@@ -59,7 +59,7 @@ class Worker:
 
     def _called(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
-            await asyncio.sleep(self.random.uniform(0, 0.02))  # calls overtake one another
+            await asyncio.sleep(self.random.uniform(0, 0.02))  # calls overtake each other
             if not self.alive:
                 raise ray.exceptions.RayActorError
             return await method(*args)
@@ -75,7 +75,7 @@ class Worker:
         self.alive = False
         for task in self.tasks.values():
             task.cancel()
-        self.said.put_nowait(Cancelled(-1))  # wakes whoever waits for news
+        self.said.put_nowait(Cancelled(-1))  # wakes tasks that wait for events
 
     async def _begin(self, session: str, sampling: object, service: bool, engines: EngineView) -> None:
         self.engines.append(engines)
@@ -106,11 +106,11 @@ class Worker:
         self.said.put_nowait(Finished(job.key, detach_arrays(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
-        """References to arrays, which are good once the last one of the answer is there and no error."""
+        """Returns references to arrays, valid once the last part of the answer arrives without an error."""
         refs = [Arrays(key) for key in keys]
 
         async def kept() -> None:
-            await asyncio.sleep(self.random.uniform(0, 0.3))  # storing takes a while
+            await asyncio.sleep(self.random.uniform(0, 0.3))  # storing takes time
             if not self.alive:
                 raise ray.exceptions.RayActorError
             for ref in refs:
@@ -143,7 +143,7 @@ class Worker:
 
 
 class Group:
-    """As much of an `ActorGroup` as workers need."""
+    """The parts of an `ActorGroup` needed by workers."""
 
     def __init__(self, count: int, random: Random) -> None:
         self.name, self.random = "rollout", random
@@ -152,7 +152,7 @@ class Group:
         self.actors = [Worker(random) for _ in range(count)]
         self.every = [*self.actors]
         self.starts_fail = 0
-        """So many of the next ones."""
+        """Number of upcoming starts that fail."""
         self.logs = [f"rollout-{i}.log" for i in range(count)]
 
     def __len__(self) -> int:
@@ -171,13 +171,13 @@ class Group:
 
 
 class InVirtualTime(Executor):
-    """What is submitted takes seconds of the loop's, and no thread."""
+    """An executor with tasks in the loop's time instead of a thread."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As of any executor."""
+        """Runs the call after a random delay."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -191,7 +191,7 @@ class InVirtualTime(Executor):
 
 
 class Engines:
-    """As much of a `Fleet` as a player needs."""
+    """The parts of a `Fleet` needed by a player."""
 
     def __init__(self) -> None:
         self.group = SimpleNamespace(name="engine", actors=["e0", "e1"])

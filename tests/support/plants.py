@@ -1,4 +1,4 @@
-"""Faults of one line, each with the test that fails when it is planted (`python -m benchmarks.plants`)."""
+"""Planted faults of a single line, each with the test that must fail (`python -m benchmarks.plants`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Plant(NamedTuple):
-    """A fault and the test that catches it."""
+    """A fault and the test for it."""
 
     area: str
     fault: str
-    """What goes wrong in a run that has it."""
+    """The effect of the fault on a run."""
     path: str
     old: str
-    """Text that the file has exactly once."""
+    """Text that occurs exactly once in the file."""
     new: str
     test: str
     """pytest's name of the test that fails."""

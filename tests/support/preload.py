@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that each rank of a test starts at once."""
+"""Imports of the fork server, for a fast start of each test's ranks."""
 
 import gc
 import importlib
@@ -17,13 +17,13 @@ OF_TESTS = (
     "skyrl_mega.export.export",
     "tests.megatron.layouts",
 )
-"""What a rank imports with the module of its test: most of a second, and with transformers three."""
+"""Modules imported by a rank together with the test module: most of a second, and three seconds with transformers."""
 
 with importlib.import_module("skyrl_mega.megatron.without_wandb").without_wandb():
     importlib.import_module("skyrl_mega.megatron.worker")
 for name in OF_TESTS:
     importlib.import_module(name)
 
-# A rank's first collection would look through all of that, and so copy every page of it: half a second a rank.
+# A rank's first garbage collection would visit, and so copy, every page: half a second per rank.
 gc.collect()
 gc.freeze()

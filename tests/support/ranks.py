@@ -1,4 +1,4 @@
-"""Runs a function on n real processes, forked from a server that has imported torch and megatron-core already."""
+"""Runs a function in n real processes, forked from a server after the imports of torch and megatron-core."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-_server = forkserver.ForkServer()  # of its own: what a process forks from otherwise has imported what `export` needs
+_server = forkserver.ForkServer()  # a separate server: the default server would have the imports needed by `export`
 _server.set_forkserver_preload(["tests.support.preload"])
 MEGATRON = "NVTE_"
-"""How variables begin that megatron-core sets for each model that it builds, and another model may not find."""
+"""Prefix of environment variables that megatron-core sets for each model; another model must not see them."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(MEGATRON)}
-"""As it is before any test: what the test that comes first has set for itself is not for all ranks after it."""
+"""The environment before any test: changes by the first test must not reach later ranks."""
 
 
 def start_rank(target: Callable[..., Any], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
-    """A process of the fork server."""
+    """Starts a process of the fork server."""
     with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
         _server.ensure_running()
     process = _context.Process(target=target, args=args)
@@ -35,7 +35,7 @@ def start_rank(target: Callable[..., Any], args: tuple[Any, ...]) -> multiproces
 
 
 def free_port() -> int:
-    """A loopback port that is free now, and not one that the kernel or Ray gives to whoever comes meanwhile."""
+    """Returns a free loopback port outside the ranges used by the kernel and Ray."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
@@ -43,7 +43,8 @@ def free_port() -> int:
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
-    """`function(rank, address, *args)` in `ranks` processes; their results in order. The first failure is raised."""
+    """Runs `function(rank, address, *args)` in `ranks` processes; returns the results in order, or raises the first
+    failure."""
     address = f"127.0.0.1:{free_port()}"
     pipes, processes = [], []
     for rank in range(ranks):
@@ -86,5 +87,5 @@ def _main(pipe: Connection, function: Callable[..., Any], rank: int, address: st
 
 
 def _answer(pipe: Connection, ok: bool, value: Any) -> None:
-    """Pickled plainly: a pipe would hand over tensors in memory that ends with this process."""
+    """Sends a plain pickle: a pipe would share tensors in memory that ends with this process."""
     pipe.send_bytes(pickle.dumps((ok, value)))

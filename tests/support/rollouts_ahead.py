@@ -1,4 +1,4 @@
-"""Asynchronous rollouts in virtual time, as a resumed run has them."""
+"""Asynchronous rollouts in virtual time, as in a resumed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = 60
 
 
 def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronous, VirtualLoop, PromptStream]:
-    """Rollouts of 4 prompts a step in virtual time, restored from the folder if there is anything."""
+    """Returns rollouts of 4 prompts per step in virtual time, restored from the folder if possible."""
     config = Config()
     config.asynchrony.mode, config.asynchrony.max_staleness = "full", 1
     config.data.prompts_per_step, config.data.samples_per_prompt = 4, 2
@@ -37,7 +37,7 @@ def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronou
 
 
 def names(groups: list[Any]) -> set[str]:
-    """Of their trajectories."""
+    """Returns the names of the groups' trajectories."""
     return {t.metadata["name"] for group in groups for t in group.trajectories}
 
 

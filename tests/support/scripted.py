@@ -1,4 +1,4 @@
-"""A policy that says what it was given, turn by turn: no model says what a test needs on demand."""
+"""A policy with scripted answers, as no model answers on demand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl_mega.rollout.trajectory import Trajectory
 
 
 class Scripted:
-    """Stands for the router. `turns` has what it was asked and what it said, in order.
+    """A stand-in for the router; `turns` records requests and answers in order.
 
     Args:
-        chat: Whose tokens it speaks.
-        lines: What it says; an end-of-sequence token is written out.
-        finish: What ends each turn.
+        chat: Renderer for the tokens.
+        lines: The answers; end-of-sequence tokens are written out.
+        finish: Reason for the end of each turn.
     """
 
     def __init__(self, chat: Renderer, lines: Sequence[str], finish: str = "stop") -> None:
@@ -29,16 +29,16 @@ class Scripted:
         self.turns: list[tuple[Request, Completion]] = []
 
     def expect(self, players: int) -> None:
-        """Nobody waits for the others."""
+        """Does nothing: no player waits for others."""
 
     def leave(self) -> None:
-        """Nor here."""
+        """Does nothing, like `expect`."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no request is in flight."""
 
     async def generate(self, request: Request) -> Completion:
-        """The next line, token i with the log-prob -1 - i / 8."""
+        """Returns the next line; token i has the log-prob -1 - i / 8."""
         line = self.chat.encode(next(self.lines))
         tokens = line[: request.max_tokens]
         finish = self.finish if tokens == line else "length"
@@ -54,7 +54,7 @@ def play(
     threads: int = 4,
     **limits: Any,
 ) -> list[Trajectory]:
-    """All scripts at once, a policy each."""
+    """Plays all scripts at once, each with a separate policy."""
     given = Limits(**{**dict(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60.0), **limits})
 
     async def everything() -> list[Trajectory]:

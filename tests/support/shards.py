@@ -1,4 +1,4 @@
-"""A policy's ranks that hold a checkpoint's shards and can be synchronised with engines, without Megatron."""
+"""Policy ranks without Megatron, with a checkpoint's shards to synchronize to engines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.exchange import Report
 
 REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
-"""What engines are asked after a sync."""
+"""Requests to engines after a sync."""
 
 
 class ShardHolder:
-    """What a policy rank has of a checkpoint, and the two methods that a sync asks of it; no Megatron is needed for
-    that."""
+    """A policy rank without Megatron: the shards of a checkpoint, and the two methods used by a sync."""
 
     def __init__(self, rank: int, parallel: ParallelDims, hf: dict[str, Any]) -> None:
         self.rank = rank
@@ -34,7 +33,7 @@ class ShardHolder:
         files.load(path, self.shard, self.params)
 
     def change(self, part: str) -> None:
-        """Adds a little to the last element of every parameter with `part` in its name."""
+        """Adds 0.5 to the last element of every parameter with `part` in its name."""
         for name, tensor in self.params.items():
             if part in name:
                 tensor.view(-1)[-1] += 0.5
@@ -50,7 +49,7 @@ class ShardHolder:
 
 
 def cut(config: Config, parallel: ParallelDims) -> Config:
-    """The settings, with the policy in this layout and on a CPU."""
+    """Returns the settings with the policy in this layout, on a CPU."""
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     layout = LayoutConfig(**{name: getattr(parallel, name) for name in names})
     policy = replace(config.policy, ranks=parallel.ranks, layout=layout)
@@ -58,6 +57,6 @@ def cut(config: Config, parallel: ParallelDims) -> Config:
 
 
 def holders(parallel: ParallelDims, hf: dict[str, Any], logs: Path) -> ActorGroup:
-    """A policy's ranks, without Megatron."""
+    """Starts policy ranks without Megatron."""
     arguments = [{"rank": rank, "parallel": parallel, "hf": hf} for rank in range(parallel.ranks)]
     return ActorGroup.spawn("policy", ShardHolder, arguments, timeout=180, env={"OMP_NUM_THREADS": "1"}, logs=logs)

@@ -1,4 +1,4 @@
-"""An engine actor around a simulated vLLM, whose cache and speed a test chooses."""
+"""An engine actor around a simulated vLLM with chosen cache and speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_mega.engines.vllm.spec import EngineSpec
 @dataclass
 class _Sequence:
     tokens: int
-    """It gets so many."""
+    """Number of tokens to generate."""
     got: list[int] = field(default_factory=list)
     full: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -26,13 +26,13 @@ class _Sequence:
 
 
 class SimulatedVllm:
-    """`AsyncLLM` as far as an engine asks it: the first `places` of the sequences get a token every `token_s`."""
+    """The parts of `AsyncLLM` used by an engine: the first `places` sequences get a token every `token_s`."""
 
     def __init__(self, places: int, token_s: float, stalls_after: int | None) -> None:
         self.places, self.token_s, self.stalls_after = places, token_s, stalls_after
         self.errored, self.given, self.paused = False, 0, False
         self.most = 0
-        """Requests that it had at once."""
+        """Largest number of requests at once."""
         self.output_processor = SimpleNamespace(request_states={})
         self.engine_core = SimpleNamespace(
             pause_scheduler_async=self.pause_generation, resume_scheduler_async=self.resume_generation
@@ -40,15 +40,15 @@ class SimulatedVllm:
         self.steps = asyncio.create_task(self._steps())
 
     async def pause_generation(self, **_: Any) -> None:
-        """As vLLM's."""
+        """Pauses generation, like vLLM."""
         self.paused = True
 
     async def resume_generation(self) -> None:
-        """As vLLM's."""
+        """Resumes generation, like vLLM."""
         self.paused = False
 
     async def generate(self, prompt: Any, parameters: Any, request: str) -> AsyncIterator[Any]:
-        """As vLLM's: the whole output at the end. Every sequence becomes as long as it may."""
+        """Yields the whole output at the end, like vLLM; every sequence gets the full length."""
         sequence = _Sequence(parameters.max_tokens)
         states = self.output_processor.request_states
         states[request] = SimpleNamespace(detokenizer=sequence)
@@ -78,14 +78,14 @@ class SimulatedVllm:
 
 
 class SimulatedEngine(VllmEngine):
-    """The engine around it. A file named `well` in the model's folder ends its faults.
+    """An engine around the simulated vLLM. A file named `well` in the model's folder ends its faults.
 
     Args:
-        spec: As an engine's.
-        places: Sequences that its cache holds.
-        token_s: Seconds for one token of each of them.
-        stalls_after: Tokens after which it stands still; None: never.
-        facts: What it finds out about itself at its start.
+        spec: Spec of the engine.
+        places: Sequences in the cache.
+        token_s: Seconds per token of each sequence.
+        stalls_after: Number of tokens before the engine stalls; None: never.
+        facts: Facts returned by `start`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SimulatedEngine(VllmEngine):
         self.facts = facts or Facts(cache_tokens=places * 10, cache_bytes=1)
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads no model; vLLM's modules, which take seconds, as an engine does."""
+        """Imports vLLM's modules, which takes seconds, but loads no model."""
         from vllm import SamplingParams  # noqa: F401
         from vllm.inputs.engine import tokens_input  # noqa: F401
 
@@ -107,5 +107,5 @@ class SimulatedEngine(VllmEngine):
         return self.facts
 
     async def most(self) -> int:
-        """Requests that vLLM had at once."""
+        """Returns the largest number of requests at once."""
         return self.llm.most  # type: ignore[attr-defined,no-any-return]

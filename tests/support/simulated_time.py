@@ -11,10 +11,10 @@ from skyrl_mega.simulation.virtual_time import VirtualTime
 
 T = TypeVar("T")
 LONGEST_S = 5e4
-"""Nothing in a test takes longer."""
+"""Upper bound of the simulated time in tests."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """As `asyncio.run`: what it returns, and how many simulated seconds it took."""
+    """Runs a coroutine like `asyncio.run`; returns the result and the simulated seconds."""
     with asyncio.Runner(loop_factory=partial(VirtualTime, LONGEST_S)) as runner:
         return runner.run(main), runner.get_loop().time()

@@ -1,8 +1,8 @@
 """The trained 260k-parameter TinyStories model (llama2.c's format) as a Hugging Face directory.
 
-llama2.c's first format is seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, longest sequence) and then
-float32 tensors, each kind for all layers at once. It rotates neighbouring elements of a head (0 with 1, 2 with 3);
-Hugging Face rotates an element of the first half with its partner in the second, so rows of q and k move.
+llama2.c's first format is seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, longest sequence), followed by
+float32 tensors, each kind for all layers at once. llama2.c rotates neighbouring elements of a head (0 with 1, 2 with
+3); Hugging Face rotates an element of the first half with its partner in the second, so rows of q and k move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write(source: Path, output: Path) -> Path:
 
 
 def read_model(file: Path) -> LlamaForCausalLM:
-    """The model in float32, embeddings tied."""
+    """Returns the model in float32, with tied embeddings."""
     numbers = file.read_bytes()
     dim, hidden, layers, heads, kv_heads, vocabulary, longest = struct.unpack("7i", numbers[:28])
     weights = np.frombuffer(numbers, dtype=np.float32, offset=28)
@@ -79,7 +79,7 @@ def read_model(file: Path) -> LlamaForCausalLM:
 
 
 def read_pieces(file: Path, vocabulary: int) -> list[tuple[str, float]]:
-    """The tokenizer's pieces by id, each with its score."""
+    """Returns the tokenizer's pieces by id, each with a score."""
     data, at, pieces = file.read_bytes(), 4, []
     for _ in range(vocabulary):
         score, length = struct.unpack_from("fi", data, at)
@@ -89,7 +89,8 @@ def read_pieces(file: Path, vocabulary: int) -> list[tuple[str, float]]:
 
 
 def tokenizer(pieces: list[tuple[str, float]]) -> PreTrainedTokenizerFast:
-    """SentencePiece's BPE: the pair whose whole has the best score is merged first; unknown characters become bytes."""
+    """Returns SentencePiece's BPE: the pair with the best score as a whole is merged first; unknown characters become
+    bytes."""
     names = ["<unk>", "<s>", "</s>"] + [piece.replace(" ", "▁") for piece, _ in pieces[3:]]
     ids = {name: i for i, name in enumerate(names)}
     merges = sorted(

@@ -1,4 +1,4 @@
-"""Directories with small tokenizers of the kinds that models have, built by the `tokenizers` library."""
+"""Directories with small tokenizers of common kinds, built by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level(special: list[str] = SPECIAL, *, lowercase: bool = False, normalized: bool = False) -> Tokenizer:
-    """GPT-2's kind, also Qwen's, Llama 3's and DeepSeek's."""
+    """Returns a tokenizer of GPT-2's kind, also used by Qwen, Llama 3 and DeepSeek."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,8 @@ def byte_level(special: list[str] = SPECIAL, *, lowercase: bool = False, normali
 
 
 def metaspace(*, byte_fallback: bool = True) -> Tokenizer:
-    """SentencePiece's kind, as Llama 2's: spaces are characters, unknown ones bytes."""
+    """Returns a tokenizer of SentencePiece's kind, as in Llama 2: spaces are characters, unknown characters are
+    bytes."""
     names = ["<unk>", "<s>", "</s>", *([f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else [])]
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁") if letter > " "} | set("▁.6"))
     vocabulary = {text: number for number, text in enumerate(dict.fromkeys([*names, *letters]))}
@@ -45,7 +46,7 @@ def metaspace(*, byte_fallback: bool = True) -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind: lower case, and spaces are not kept."""
+    """Returns a tokenizer of BERT's kind: lower case, without spaces."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

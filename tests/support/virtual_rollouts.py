@@ -1,6 +1,7 @@
 """Engines and players in virtual time, around the real service, router and admission.
 
-Everything random is drawn from one generator in the order of the events, and there is one thread: a seed is a schedule.
+All random numbers come from a single generator in the order of events, in a single thread: a seed determines the
+schedule.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from skyrl_mega.rollout.trajectory import Status, Trajectory
 
 @dataclass
 class Engine:
-    """Gives each of its requests a token every `token_s`, unless it is paused; it may die, and come back."""
+    """An engine that gives each request a token every `token_s`, unless paused; it may crash and recover."""
 
     number: int
     token_s: float
     version: int = 0
     half: bool = False
-    """Half of an update has come."""
+    """True while an update is incomplete."""
     alive: bool = True
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     running: asyncio.Event = field(default_factory=asyncio.Event)
 
     def actor(self) -> Any:
-        """A handle of what runs now."""
+        """Returns a handle of the current process."""
         remote = partial(self.stream, SimpleNamespace(engine=self))
         return SimpleNamespace(generate_many=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
 
     async def stream(self, life: Any, requests: list[Request], _: Sampling) -> AsyncIterator[Awaitable[Any]]:
-        """As `generate_many` of an actor: one message for each that ends."""
+        """Streams like `generate_many` of an actor: a message per finished request."""
         if self.half:
             raise ray.exceptions.RayTaskError("generate_many", "", NotReady("half of an update has come"))
         if not self.alive:
@@ -79,19 +80,19 @@ async def answer(completions: list[Completion]) -> list[Completion]:
 
 
 class Engines:
-    """As much of a `Fleet` as a router asks, and what a sync does to it.
+    """The parts of a `Fleet` used by a router, and the effects of a sync.
 
     Args:
-        count: Engines.
-        random: Draws what happens.
-        restarts: How many may die.
+        count: Number of engines.
+        random: Generator of all random events.
+        restarts: Number of crashes allowed.
     """
 
     def __init__(self, count: int, random: Random, restarts: int = 10**6) -> None:
         self.engines = [Engine(i, random.choice([0.5, 1.0, 3.0])) for i in range(count)]
         self.random, self.restarts = random, restarts
         self.up = {*range(count)}
-        """Those that are up to date."""
+        """Engines with current weights."""
         self.facts: list[Any] = [None] * count
         self.group = SimpleNamespace(actors=[engine.actor() for engine in self.engines], name="engine")
 
@@ -120,7 +121,7 @@ class Engines:
             task.cancel()
 
     def revive(self, version: int) -> None:
-        """A sync: those that died are there again, and all are up to date."""
+        """Syncs: restarts crashed engines and updates all."""
         for rank, engine in enumerate(self.engines):
             if not engine.alive:
                 self.up.discard(rank)
@@ -132,7 +133,7 @@ class Engines:
             self.up.add(rank)
 
     def hold(self, half: bool) -> None:
-        """An update has begun, and may have to begin again."""
+        """Pauses all engines for an update; with `half`, half-updated engines refuse requests until the next sync."""
         for engine in self.engines:
             engine.half = half
             engine.running.clear()
@@ -145,7 +146,7 @@ class Opened:
 
 
 class Player:
-    """An agent of trajectories of one to four turns, in tools for as long as chance says."""
+    """An agent with trajectories of one to four turns and tools of random duration."""
 
     def __init__(self, router: Any, random: Random) -> None:
         self.router, self.random, self.spans = router, random, None
@@ -175,7 +176,7 @@ class Player:
 
 @dataclass
 class Players:
-    """In the place of a generator."""
+    """A stand-in for a generator."""
 
     fleet: Any
     random: Random
