@@ -1,9 +1,9 @@
-"""Plants each fault of `tests/support/plants.py` into a copy of the project and sees its test fail.
+"""Plants each fault of `tests/support/plants.py` into a copy of the project and expects the fault's test to fail.
 
     .venv/bin/python -m benchmarks.plants [--only TEXT] [--jobs 2] [--results FILE]
 
-All tests must pass without a fault first. benchmarks/results/plants.json has each fault's seconds. Exits with 1 where a
-test passes though its fault is there, or ends otherwise than by failing.
+All tests must pass without a fault first. benchmarks/results/plants.json holds the seconds per fault. Exits with 1 if a
+test passes despite the fault, or ends in another way than by failing.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ RESULTS = ROOT / "benchmarks" / "results" / "plants.json"
 COPIED = ("skyrl_mega", "tests", "benchmarks", "configs", "docs", "pyproject.toml")
 OURS = ("skyrl_mega", "tests", "benchmarks")
 PRELOADED = ("torch", "transformers", "megatron.core", "pyarrow.dataset", "hypothesis")
-"""Libraries that take seconds to import: the processes of all tests are forked from one that has them."""
+"""Libraries with imports of several seconds: the processes of all tests are forked from a process after these
+imports."""
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest."""
 LONGEST_S = 900
 
 
 def copy(folder: Path) -> Path:
-    """Copies what tests need into a folder, beside a link to the real data where this machine has some.
+    """Copies the files needed by tests into a folder, next to a link to the real data if this machine has real data.
 
     Returns:
-        The copy's root.
+        The root of the copy.
     """
     root = folder / "project"
     root.mkdir(parents=True)
@@ -57,7 +58,7 @@ def plant(root: Path, fault: Plant) -> None:
     """Puts a fault into a copy.
 
     Raises:
-        ValueError: The old text is not there exactly once.
+        ValueError: The file does not contain the old text exactly once.
     """
     file = root / fault.path
     text = file.read_text()
@@ -67,10 +68,10 @@ def plant(root: Path, fault: Plant) -> None:
 
 
 def run(faults: Sequence[Plant], tests: Sequence[str]) -> tuple[int, str, float]:
-    """Runs tests on a copy that has these faults. The calling process is of no use afterwards.
+    """Runs tests on a copy with these faults. The calling process is unusable afterwards.
 
     Returns:
-        pytest's exit status, its last lines, and seconds.
+        pytest's exit status, the last lines of output, and seconds.
     """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +96,7 @@ def run(faults: Sequence[Plant], tests: Sequence[str]) -> tuple[int, str, float]
 
 
 def main() -> int:
-    """Runs all of them, or those whose description, path or test has a text."""
+    """Runs all faults, or those with a given text in description, path or test."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plants")
     parser.add_argument("--only", default="", help="a text in a fault's description, path or test")
     parser.add_argument("--jobs", type=int, default=2, help="faults at once")

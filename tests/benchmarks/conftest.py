@@ -1,4 +1,4 @@
-"""What tests of `make gpu` share."""
+"""Fixtures for the tests of `make gpu`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where results of the tests' device are kept."""
+    """Returns the file with the results of the tests' device."""
     return tmp_path / "kept" / "a-gpu.json"

@@ -1,4 +1,4 @@
-"""Proofs that do as they are told, and what tests of `make gpu` ask of its results."""
+"""Proofs with scripted behaviour, and helpers to read the results of `make gpu`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dies(bench: Bench) -> None:
 
 
 def hangs(bench: Bench) -> None:
-    """With a process of its own, which hangs too."""
+    """Hangs, together with a child process."""
     other = subprocess.Popen(["sleep", "600"])
     bench.note("other", other.pid)
     bench.figure("before it", 1.0, "s")
@@ -54,14 +54,14 @@ def cuda_only(bench: Bench) -> None:
 
 
 def counts(bench: Bench) -> None:
-    """Says how often it has run."""
+    """Records the number of runs so far."""
     path = Path(os.environ["PROOFS_RUN"])
     path.write_text(path.read_text() + "x" if path.exists() else "x")
     bench.figure("runs", len(path.read_text()), "")
 
 
 def imports(bench: Bench) -> None:
-    """As megatron-core does it: an ImportError is another way to go on, and nothing else is."""
+    """Imports Transformer Engine as megatron-core does: only an ImportError is caught."""
     import other  # type: ignore[import-not-found]
 
     bench.holds("it was brought", bool(other))
@@ -90,7 +90,7 @@ def kept(path: Path) -> dict[str, Any]:
 
 
 def rehearsed(path: Path) -> dict[str, Any]:
-    """Returns what a rehearsal kept beside this file."""
+    """Returns the rehearsal's results next to this file."""
     return kept(path.with_name("a-rehearsal-on-the-cpu.json"))
 
 

@@ -1,6 +1,6 @@
-"""Rehearses proofs in forks of a process that imports torch and megatron-core once: `… FOLDER PROOF …`.
+"""Rehearses proofs in forks of a process after the imports of torch and megatron-core: `… FOLDER PROOF …`.
 
-Imports are four fifths of a rehearsal's time. `python -m benchmarks.gpu --rehearse` starts real processes instead.
+Imports take four fifths of a rehearsal's time. `python -m benchmarks.gpu --rehearse` starts real processes instead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.gpu.results import Results
 
 
 class Fork:
-    """A proof's process, as `subprocess.Popen` would describe it."""
+    """The process of a proof, with the interface of `subprocess.Popen`."""
 
     returncode: int | None = None
 
     def __init__(self, arguments: list[str], env: dict[str, str], output: BinaryIO) -> None:
         self.pid = os.fork()
         if self.pid:
-            with contextlib.suppress(PermissionError):  # it has done so itself
+            with contextlib.suppress(PermissionError):  # the child called setpgid first
                 os.setpgid(self.pid, self.pid)
             return
         os.setpgid(0, 0)
@@ -52,8 +52,8 @@ class Fork:
 
 
 def main(folder: str, *names: str) -> None:
-    """Rehearses the proofs of these names, and keeps their results in a folder."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of the threads that its parent had
+    """Rehearses the named proofs, and writes the results into a folder."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork lacks the parent's threads
     import megatron.core  # noqa: F401
 
     import skyrl_mega.megatron.worker  # noqa: F401

@@ -1,4 +1,4 @@
-"""`benchmarks.driver` at a small size, and the trajectories that it makes up."""
+"""`benchmarks.driver` at a small size, and the random trajectories of the benchmark."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_a_small_round_measures_everything(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = json.loads(file.read_text())["after"]
     assert found["step_s"] > found["batch_s"] > 0 and found["write_s"] > 0
-    assert found["file_bytes"] > 4  # ids of a large vocabulary, drawn at random, do not compress below 17 bits
+    assert found["file_bytes"] > 4  # random ids of a large vocabulary do not compress below 17 bits

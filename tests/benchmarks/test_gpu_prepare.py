@@ -1,4 +1,4 @@
-"""`make gpu` before a GPU is there: packages that are brought and shrunk, and what the calls of a window run."""
+"""Preparation of `make gpu` without a GPU: downloaded and shrunk packages, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.benchmarks.proofs import proof
 
 
 def fatbin(*entries: tuple[int, bytes]) -> bytes:
-    """Returns a fat binary as nvcc writes it: each entry an architecture and its code."""
+    """Returns a fat binary in nvcc's format: each entry is an architecture and its code."""
     body = b"".join(struct.pack("<HHIQ12xI32x", 2, 0x101, 64, len(code), arch) + code for arch, code in entries)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
@@ -40,7 +40,7 @@ def test_other_architectures_are_taken_out_and_nothing_moves() -> None:
     "image",
     [
         fatbin((80, b"ampere only")),
-        CODE[:-20],  # cut off
+        CODE[:-20],  # truncated
         struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 1 << 60) + b"numbers that look so",
         CODE[:16] + struct.pack("<I", 7) * ((len(CODE) - 16) // 4),  # entries of another format
         struct.pack("<I", 0xBA55ED50),
@@ -63,7 +63,7 @@ def test_a_wheel_keeps_its_files(tmp_path: Path) -> None:
 
 
 def test_preparing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is not downloaded again, and a whole wheel that was downloaded is shrunk."""
+    """Downloads only missing wheels; shrinks wheels downloaded whole."""
     asked: list[str] = []
 
     def download(folder: Path, packages: list[str]) -> None:
@@ -94,7 +94,7 @@ def test_preparing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def brought(tmp_path: Path) -> Path:
-    """A folder as `--prepare` leaves it."""
+    """Returns a folder as left by `--prepare`."""
     names = ["megatron_core", "transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"]
     for name in names:
         (tmp_path / f"{name}-1.0-py3-none-any.whl").touch()

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: how proofs are run and kept, and all of them rehearsed with tiny sizes."""
+"""`make gpu` without a GPU: running proofs, saving results, and a rehearsal of all proofs with tiny sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu.runner import run
 from tests.benchmarks.proofs import DEVICE, kept, proof, quiet, rehearsed, results
 from tests.conftest import ROOT
 
-# ---- running and keeping ---------------------------------------------------------------------------------------------
+# ---- running and saving ----------------------------------------------------------------------------------------------
 
 
 def test_what_goes_wrong_is_kept_and_the_next_proof_runs(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_proof_that_hangs_ends_with_all_it_started(path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Neither gone nor waiting to be buried."""
+    """Returns True if the process runs; zombies do not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -70,7 +70,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_figures_are_on_disk_while_the_proof_runs(path: Path) -> None:
-    """The next call of one whose runner was killed runs it anew."""
+    """Reads figures during the run; a proof whose runner was killed runs again in the next call."""
     thread = threading.Thread(target=run, args=([proof("hangs", limit_s=8.0)], results(path), quiet()))
     thread.start()
     try:
@@ -93,11 +93,11 @@ def test_figures_are_on_disk_while_the_proof_runs(path: Path) -> None:
 def test_a_second_call_goes_on(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROOFS_RUN", str(tmp_path / "runs"))
     large = proof("good", seconds=100.0, limit_s=200.0)
-    # The first call has no time for the second proof.
+    # The first call is too short for the second proof.
     assert not run([proof("counts"), large], results(path), quiet(50.0))
     assert results(path).status(large) == WAITING
     assert run([proof("counts"), large], results(path), quiet(150.0))
-    assert kept(path)["counts"]["figures"][0]["value"] == 1  # it has a verdict already
+    assert kept(path)["counts"]["figures"][0]["value"] == 1  # not run again: the proof has a verdict
     assert run([proof("counts")], results(path), quiet(again=True))
     assert kept(path)["counts"]["figures"][0]["value"] == 2
 
@@ -108,12 +108,13 @@ def test_what_the_end_of_a_call_cuts_short_has_no_verdict(path: Path) -> None:
     assert not run([cut], results(path), quiet(13.0))
     assert time.monotonic() - start < 20
     assert kept(path)["hangs"]["status"] == CUT
-    assert not run([proof("hangs", limit_s=2.0)], results(path), quiet())  # begun anew
+    assert not run([proof("hangs", limit_s=2.0)], results(path), quiet())  # starts again
     assert kept(path)["hangs"]["status"] == TIMEOUT
 
 
 def test_results_of_another_device_are_kept_apart(path: Path, tmp_path: Path) -> None:
-    """A call on an H200 after one on an H100 neither fails nor mixes their figures."""
+    """Saves results of an H100 and an H200 in separate files: a call on one device neither fails for the other's
+    results nor mixes them."""
     results(path).put(proof("good"), {"status": PASSED})
     other = Results(path.parent, {"name": "NVIDIA H200"}, {})
     assert other.status(proof("good")) == WAITING
@@ -123,7 +124,7 @@ def test_results_of_another_device_are_kept_apart(path: Path, tmp_path: Path) ->
 
 
 def test_a_call_goes_on_from_results_of_several_calls(path: Path, tmp_path: Path) -> None:
-    """Each call's results come back in a folder of its own; of two results the one with a verdict counts."""
+    """Merges results from the folders of several calls; a result with a verdict replaces a result without."""
     first, second = (results(tmp_path / name / "gpu.json") for name in ("first", "second"))
     names = good, wrong, cut = proof("good"), proof("wrong"), proof("cut")
     first.put(good, {"status": PASSED, "at": "2026-01-01T00:00:00Z"})
@@ -134,11 +135,11 @@ def test_a_call_goes_on_from_results_of_several_calls(path: Path, tmp_path: Path
     third = Results(path.parent, DEVICE, {}, [tmp_path / "first", second.path])
     assert [third.status(name) for name in names] == [PASSED, FAILED, PASSED]
     third.put(proof("last"), {"status": PASSED})
-    assert set(kept(path)) == {"good", "wrong", "cut", "last"}  # the newest file has all
+    assert set(kept(path)) == {"good", "wrong", "cut", "last"}  # the newest file contains all results
 
 
 def test_what_is_not_here(path: Path) -> None:
-    """Is no failure of a later stage, and one of the first."""
+    """Runs proofs with missing packages: no failure in a later stage, but a failure in the first."""
     later = proof("good", stage=2, needs=("no_such_package.part",))
     assert run([later], results(path), quiet())
     assert kept(path)["good"] == {
@@ -189,7 +190,7 @@ def test_every_proof_is_in_the_page() -> None:
     assert [p.name for p in PROOFS if f"`{p.name}`" not in page] == []
 
 
-# ---- what runs on a bare host ----------------------------------------------------------------------------------------
+# ---- on a bare host --------------------------------------------------------------------------------------------------
 
 BARE = """
 import importlib, pkgutil, sys
@@ -212,7 +213,7 @@ for found in pkgutil.iter_modules(benchmarks.gpu.__path__):
     importlib.import_module(f"benchmarks.gpu.{found.name}")
 import tests.kernels.cases
 """
-"""Imports what the proofs use where nothing is that a bare host lacks."""
+"""A script that imports the modules used by proofs, without the packages missing on a bare host."""
 
 
 def test_a_bare_host_has_all_that_the_proofs_import() -> None:
@@ -239,7 +240,7 @@ def test_a_pattern_shows_what_is_wrong() -> None:
     assert pattern.different(shard, layout.tensors, params, version=2) > 0.99 * whole
     params["model.norm.weight"][3] += 1
     assert pattern.different(shard, layout.tensors, params, version=1) == 1
-    # One tensor has the same elements however a rank's boxes cut it.
+    # A tensor's pattern is independent of the division into boxes.
     halves = architecture(hf).megatron_layout(hf, ParallelDims(ranks=2, tensor=2, expert_tensor=2), "local")
     both = []
     for half in halves.shards:
@@ -269,7 +270,7 @@ def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_proof_but_vllms_is_rehearsed(path: Path) -> None:
-    """In one process that forks: each of them runs to its end, and what it says on a CPU holds."""
+    """Rehearses each proof in forks of a single process, and checks the results on a CPU."""
     names = [proof.name for proof in PROOFS if proof.stage < 3 and not proof.makes]
     on_cuda = {proof.name for proof in PROOFS if proof.stage == 2} - {"te_train"}
     on_cuda |= {"exchange_segments", "fragmentation"}

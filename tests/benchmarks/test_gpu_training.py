@@ -1,4 +1,4 @@
-"""Proofs `training` and `te_adam`: what they let pass of a device that rounds otherwise, and what not."""
+"""The proofs `training` and `te_adam`: differences by rounding pass, larger differences fail."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.gpu.training import compare
 
 LOSSES = np.array([5e-4, 1.7e-3, 2.0e-3])
 NORMS = np.array([2.3e-3, 7.6e-3, 1.1e-2])
-"""Relative errors of bfloat16 in three steps on a CPU: root mean squares over seeds of the model and the data."""
+"""Relative errors of bfloat16 in three steps on a CPU: root mean squares over seeds of model and data."""
 
 
 def _told(rng: np.random.Generator, exact: dict[str, Any] | None = None, norm: float = 1.0) -> dict[str, Any]:
-    """What a device tells: `exact` with bfloat16's errors, or that."""
+    """Returns simulated measurements: exact ones, or `exact` with bfloat16's errors."""
     if exact is None:
         told: dict[str, Any] = {name: rng.normal(size=4000) for name in ("log-probs", "entropy")}
         return told | {"gradients": {"w": rng.normal(size=4000)}, "losses": [5.0] * 3, "gradient norms": [1.0] * 3}

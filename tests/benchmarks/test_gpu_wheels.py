@@ -1,4 +1,4 @@
-"""`make gpu` on a host that lacks packages: wheels are brought, and Transformer Engine comes in parts."""
+"""`make gpu` on a host with missing packages: wheels are installed, and Transformer Engine arrives in parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.benchmarks.proofs import kept, proof, quiet, rehearsed, results
 
 
 def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a folder of its own; a file that is none is the user's mistake."""
+    """Installs wheels once, into a separate folder; an invalid wheel is a user error."""
     import tempfile
     import zipfile
 
@@ -47,7 +47,7 @@ def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_rehearsal_installs_nothing_that_it_is_not_given(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder that `--prepare` fills has wheels of the GPU host's Python."""
+    """Ignores the folder of `--prepare`, with wheels for the GPU host's Python, unless given."""
     from benchmarks.gpu import __main__ as command
 
     monkeypatch.setattr(command, "ROOT", tmp_path)
@@ -59,7 +59,7 @@ def test_a_rehearsal_installs_nothing_that_it_is_not_given(
     assert main([*asked, "--wheels", str(tmp_path / ".wheels")]) == 2
 
 
-# ---- Transformer Engine, brought in parts ----------------------------------------------------------------------------
+# ---- Transformer Engine in parts -------------------------------------------------------------------------------------
 
 INIT = """
 import sys
@@ -67,7 +67,7 @@ import sys
 if "torch" not in sys.modules:
     raise OSError("libnccl.so.2: cannot open shared object file")
 """
-"""`transformer_engine`: its core is linked against libraries that come with torch, and that torch has loaded."""
+"""A stand-in for `transformer_engine`: the core is linked against libraries loaded by torch."""
 ENGINE = """
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +78,7 @@ for name in ("core.so", "torch.so"):
         raise FileNotFoundError("Could not find shared object file")
 version("transformer-engine-torch")
 """
-"""`transformer_engine.pytorch`, as far as it matters: megatron-core takes it, and lets this error through."""
+"""A stand-in for `transformer_engine.pytorch`: megatron-core imports the module, and does not catch this error."""
 EXTENSION = """
 from setuptools import setup
 
@@ -104,7 +104,8 @@ def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Wheels of its Python and its core, and the source of its extension, which all have one folder to themselves."""
+    """Returns a folder with wheels of the Python part and the core, and the source of the extension; all three share
+    the package folder."""
     import io
     import tarfile
     import tempfile
@@ -129,7 +130,7 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_transformer_engine_comes_whole_or_not_at_all(
     brought: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its source is compiled between the stages, and one folder serves all of them, in this call and the next."""
+    """Compiles the source between the stages; the same folder serves all stages, in this call and the next."""
     from benchmarks.gpu import __main__ as command
 
     needs = ("transformer_engine", "transformer-engine-torch")
@@ -155,7 +156,7 @@ def test_transformer_engine_comes_whole_or_not_at_all(
 def test_transformer_engine_that_cannot_be_imported_stays_out(
     brought: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was made for another torch, say."""
+    """Installs an extension that fails at import, such as a build for another torch version."""
     from benchmarks.gpu import __main__ as command
 
     (brought / "transformer_engine_torch-1.0.tar.gz").unlink()
@@ -172,7 +173,7 @@ def test_transformer_engine_that_cannot_be_imported_stays_out(
 def test_what_a_proof_made_is_made_again_where_it_is_gone(
     brought: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine forgets its temporary folder; the results stay."""
+    """Builds again if the machine's temporary folder is gone while the results remain."""
     monkeypatch.setenv("PROOFS_RUN", str(tmp_path / "runs"))
     makes = proof("counts", makes="transformer_engine", stage=2)
     waits = [makes, proof("good", needs=("transformer_engine",), stage=2)]

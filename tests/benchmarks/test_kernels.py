@@ -1,4 +1,4 @@
-"""The kernels' benchmark as far as it goes without a GPU: its cases run, and it skips with a reason."""
+"""The benchmark of kernels without a GPU: all cases run, and the benchmark skips with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of kills without its runs: it finds what is lost, doubled, too old or other than undisturbed."""
+"""The checks of the benchmark of kills, without runs: lost, doubled, too old and changed trajectories."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
 def test_other_weights_are_right_only_after_a_batch_of_an_engine_that_came_back(
     tmp_path: Path, role: str, version: int, right: bool
 ) -> None:
-    """Step 5 is of version 2 where nothing happens; a new engine draws it with those that there are."""
+    """Checks a replayed step: step 5 has version 2 without a fault; a restarted engine generates with the current
+    weights."""
     steps = whole() | {5: [played(5, p, s, version) for p in range(PROMPTS) for s in range(SAMPLES)]}
     run = ended(tmp_path, steps)
     run.kills.append({"role": role, "after_step": 4})

@@ -1,4 +1,4 @@
-"""The learning table without its runs: which rows there are, that figures come back, and what is written of them."""
+"""The learning table without runs: the rows, the saved figures, and the page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ GRPO = {
     "algorithm.entropy.coefficient": 0.0,
     "algorithm.rejection.level": "off",
 }
-"""What all rows have, and of which each changes what it names."""
+"""The settings of all rows; a row changes only those named."""
 KL = {"algorithm.kl.coefficient": 0.02, "reference.path": "runs/learning_table/start"}
 CRITIC = {
     "algorithm.whiten": "batch",
@@ -97,11 +97,11 @@ CHANGES: dict[str, dict[str, object]] = {
     },
     "ratios to the engine": {"algorithm.old_logprobs": "engine"},
 }
-"""Row → every setting of its run that is not that of the row `grpo`."""
+"""Row → the settings of its run other than those of the row `grpo`."""
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its full name."""
+    """Yields every setting by full name."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flat(value, f"{path}{name}.")

@@ -1,4 +1,4 @@
-"""The benchmark of long-tailed trajectories without its runs: what it trains on, and what it takes from a run."""
+"""The benchmark of long-tailed trajectories without runs: the training data, and the measurements taken from a run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
 
 
 def test_how_many_answers_were_under_way() -> None:
-    """Alone for 2 s, two for 1 s; and alone for 1 s, as one of two for 1 s."""
+    """Computes answers in flight: the first alone for 2 s and as one of two for 1 s, the second as one of two for 1 s
+    and alone for 1 s."""
     first = Step(Kind.RESPONSE, 0, 5, at_s=0.0, generate_s=3.0)
     second = Step(Kind.RESPONSE, 9, 10, at_s=2.0, generate_s=2.0)
     prompt = Step(Kind.PROMPT, 0, 9)
@@ -100,7 +101,7 @@ def test_how_many_answers_were_under_way() -> None:
 
 
 def test_an_engine_is_as_fast_as_it_was_with_so_many_sequences() -> None:
-    """The more, the slower: 0.1 s a token where 2 run, 0.2 s where 8 do."""
+    """Computes the speed by sequences in flight: 0.1 s per token for 2 sequences, 0.2 s for 8."""
 
     def together(count: int, token_s: float) -> list[list[Step]]:
         return [[Step(Kind.RESPONSE, 0, 10, at_s=0.0, generate_s=10 * token_s)] for _ in range(count)]
@@ -141,6 +142,7 @@ def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
     rates = rates_of(tmp_path, work)
     assert rates.speed.seconds[1] == rates.speed.seconds[-1] == pytest.approx(0.12)
     assert (rates.train_s, rates.sync_s) == pytest.approx((3.5 / (64 * 20), 0.5))
-    # All trajectories alike: 1.2 s of answers and 3 s of tools, then what the policy takes; ahead of it, that alone.
+    # All trajectories are alike: 1.2 s of answers and 3 s of tools, then the policy's time; asynchronous runs take only
+    # the latter.
     assert predicted(tmp_path, "off", work) == pytest.approx(4.2 + 3.5 + 0.5, rel=0.01)
     assert predicted(tmp_path, "full", work) == pytest.approx(3.5 + 0.5, rel=0.01)

@@ -1,4 +1,4 @@
-"""Simulated nodes: a shaped link holds its rate both ways, and nothing is left behind."""
+"""Simulated nodes: a shaped link keeps its rate in both directions, and nothing remains afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with socket.create_server((sys.argv[1], 9000)) as door:
 """
 
 ATTEMPTS = 5
-"""A link is as fast as the fastest of so many transfers: a busy machine may hold one of them up."""
+"""Number of transfers per link; the fastest counts, because a busy machine may delay some."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +45,18 @@ def _allowed() -> None:
 
 
 def ours() -> list[str]:
-    """Namespaces of this process, as `ip` lists them."""
+    """Returns the namespaces of this process, as listed by `ip`."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line for line in listed.splitlines() if line.startswith(f"{netns.PREFIX}-{os.getpid()}-")]
 
 
 def links() -> list[str]:
-    """Names of the machine's own network devices."""
+    """Returns the names of the machine's network devices."""
     return sorted(os.listdir("/sys/class/net"))
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped has no command line."""
+    """Returns True if a process runs; a zombie, without command line, does not count."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except FileNotFoundError:
@@ -64,7 +64,8 @@ def alive(pid: int) -> bool:
 
 
 def throughput(source: Node, target: Node, size: int) -> tuple[float, int, int]:
-    """Sends `size` bytes; megabits a second of payload, bytes out of the source and into the target."""
+    """Sends `size` bytes; returns megabits of payload per second, bytes sent by the source and bytes received by the
+    target."""
     receiver = target.run([sys.executable, "-c", RECEIVE, target.address], stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None
     assert receiver.stdout.readline() == "ready\n"
@@ -96,7 +97,7 @@ def test_an_unshaped_link_is_far_faster() -> None:
 def test_nothing_remains() -> None:
     before = links()
     with network(nodes=3, mbit=100) as nodes, network(nodes=1, mbit=100):
-        assert len(ours()) == 6  # two switches too
+        assert len(ours()) == 6  # including two switches
         assert links() == before
         idle = nodes[0].run(["sleep", "600"])
     assert ours() == [] and links() == before
@@ -113,7 +114,7 @@ def test_nothing_remains_when_the_body_raises() -> None:
 
 
 def fail_with_a_daemon(daemons: list[int]) -> None:
-    """Raises inside a network in which a daemon runs that has left its parent and its session behind."""
+    """Raises inside a network with a daemon that left its parent and session."""
     with network(nodes=2, mbit=100) as nodes:
         nodes[1].run(["setsid", "--fork", "sleep", "600"]).wait(60)
         listed = subprocess.run(["ip", "netns", "pids", nodes[1].namespace], capture_output=True, text=True).stdout
@@ -143,7 +144,7 @@ def test_a_missing_tool_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_user_without_rights_gets_the_reason() -> None:
-    """In a process that has dropped root."""
+    """Checks in a process without root rights."""
     code = (
         "import os; from benchmarks.netns import unavailable\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); print(unavailable())"

@@ -1,4 +1,4 @@
-"""The planted faults are where they were, and each is caught by its test."""
+"""Planted faults still fit the source, and each is caught by a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of FP8 recipes without its runs: their settings, and what is told of the figures."""
+"""The benchmark of FP8 recipes without runs: the settings, and the report on the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A handful of signals at random moments of a real run's first seconds; `python -m benchmarks.signals` does all."""
+"""A few signals at random moments in the first seconds of a real run; `python -m benchmarks.signals` sends all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.step` gives both sides. A whole round takes minutes, and TRL's environment."""
+"""The inputs of `benchmarks.step` for both sides. A whole round takes minutes, and TRL's environment."""
 
 from __future__ import annotations
 

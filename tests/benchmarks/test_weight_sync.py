@@ -1,4 +1,4 @@
-"""The weight sync benchmark: a small run of it, its check of bytes, and how it skips."""
+"""The benchmark of weight syncs: a small run, the comparison of bytes, and the reason for skipping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = str(ROOT / "benchmarks" / "weight_sync.py")
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark as a module; it is a script among its siblings."""
+    """Imports the benchmark, a script that imports its neighbours, as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import weight_sync
 
@@ -65,16 +65,16 @@ def test_one_wrong_bit_is_counted(benchmark: ModuleType) -> None:
 
 @pytest.mark.parametrize("layout", ["tp2_ep2", "tp2_ep4"])
 def test_the_bound_is_what_a_node_needs_once(benchmark: ModuleType, layout: str) -> None:
-    """Against the union of rows and columns written out by name for TP4 over two nodes."""
+    """Compares the bound with the union of rows and columns, written out for TP4 over two nodes."""
     place = scenario(benchmark, layout)
     source, target = place.layouts()
     needed = 0
     for name, shape in source.tensors.items():
         size = 2 * torch.Size(shape).numel()
         whole = "norm" in name or name.endswith("mlp.gate.weight")
-        needed += size if whole else size // 2  # half the heads, columns, rows of the vocabulary or of k and v
+        needed += size if whole else size // 2  # half of the heads, columns, vocabulary rows, or rows of k and v
     assert benchmark.link_bound_bytes(place, source, target, 4) == needed
-    # One policy node that holds all must send all that both engine nodes need.
+    # A single policy node with everything must send the needs of both engine nodes.
     alone = replace(place, parallel={"ranks": 2, "tensor": 2, "expert": 2})
     assert benchmark.link_bound_bytes(alone, alone.layouts()[0], target, 3) == 2 * needed
 
@@ -94,7 +94,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "weight_sync.json").read_text())
     ours, baseline = figures["ways"]["ours"], figures["ways"]["baseline"]
     assert ours["wrong_bytes"] == 0 and baseline["wrong_bytes"] == 0
-    for node in (2, 3):  # what an engine node needs must have come in; a broadcast brings the whole model
+    for node in (2, 3):  # an engine node receives at least its own part; a broadcast brings the whole model
         assert ours["bytes_in"][node] >= 0.5 * figures["model_bytes"]
         assert baseline["bytes_in"][node] >= figures["model_bytes"]
     assert ours["seconds"] > 0.9 * figures["bound_s"]
