@@ -1,4 +1,4 @@
-"""Engines in virtual time against token-by-token brute force, and against what can be said with pencil and paper."""
+"""Engines in virtual time, compared with brute force token by token, and with results computed by hand."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_mega.simulation.virtual_time import EndlessWait, VirtualLoop
 from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Turn
 
 SECONDS = (0.0, 0.010, 0.011, 0.013)
-"""Three places."""
+"""Seconds per step, by active places; the engine has three places."""
 
 
 def ends(arrivals: list[tuple[float, int]]) -> list[float]:
-    """When each request is done, of (time, tokens)."""
+    """Returns the end of each request (arrival, tokens)."""
 
     async def ask(engine: SimulatedEngine, at: float, tokens: int) -> float:
         await asyncio.sleep(at)
@@ -38,7 +38,7 @@ def ends(arrivals: list[tuple[float, int]]) -> list[float]:
 
 
 def brute_force(arrivals: list[tuple[float, int]]) -> list[float]:
-    """In steps of a thousandth of a second."""
+    """Returns the same in steps of a thousandth of a second."""
     step, now = 1e-3, 0.0
     left = [float(64 * tokens) for _, tokens in arrivals]
     order = sorted(range(len(arrivals)), key=lambda i: (arrivals[i][0], i))
@@ -56,7 +56,7 @@ def brute_force(arrivals: list[tuple[float, int]]) -> list[float]:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.31, 0.77, 2.0]), st.integers(1, 3)), min_size=1, max_size=5))
 def test_sequences_share_an_engine(arrivals: list[tuple[float, int]]) -> None:
-    apart = [(at + 1e-6 * i, tokens) for i, (at, tokens) in enumerate(arrivals)]  # who comes first is no matter of luck
+    apart = [(at + 1e-6 * i, tokens) for i, (at, tokens) in enumerate(arrivals)]  # makes the order of arrival unique
     assert ends(apart) == pytest.approx(brute_force(apart), abs=0.05)
 
 
@@ -77,7 +77,7 @@ def outcome(mode: str, most: int, workload: Synthetic = ALIKE, rates: Rates = RA
 
 
 def test_a_synchronous_step_is_all_its_parts() -> None:
-    """16 sequences of 640 tokens on each engine, all at once."""
+    """Runs 16 sequences of 640 tokens per engine at once."""
     found = outcome("off", 0)
     generate = 640 * RATES.speed.seconds[16]
     assert found.seconds == pytest.approx(generate + 10 + 2, rel=3e-3)
@@ -87,7 +87,8 @@ def test_a_synchronous_step_is_all_its_parts() -> None:
 
 
 def test_samples_of_a_recorded_prompt_stay_together() -> None:
-    """A hard prompt's are all slow, and every other step has one; drawn alone nearly all steps would wait for one."""
+    """Samples groups: all samples of a hard prompt are slow, and every other step has a hard prompt. Sampled alone,
+    nearly all steps would wait for a slow trajectory."""
     groups = [[[Turn(0, 640, wait_s)]] * 4 for wait_s in (0.0, 0.0, 0.0, 30.0)]
     config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=2))
     found = simulate(config, RATES, Recorded(groups), steps=6)
@@ -96,7 +97,7 @@ def test_samples_of_a_recorded_prompt_stay_together() -> None:
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])
 def test_the_slower_side_decides(mode: str) -> None:
-    """Engines that write 640 tokens in 23 s, beside a policy that trains for 10; and for 100."""
+    """Runs engines with 640 tokens in 23 s, next to a policy with 10 s of training, and with 100 s."""
     found = outcome(mode, 1)
     assert found.seconds == pytest.approx(640 * RATES.speed.seconds[16] + 2, rel=0.02)
     slow = replace(RATES, train_s=10 * RATES.train_s)

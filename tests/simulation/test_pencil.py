@@ -1,6 +1,6 @@
-"""Runs so small that pencil and paper say all of what comes out: an engine with one place, and a trajectory a step.
+"""Runs small enough for results by hand: an engine with a single place, and a trajectory per step.
 
-It reads 20 tokens in 1 s and writes 200 in 10 s; the policy trains for T seconds, and a sync takes 2.
+The engine reads 20 tokens in 1 s and writes 200 in 10 s; the policy trains for T seconds, and a sync takes 2 s.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ def played(
 
 
 def check(found: Outcome, *, seconds: float, waits: float, idle: float, runs: float) -> None:
-    """Seconds of a step, and those of it in which the policy waits, the engine has nothing, and it runs something."""
+    """Compares the seconds of a step, and within a step the seconds of a waiting policy, of an idle engine, and of a
+    busy engine."""
     assert found.seconds == pytest.approx(seconds, rel=1e-3)
     shares = found.policy_waits, found.engines_idle, found.engines_filled
     assert shares == pytest.approx((waits / seconds, idle / seconds, runs / seconds), abs=2e-3)
 
 
 def test_synchronous() -> None:
-    """read 1, write 10 | train 4 | sync 2"""
+    """Runs: read 1, write 10 | train 4 | sync 2."""
     found = played("off", 1, train=4)
     check(found, seconds=17, waits=11, idle=4, runs=11)
     assert (found.staleness, found.staleness_max) == (0, 0)
 
 
 def test_one_step_that_waits_for_its_engine() -> None:
-    """train 4, wait 7 | sync 2; beside it read 1, write 10"""
+    """Runs: train 4, wait 7 | sync 2; meanwhile read 1, write 10."""
     found = played("one_step", 1, train=4)
     check(found, seconds=13, waits=7, idle=0, runs=11)
     assert (found.staleness, found.staleness_max) == (1, 1)
@@ -61,22 +62,23 @@ def test_one_step_that_waits_for_its_engine() -> None:
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])
 def test_ahead_of_a_slow_policy(mode: str) -> None:
-    """train 20 | sync 2; beside it read 1, write 10, nothing 9"""
+    """Runs: train 20 | sync 2; meanwhile read 1, write 10, idle 9."""
     found = played(mode, 1, train=20)
     check(found, seconds=22, waits=0, idle=9, runs=11)
     assert (found.staleness, found.staleness_max) == (1, 1)
 
 
 def test_full_reads_again_what_a_sync_has_interrupted() -> None:
-    """train 4 | sync 2 | wait 11; beside it read 1, write 3 | – | read 1 + 3 again, write 7. The next one waits for a
-    place meanwhile, so that 60 of its 200 tokens are of older weights than it is trained on with."""
+    """Runs: train 4 | sync 2 | wait 11; meanwhile read 1, write 3 | – | read 1 + 3 again, write 7. Meanwhile the next
+    trajectory waits for a place: 60 of the 200 tokens are older than the weights in training."""
     found = played("full", 1, train=4)
     check(found, seconds=17, waits=11, idle=0, runs=15)
     assert found.staleness == pytest.approx(0.3, abs=1e-2) and found.staleness_max == 1
 
 
 def test_full_has_groups_of_all_steps_under_way() -> None:
-    """wait 3 | train 4 | sync 2; beside it one that was begun a step ago writes for 3, and one that begins for 7."""
+    """Runs: wait 3 | train 4 | sync 2; meanwhile a trajectory from the step before writes for 3, and a new trajectory
+    for 7."""
     two = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
     found = played("full", 1, train=4, speed=two)
     check(found, seconds=9, waits=3, idle=0, runs=(3 + 7) / 2)
@@ -84,18 +86,18 @@ def test_full_has_groups_of_all_steps_under_way() -> None:
 
 
 def test_turns_go_on_from_what_is_cached() -> None:
-    """read 1, write 5, tool 5, write 5, tool 5 | train 4 | sync 2"""
+    """Runs: read 1, write 5, tool 5, write 5, tool 5 | train 4 | sync 2."""
     check(played("off", 1, train=4, workload=TWO_TURNS), seconds=27, waits=21, idle=14, runs=11)
 
 
 def test_what_the_cache_does_not_hold_is_read_again() -> None:
-    """The second turn reads 120 tokens: 6 s more."""
+    """Reads 120 tokens in the second turn: 6 s more."""
     small = replace(SPEED, cache_tokens=119)
     check(played("off", 1, train=4, workload=TWO_TURNS, speed=small), seconds=33, waits=27, idle=14, runs=17)
 
 
 def test_more_trajectories_than_places_take_turns() -> None:
-    """Two of 11 s, one after the other | train 4 | sync 2"""
+    """Runs: two of 11 s, consecutively | train 4 | sync 2."""
     check(played("off", 1, train=4, prompts=2), seconds=28, waits=22, idle=4, runs=22)
 
 
@@ -104,7 +106,7 @@ BOTH = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
 
 
 def test_one_call_of_an_environment_at_a_time() -> None:
-    """Both write for 10; call 100, and call 100 | train 4 | sync 2"""
+    """Runs: both write for 10; call 100, and call 100 | train 4 | sync 2."""
     for workers, seconds in ((2, 116), (1, 216)):
         found = played(
             "off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(workers=workers)
@@ -114,7 +116,7 @@ def test_one_call_of_an_environment_at_a_time() -> None:
 
 
 def test_one_environment_open_at_a_time() -> None:
-    """write 10, call 100; write 10, call 100 | train 4 | sync 2"""
+    """Runs: write 10, call 100; write 10, call 100 | train 4 | sync 2."""
     found = played("off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(slots=1))
     assert found.seconds == pytest.approx(226, rel=1e-3)
     assert found.calls_filled == pytest.approx(200 / 226, rel=1e-3), "a second call has no environment that is open"
@@ -122,7 +124,7 @@ def test_one_environment_open_at_a_time() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_fewer_trajectories_have_as_many_calls_done(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 trajectories 3 are played, and their calls take as long as all of the 8 would: 8 · 100 / workers."""
+    """Plays 3 of 8 trajectories; the calls take as long as those of all 8: 8 · 100 / workers."""
     monkeypatch.setattr("skyrl_mega.simulation.rates.MAX_TRAJECTORIES", 3)
     environment = EnvironmentConfig(workers=workers)
     found = played("full", 4, train=4, workload=TOOL, speed=BOTH, prompts=8, environment=environment)

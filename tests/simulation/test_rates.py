@@ -1,4 +1,4 @@
-"""How long things take: as the planner says, for the workload's lengths; and fewer trajectories that stand for many."""
+"""Rates of the planner for the workload's lengths; and few trajectories standing for many."""
 
 from __future__ import annotations
 
@@ -76,20 +76,20 @@ def test_fewer_trajectories_do_the_same_work(prompts: int, engines: int, places:
     assert less.data.prompts_per_step * 8 <= module.MAX_TRAJECTORIES and less.data.prompts_per_step == prompts_played(
         config
     )
-    # Tokens a second, of all engines: written with all places taken, read, and trained on.
+    # Tokens per second of all engines: written with all places taken, read, and trained on.
     written = factor * scaled.engines * scaled.speed.places / scaled.speed.seconds[-1]
     assert written == pytest.approx(engines * places / speed.seconds[-1])
     assert factor * scaled.engines / scaled.speed.prefill_s == pytest.approx(engines / speed.prefill_s)
     assert factor / scaled.train_s == pytest.approx(1 / 1e-3)
     assert factor * scaled.engines * scaled.speed.cache_tokens == pytest.approx(engines * 1e6)
-    # And with a part of the places taken.
+    # The same with some places taken.
     for n, seconds in enumerate(scaled.speed.seconds[1:-1], start=1):
         each = n * factor * scaled.engines / engines
         assert seconds == pytest.approx(0.01 + 0.001 * each)
 
 
 def test_fewer_trajectories_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place: four of them stand for sixteen, which take turns."""
+    """Simulates a single place: four trajectories stand for sixteen in turn."""
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 8, 2
     rates = Rates(2, Speed((0.0, 0.01), 0.001, 1e9), train_s=1e-3, sync_s=2.0)
@@ -101,7 +101,7 @@ def test_fewer_trajectories_take_as_long(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def waiting(most: int, workload: Synthetic, environment: EnvironmentConfig, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds of a step of 256 trajectories, of which so many are simulated, that do little but wait for tools."""
+    """Returns the seconds of a step of 256 trajectories, `most` of them simulated, with mostly waiting for tools."""
     monkeypatch.setattr(module, "MAX_TRAJECTORIES", most)
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 256, 1
@@ -115,7 +115,7 @@ def waiting(most: int, workload: Synthetic, environment: EnvironmentConfig, monk
 def test_any_number_of_slots_and_of_calls_is_that_of_all(
     bound: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the run in which all 256 play for themselves: of 32 each stands for 8."""
+    """Compares with a run of all 256 trajectories: each of 32 stands for 8."""
     workload = Synthetic(20, LogNormal(100, 0), LogNormal(5, 0), 2, 10**6)
     environment = EnvironmentConfig(**{"workers": 256, bound: places})
     all_of_them, few = (waiting(most, workload, environment, monkeypatch) for most in (256, 32))
@@ -123,7 +123,7 @@ def test_any_number_of_slots_and_of_calls_is_that_of_all(
 
 
 def test_a_call_is_as_long_as_it_is_and_its_place_is_taken_for_longer() -> None:
-    """12 calls of 8 are two places, each taken for 4/3 of the time."""
+    """Divides 12 calls by 8: two places, each taken for 4/3 of the time."""
     with VirtualLoop() as loop:
         calls = Calls(Places.of(12, 8), loop.loop)
 

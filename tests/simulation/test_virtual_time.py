@@ -1,4 +1,4 @@
-"""Time that jumps."""
+"""Virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trajectories are like: drawn, or as a run has had them."""
+"""The workload: random trajectories, or trajectories recorded from a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
 
 
 def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path) -> None:
-    """A prompt may be there twice, and have a greedy answer beside its samples."""
+    """Reads groups with a repeated prompt and with greedy answers."""
 
     def of(seconds: float, uid: int, sample: int) -> Trajectory:
         return trajectory(uid, sample, [Step(Kind.RESPONSE, 3, 5, env_s=seconds)])
@@ -117,7 +117,7 @@ def test_the_mean_is_that_of_what_is_drawn() -> None:
 
 @pytest.mark.parametrize("unit", [1, 7, 64])
 def test_counting_in_units_favours_no_length(unit: int) -> None:
-    """Also parts of which each is less than a unit: in the sum, and each by itself."""
+    """Counts parts in units, including parts smaller than a unit: the sum and each part are unbiased."""
     parts, drawn = (5, 100, 3, 40), []
     for seed in range(4000):
         whole = UnitCounter(unit, Random(seed))
