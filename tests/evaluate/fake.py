@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that multiplies, and fails when it is told to."""
+"""An OpenAI-compatible endpoint that multiplies, and fails on demand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = dict[str, Any] | tuple[int, dict[str, str], str] | None
-"""Fields over the usual answer's choice; or status, headers and body; or None, which drops the connection."""
+"""Fields over the usual choice; or status, headers and body; or None to drop the connection."""
 
 
 class Fake(ThreadingHTTPServer):
-    """Answers `a times b` with `#### a·b`, wrong for two seeds of three. Tokens are words."""
+    """An HTTP server answering `a times b` with `#### a·b`, wrong for two of three seeds. Tokens are words."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -28,19 +28,19 @@ class Fake(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.script: deque[Answer] = deque()
-        """What the next requests get in place of the usual answer."""
+        """Answers for the next requests, instead of the usual answer."""
         self.delay: Callable[[int], float] = lambda number: 0.0
-        """Seconds until the answer to request `number`."""
+        """Delay of request `number` in seconds."""
         self.running = self.most = 0
         self.lock = threading.Lock()
 
     @property
     def asked(self) -> list[tuple[str, int]]:
-        """(the last message, seed) of every request."""
+        """Returns (last message, seed) of every request."""
         return [(body["messages"][-1]["content"], body["seed"]) for body in self.bodies]
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The usual answer."""
+        """Returns the usual answer."""
         a, b = map(int, re.findall(r"\d+", body["messages"][0]["content"])[:2])
         text = f"It is #### {a * b if body['seed'] % 3 == 0 else a * b + 1}"
         words = sum(len(m["content"].split()) for m in body["messages"])
@@ -48,7 +48,7 @@ class Fake(ThreadingHTTPServer):
         return {"choices": [choice], "usage": {"prompt_tokens": words, "completion_tokens": len(text.split())}}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no news."""
+        """Ignores errors of killed clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,12 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
 
 @contextmanager
 def serving() -> Iterator[Fake]:
-    """The endpoint, in threads of this process."""
+    """Runs the endpoint in threads of this process."""
     fake = Fake()
     thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

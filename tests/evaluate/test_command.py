@@ -1,4 +1,4 @@
-"""The command as a process, against an endpoint that multiplies: tables, resumption after a kill, exit codes."""
+"""The command as a process, against a multiplying endpoint: tables, resuming after a kill, exit codes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`two.parquet` has two data sources, `one.parquet` has one."""
+    """Writes `two.parquet` with two data sources and `one.parquet` with one; returns the folder."""
     folder = tmp_path_factory.mktemp("data")
 
     def product(source: str, a: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def command(fake: Fake, data: Path, output: Path, *more: str, at_once: int = 4) 
 
 
 def run(arguments: list[str]) -> tuple[int, str, str]:
-    """The command in this process: exit code, standard output, standard error."""
+    """Runs the command in this process; returns exit code, standard output and standard error."""
     out, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
         code = main(arguments)
@@ -70,12 +70,12 @@ def run(arguments: list[str]) -> tuple[int, str, str]:
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+    """Starts the command in a separate process."""
     return subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
-    """All whole lines of all sets."""
+    """Returns all complete lines of all sets."""
     found = []
     for file in sorted((output / "samples").glob("*.jsonl")):
         found += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -83,13 +83,13 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 def seed_of(line: dict[str, Any]) -> int:
-    """The seed that a sample's request carries; by it the endpoint's record is told apart."""
+    """Returns the seed of a sample's request, the key into the endpoint's record."""
     name = "gsm8k" if line["data_source"] == "openai/gsm8k" else line["data_source"]
     return stream_seed(f"0/evaluate/{name}/{line['uid']}/{line['sample']}/0") >> 32
 
 
 def said(output: Path) -> dict[tuple[str, int, int], tuple[Any, ...]]:
-    """Every sample of the parquet files, without what the clock decides."""
+    """Returns every sample of the parquet files, without times."""
     return {
         (file.stem, r["uid"], r["sample"]): (r["response"], r["reward"], r["accuracy"], r["status"], r["messages"])
         for file in output.glob("*.parquet")
@@ -145,7 +145,7 @@ def test_tables_scores_and_examples(fake: Fake, data: Path, tmp_path: Path) -> N
 
 
 class Breaks(BaseTextEnv):
-    """Each of its trajectories fails."""
+    """An environment whose trajectories always fail."""
 
     def step(self, action: str) -> Any:
         raise ValueError("no judge")
@@ -161,7 +161,7 @@ def test_where_all_samples_failed_the_code_is_2_and_they_are_kept(fake: Fake, da
 
 
 def test_what_failed_for_the_infrastructure_is_drawn_again(fake: Fake, data: Path, tmp_path: Path) -> None:
-    """What failed by the environment's own fault is not."""
+    """Draws infrastructure failures again, but not failures of the environment."""
     output = tmp_path / "out"
     assert run(command(fake, data, output))[0] == 0
     whole, fake.bodies[:] = said(output), []
@@ -184,7 +184,7 @@ def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path
     every = [seed for _, seed in fake.asked]
     fake.bodies.clear()
 
-    # It answers 50 and then leaves all requests open, so that the kill finds some under way.
+    # The endpoint answers 50 requests and then leaves all open: the kill interrupts some.
     fake.delay = lambda number: 0.0 if number <= 50 else 3600.0
     output = tmp_path / "killed"
     process = start(command(fake, data, output))
@@ -199,7 +199,7 @@ def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path
     assert not list(output.glob("*.parquet"))
     kept = lines(output)
     assert len(kept) == 50
-    # And the worst that a kill can leave: half a line.
+    # The worst result of a kill: half a line.
     with (output / "samples" / "gsm8k.jsonl").open("a") as file:
         file.write('{"uid": 3, "sam')
 

@@ -1,4 +1,4 @@
-"""The endpoint's client: faults, budgets, stop strings."""
+"""The client of the endpoint: faults, budgets, stop strings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 def talk(fake: Fake, prompts: int = 1, env: str = "gsm8k", key: str | None = None, **rollout: Any) -> list[Trajectory]:
-    """Trajectories of `prompts` questions, all at once."""
+    """Plays `prompts` questions at once and returns the trajectories."""
     sampling = rollout.pop("sampling", SamplingConfig(max_tokens=9))
     config = Config(rollout=RolloutConfig(sampling=sampling, **rollout), environment=EnvironmentConfig())
     source = EndpointSource(Endpoint.of(fake.url, "m", "KEY", key, "{}"), config)
@@ -207,8 +207,9 @@ STOPS = ["</search>", "</answer>"]
     "text, choice, whole",
     [
         ("a <search>b", {"stop_reason": "</search>"}, "a <search>b</search>"),  # vLLM
-        ("a <search>b</search>", {"stop_reason": "</search>"}, "a <search>b</search>"),  # told to include it
-        ("a <search>b", {"stop_reason": None}, "a <search>b"),  # the policy ended by itself
+        # VLLM, asked to include the stop string
+        ("a <search>b</search>", {"stop_reason": "</search>"}, "a <search>b</search>"),
+        ("a <search>b", {"stop_reason": None}, "a <search>b"),  # the policy ended the turn
         ("a <search>b", {"stop_reason": 2}, "a <search>b"),  # a stop token
         ("a <answer>b", {"matched_stop": "</answer>"}, "a <answer>b</answer>"),  # SGLang
         ("a <search>b</search> <answer>c", {}, "a <search>b</search> <answer>c</answer>"),

@@ -1,4 +1,4 @@
-"""Engines of the command's own, and vLLM's own server: real weights, real HTTP, a real kill."""
+"""The command with its own engines, and with vLLM's server: real weights, real HTTP, a real kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS, SAMPLES, TOKENS = 40, 3, 32
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model/` with sharp distributions, and `data/test.parquet`."""
+    """Builds `model/` with sharp distributions, and `data/test.parquet`."""
     folder = tmp_path_factory.mktemp("inputs")
     build_model(folder / "model", "qwen3_moe", seed=5)
     data = str(folder / "data")
@@ -53,7 +53,7 @@ def command(inputs: Path, output: Path, *more: str) -> list[str]:
 
 
 def engines(inputs: Path, output: Path, concurrency: int) -> subprocess.Popen[str]:
-    """The command with one engine; its processes carry a mark, by which `left_over` finds them."""
+    """Starts the command with an engine; processes are marked for `left_over`."""
     own = ["--model", str(inputs / "model"), "model.dtype=float32", "cluster.device=cpu", "rollout.kv_cache_gib=0.1"]
     arguments = command(inputs, output, *own, f"rollout.concurrency={concurrency}")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(output)}
@@ -77,7 +77,7 @@ def samples(output: Path) -> list[dict[str, Any]]:
 
 
 def surprise(model: Path, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Of every response: how surprising its tokens are to transformers, and how surprising they should be (nats)."""
+    """Returns the measured and the expected surprise of every response's tokens under transformers, in nats."""
     with LOADING:
         from transformers import AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def surprise(model: Path, rows: list[dict[str, Any]]) -> tuple[list[float], list
 
 
 def are_drawn_from(model: Path, rows: list[dict[str, Any]]) -> None:
-    """Responses that were cut off have no end-of-sequence token, so their text is all that was drawn."""
+    """Checks truncated responses: without an end token, the text contains everything sampled."""
     cut = [row for row in rows if row["status"] == "truncated_tokens"]
     assert len(cut) > 30
     assert all(row["response_tokens"] == TOKENS for row in cut)
@@ -108,7 +108,7 @@ def are_drawn_from(model: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Killed with two requests at once, and resumed with eight."""
+    """Runs with two requests at once, kills the run, and resumes with eight."""
     output = tmp_path_factory.mktemp("resumed") / "killed"
     process = engines(inputs, output, concurrency=2)
     deadline = time.monotonic() + 600
@@ -143,7 +143,7 @@ def test_killed_and_resumed_has_every_sample_once(inputs: Path, resumed: Path) -
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_killed_and_resumed_equals_never_killed(inputs: Path, resumed: Path, tmp_path: Path) -> None:
-    """Whole with 24 at once: what is drawn depends on none of it."""
+    """Compares with an uninterrupted run of 24 requests at once: samples depend on neither."""
     whole = tmp_path / "whole"
     finish(engines(inputs, whole, concurrency=24))
     assert left_over(whole) == []
@@ -153,12 +153,12 @@ def test_killed_and_resumed_equals_never_killed(inputs: Path, resumed: Path, tmp
 
 @contextmanager
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
-    """vLLM's OpenAI-compatible server on a CPU."""
+    """Runs vLLM's OpenAI-compatible server on a CPU and yields the address."""
     port = free_port()
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager"]
     arguments += ["--kv-cache-memory-bytes", str(10**8), "--api-key", "k3y", "--generation-config", "vllm"]
-    folder = tempfile.mkdtemp()  # for its sockets, which it leaves behind
+    folder = tempfile.mkdtemp()  # for the server's sockets, which are never removed
     env = os.environ | environment(spec_of(model, RolloutConfig())) | {"TMPDIR": folder}
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The tables, and the published figures against the document they are from."""
+"""The tables, and the published figures compared with the source document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of(name: str, prompts: int, accuracy: float, **more: float) -> SetScores:
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """The lines of Markdown tables by their first cell."""
+    """Returns the lines of Markdown tables by first cell."""
     found = {}
     for line in text.splitlines():
         if line.startswith("| "):
@@ -58,7 +58,8 @@ def test_published_figures_are_those_of_the_recipes(real_data: Path) -> None:
 
 
 def test_published_averages_are_the_means_that_the_table_says() -> None:
-    """The 3B models' are means over sets; the 30B model's is the mean over examples, and proves the sizes."""
+    """Compares averages: the 3B models' are means over sets; the 30B model's is the mean over examples, and confirms
+    the set sizes."""
     rows = cells(comparison_table(SEARCHR1, []))
     over_sets, over_examples = rows[SETS], rows[EXAMPLES]
     assert over_sets[1:5] == ["0.336", "0.356", "0.421", "0.403"] == rows["average, as published"][1:5]
@@ -78,7 +79,7 @@ def test_rows_stand_in_their_order_and_absent_sets_are_dashes() -> None:
     assert rows["NQ†"][:2] == ["0.100 ± 0.010", "0.397"]
     assert rows["HotpotQA*"][0] == "0.400 ± 0.010"
     assert [rows[r.title][0] for r in SEVEN[1:3]] == ["–", "–"]
-    # Means of every column are over the same two rows.
+    # The means of all columns cover the same two rows.
     assert rows[f"{SETS} (the 2 run)"][0].startswith("0.250 ±")
     assert rows[f"{SETS} (the 2 run)"][1] == f"{(0.397 + 0.331) / 2:.3f}"
     assert rows[f"{EXAMPLES} (the 2 run)"][0].startswith("0.340 ±")

@@ -1,4 +1,4 @@
-"""Scores against brute force, and their errors against the binomial formula and a bootstrap."""
+"""Scores compared with brute force, and errors compared with the binomial formula and a bootstrap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_mega.rollout.trajectory import Status, Trajectory
 
 
 def samples_of(rights: list[list[float]]) -> dict[tuple[int, int], Sample]:
-    """By prompt and sample: a reward of ±1, an accuracy of 0 or 1, an F1 between."""
+    """Returns samples by (prompt, sample): a reward of ±1, an accuracy of 0 or 1, an F1 in between."""
     return {
         (uid, n): Sample(2 * right - 1, right, {"exact_match": right, "f1": right / 2}, Status.COMPLETED, 10 * n, 0)
         for uid, group in enumerate(rights)
@@ -45,7 +45,7 @@ def test_scores_are_the_brute_forces(rights: list[list[float]]) -> None:
 
 
 def test_samples_whose_environment_failed_have_no_score() -> None:
-    """A prompt's scores are those of its others; one without others counts nowhere."""
+    """Scores a prompt by the samples without failure; a prompt of failed samples does not count."""
     samples = samples_of([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     for key in ((0, 0), (3, 0), (3, 1)):
         samples[key] = samples[key]._replace(status=Status.ERROR_ENV, reward=0.0, accuracy=0.0, metrics={"f1": 0.0})
@@ -67,7 +67,8 @@ def test_the_error_of_single_samples_is_the_binomial_one() -> None:
 
 
 def test_the_error_is_a_bootstraps_over_prompts() -> None:
-    """Prompts differ in how hard they are, so samples of one are alike: taken as independent they would seem better."""
+    """Compares errors for prompts of different difficulty: samples of a prompt are alike, and treating them as
+    independent would understate the error."""
     rng = np.random.default_rng(0)
     hard = rng.beta(0.3, 0.3, 400)
     rights = (rng.random((400, 8)) < hard[:, None]).astype(float)
@@ -95,7 +96,7 @@ def test_both_means() -> None:
     "metrics, reward, metadata, accuracy",
     [
         ((), 1.0, {}, 1.0),
-        ((), 0.2, {}, 0.0),  # a reward for the form is no right answer
+        ((), 0.2, {}, 0.0),  # a reward for the format is no right answer
         ((), -1.0, {}, 0.0),
         (("correct",), 0.2, {"correct": True}, 1.0),
         (("correct",), 1.0, {"correct": False}, 0.0),
