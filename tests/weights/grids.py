@@ -1,4 +1,4 @@
-"""Small models and layouts for the weights tests, and reference data by global index."""
+"""Small models, layouts and reference tensors for the tests of weight transfer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ REAL: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
     },
 }
-"""What decides the shapes of Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen2.5-3B and Qwen2.5-7B."""
+"""The settings of Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen2.5-3B and Qwen2.5-7B from which tensor shapes follow."""
 
 LAYOUTS: dict[str, ParallelDims] = {
     "one": ParallelDims(),
@@ -98,7 +98,7 @@ LAYOUTS: dict[str, ParallelDims] = {
 
 
 def pairs() -> list[Any]:
-    """Every model with every layout that it allows, as pytest parameters."""
+    """Returns pytest parameters for every model with every layout allowed for the model."""
     import pytest
 
     return [
@@ -110,18 +110,18 @@ def pairs() -> list[Any]:
 
 
 def global_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    """Random float32 tensors."""
+    """Returns random float32 tensors of these shapes."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def empty(shard: Shard, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Local tensors full of NaN: what is not filled shows."""
+    """Returns the local tensors of a shard full of NaN, so an element left unfilled shows."""
     return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shard.params.items()}
 
 
 def cut(shard: Shard, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Local tensors filled piece by piece from whole ones, by plain indexing."""
+    """Returns the local tensors of a shard, filled piece by piece from whole tensors by plain indexing."""
     params = empty(shard)
     for piece in shard.pieces:
         stack = len(piece.offset) - len(piece.box.shape)
@@ -132,7 +132,7 @@ def cut(shard: Shard, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def whole(layout: Layout) -> Layout:
-    """One rank that holds every tensor in full."""
+    """Returns the layout of a single rank with every tensor in full."""
     from skyrl_mega.hf_checkpoint.load import _whole
 
     return Layout(layout.tensors, (_whole(layout, list(layout.tensors)),))

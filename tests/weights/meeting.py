@@ -1,4 +1,4 @@
-"""Real processes that meet, build an exchange over gloo and compare every element that arrives."""
+"""Real processes for tests of weight transfer: rendezvous, exchange over gloo, bit-exact comparison of tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def meet(
     hosted: bool = False,
     device: torch.device = CPU,
 ) -> tuple[Transport, Any]:
-    """Joins a group whose store rank 0 hosts, unless it is hosted; a second store at `address` tells its port."""
+    """Joins the process group. Rank 0 hosts its store unless `hosted`; a second store at `address` holds the port."""
     host, port = address.split(":")
     lobby = dist.TCPStore(host, int(port), is_master=rank == 0 and not hosted, wait_for_workers=False)
     name = f"process {rank}"
@@ -50,7 +50,7 @@ def meet(
 
 @dataclass(frozen=True)
 class Case:
-    """A policy and its engines, and how their weights travel."""
+    """A policy, its engines and the settings of the transfer between the policy and the engines."""
 
     hf: dict[str, Any]
     parallel: ParallelDims
@@ -79,16 +79,16 @@ class Case:
 def exchange(
     rank: int, address: str, case: Case, source: Layout, target: Layout, wire: Wire, hosted: bool = False
 ) -> tuple[Exchange, Plan, Any]:
-    """This process's exchange: policy ranks first. The last of the three has to be kept."""
-    made = plan(source, target, case.topology, wire.itemsize)
+    """Returns the exchange of this process, its plan, and the stores to keep alive. Policy ranks come first."""
+    transfer_plan = plan(source, target, case.topology, wire.itemsize)
     ranks = len(source.shards)
-    owners = device_owners(made.topology, 0, ranks)
+    owners = device_owners(transfer_plan.topology, 0, ranks)
     device_peers = [p for p, owner in owners.items() if p != owner]
     transport, kept = meet(rank, address, case.size, case.timeout_s, device_peers, hosted, case.device)
     is_source = rank < ranks
     agree = maximum(rank, ranks, address) if is_source and wire.quantised else None
-    built = Exchange(
-        made,
+    new_exchange = Exchange(
+        transfer_plan,
         transport,
         wire,
         source=rank if is_source else None,
@@ -100,11 +100,11 @@ def exchange(
         target_base=ranks,
         agree=agree,
     )
-    return built, made, kept
+    return new_exchange, transfer_plan, kept
 
 
 def maximum(rank: int, ranks: int, address: str) -> Callable[[Tensor], None]:
-    """A maximum over the first `ranks` processes, in a group of their own at the store of all."""
+    """Returns a maximum over the first `ranks` processes. These processes form a separate group at the common store."""
     host, port = address.split(":")
     met = (host, int(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False).get("port")))
     transport = join(met, rank, ranks, f"process {rank}", device=CPU, timeout_s=120, group="agree")
@@ -118,7 +118,7 @@ def maximum(rank: int, ranks: int, address: str) -> Callable[[Tensor], None]:
 
 
 class Staged(dict[str, Tensor]):
-    """Parameters that exist from their first part to their last, as an engine's staging of one layer does."""
+    """Parameters that exist from their first part to their last, like an engine's staging of a layer."""
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         super().__init__(dict.fromkeys(params))  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ class Staged(dict[str, Tensor]):
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    """Bit by bit, padding (NaN) too."""
+    """Returns True if both dictionaries hold the same bits, padding (NaN) included."""
     return found.keys() == wanted.keys() and all(
         torch.equal(found[k].isnan(), wanted[k].isnan())
         and torch.equal(found[k].nan_to_num().double(), wanted[k].nan_to_num().double())

@@ -1,4 +1,4 @@
-"""Files of boxes: any cut written, any other cut read, against the tensors themselves and safetensors' own reader."""
+"""Files of boxes: any cut written, any other cut read, compared with the tensors and with the safetensors reader."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ FROZEN = {"frozen": torch.randn(6, 5).to(torch.bfloat16)}
 
 
 def grid(tensor: Tensor, draw: Any) -> list[Box]:
-    """The tensor cut at random places of every dimension."""
+    """Returns boxes of the tensor, cut at random places of every dimension."""
     edges = [sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=2))}) for n in tensor.shape]
-    found = []
+    boxes = []
     for spans in product(*(list(pairwise(edge)) for edge in edges)):
-        found.append(Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans)))
-    return found
+        boxes.append(Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans)))
+    return boxes
 
 
 def save(folder: Path, parts: dict[str, list[Part]]) -> Header:
-    """A checkpoint of these files."""
+    """Writes a checkpoint of box files and returns its header."""
     sizes = {name: write_boxes(folder / name, some) for name, some in parts.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in (TENSORS | FROZEN).items()}
     header = Header("bfloat16", 1, {"lr": 0.1}, {}, shapes, sizes)
@@ -80,7 +80,7 @@ def test_any_cut_is_read_back_in_any_other(tmp_path_factory: pytest.TempPathFact
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that preadv returns: those of the box, in as few calls as it has runs."""
+    """Counts the bytes of each preadv call: only those of the box, in as few calls as the box has runs."""
     whole = [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in TENSORS.items()]
     header = save(tmp_path, {"a": whole})
     entries = read_entries(tmp_path, header, {"matrix"})
@@ -135,7 +135,7 @@ def test_an_element_that_nobody_wrote_or_two_did_is_named(tmp_path: Path) -> Non
 
 
 def test_a_file_whose_writing_was_broken_off_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header comes last, and a disk that fails is an OSError."""
+    """Interrupts a write before the header, the last part: a failing disk raises OSError, the file is unreadable."""
     write, calls = box_files._pwrite, iter(range(10))
 
     def full(*arguments: Any) -> None:

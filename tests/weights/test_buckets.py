@@ -1,4 +1,4 @@
-"""Buckets hold every element of every route once, within their size."""
+"""Buckets: every element of every route exactly once, within the bucket size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_buckets_are_the_routes(room: int) -> None:
         assert buckets.nbytes(b) <= room
         ends = buckets.offsets(b) + buckets.parts.nbytes[members]
         assert (buckets.offsets(b) % ALIGNMENT == 0).all() and (buckets.offsets(b)[1:] >= ends[:-1]).all()
-    # No two neighbours of a route and phase would fit into one.
+    # No two neighbours of a route and phase would fit into a single bucket.
     for number in range(len(made.routes)):
         for phase in (0, 1):
             sizes = [

@@ -1,4 +1,4 @@
-"""Plans carried out between real processes over gloo, and in one process. Every element that arrives is compared."""
+"""Execution of plans between real processes over gloo, and in one process. Every received element is compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.weights.meeting import CPU, Case, Staged, exchange, meet, same
 
 @pytest.mark.parametrize("hf, parallel", pairs())
 def test_any_layout_and_back_is_bit_identical(hf: dict[str, Any], parallel: ParallelDims) -> None:
-    """Whole tensors → policy shards → whole tensors, and → engine shards; compared with plain slicing."""
+    """Converts whole tensors to policy shards and back, and to engine shards, and compares with plain slicing."""
     arch = architecture(hf)
     for spec in ("local", "te"):
         layout = arch.megatron_layout(hf, parallel, spec)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ CASES = {
 
 
 def sync(rank: int, address: str, case: Case) -> dict[str, int]:
-    """Policy ranks send, engine workers receive; twice, with other weights."""
+    """Sends from policy ranks to engine workers twice, with different weights."""
     source, target = case.layouts()
     wire = Wire(case.dtype)
     built, made, _kept = exchange(rank, address, case, source, target, wire)
@@ -87,23 +87,23 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
             assert same(params, {name: param.to(case.dtype) for name, param in expected.items()})
             assert sorted(staged.order) == sorted(params)
             assert report.received + report.local == made.bytes_in[rank - ranks]
-        # With room for a checksum of every part, at least 16 bytes each, and a multiple of 256.
+        # The bucket includes a checksum for every part, at least 16 bytes each, rounded up to a multiple of 256.
         assert report.extra_bytes <= case.in_flight * (case.bucket_bytes + case.bucket_bytes // 2 + 256)
     return vars(report)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_sync_between_processes(case: Case) -> None:
-    """float32 masters arrive in the engine's type, rounded once, in buckets far smaller than a tensor."""
+    """Sends float32 masters in buckets far smaller than a tensor; engines receive their own type, rounded once."""
     reports = run_ranks(case.size, sync, case)
     ranks = case.parallel.ranks
-    # Every byte that arrives over a link was sent or handed on once, and nothing else was.
+    # Every byte received over a link was sent or forwarded exactly once.
     assert sum(r["sent"] + r["forwarded"] for r in reports) == sum(r["received"] for r in reports[ranks:])
     print({name: sum(r[name] for r in reports) for name in reports[0]})
 
 
 def relayout(rank: int, address: str, hf: dict[str, Any], before: ParallelDims, after: ParallelDims) -> bool:
-    """Every process is source and target at once."""
+    """Moves weights between two layouts of the same processes, each both source and target."""
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, before, "local"), arch.megatron_layout(hf, after, "te")
     made = plan(source, target, Topology.shared(before.ranks, after.ranks, Links(4, 4)), itemsize=4)
@@ -127,7 +127,7 @@ def test_relayout_among_the_same_processes() -> None:
 
 
 def leave(rank: int, address: str) -> str:
-    """Process 1 joins and goes away; process 0 waits for a message of it."""
+    """Lets process 1 join and exit while process 0 waits for its message; returns the error of process 0."""
     transport, _kept = meet(rank, address, 2, timeout_s=60)
     if rank == 1:
         return ""
@@ -156,5 +156,5 @@ def test_the_store_listens_on_its_address_only() -> None:
 
     store = host_store("127.0.0.1", 60)
     with socket.socket() as other:
-        # 127.0.0.2 is this machine too; a store on every address would answer there.
+        # 127.0.0.2 is this machine too; a store on every address would answer here.
         assert other.connect_ex(("127.0.0.2", store.port)) != 0

@@ -1,4 +1,4 @@
-"""A process that is killed or stopped in the middle of a sync, and bytes that change on their way."""
+"""Faults during a weight sync: killed or stopped processes and corrupted bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARED = Case(MOE, LAYOUTS["ep2"], engine=2, topology=Topology.shared(2, 2, Link
 
 
 def sync_until_it_fails(pipe: Connection, rank: int, address: str, case: Case) -> None:
-    """Syncs again and again; tells when it begins, and what error ended it, when."""
+    """Repeats syncs until an error, then reports the time, peer, tensor and message of the error."""
     source, target = case.layouts()
     built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype), hosted=True)
     ranks = case.parallel.ranks
@@ -44,11 +44,13 @@ def sync_until_it_fails(pipe: Connection, rank: int, address: str, case: Case) -
             built.run(source=params) if is_source else built.run(target=params)
     except TransportError as error:
         pipe.send((time.monotonic(), error.peer, error.what, str(error)))
-    pipe.recv()  # stays, so that what others see is what the transport did
+    pipe.recv()  # keeps this process alive, so others see only the effect of the transport
 
 
 def stores() -> tuple[Any, str]:
-    """The store where all meet and the one that tells of it, hosted here, as by a driver, who lives on."""
+    """Hosts the rendezvous store and the store announcing its port in this process, which outlives the ranks like a
+    driver.
+    """
     lobby = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = host_store("127.0.0.1", 60)
     lobby.set("port", str(store.port))
@@ -56,7 +58,7 @@ def stores() -> tuple[Any, str]:
 
 
 def strike(case: Case, victim: int, how: signal.Signals, delay: float) -> tuple[float, list[Any]]:
-    """When the victim was struck, and what each of the others told."""
+    """Sends a signal to one process; returns the time of the signal and the reports of the other processes."""
     _kept, address = stores()
     pipes, processes = [], []
     for rank in range(case.size):
@@ -70,12 +72,12 @@ def strike(case: Case, victim: int, how: signal.Signals, delay: float) -> tuple[
         time.sleep(delay)
         struck = time.monotonic()
         os.kill(processes[victim].pid, how)
-        told = []
+        reports = []
         for rank, pipe in enumerate(pipes):
             if rank != victim:
                 assert pipe.poll(case.timeout_s + 30), f"process {rank} hangs"
-                told.append(pipe.recv())
-        return struck, told
+                reports.append(pipe.recv())
+        return struck, reports
     finally:
         for process in processes:
             process.kill()
@@ -92,23 +94,24 @@ MOMENTS = random.Random(7)
 )
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_is_named_in_time(case: Case, victim: int, how: signal.Signals) -> None:
-    """Killed: everybody knows who, at once. Stopped: nobody waits longer than the timeout.
+    """Kills or stops a process during a sync. After a kill, every peer names the victim at once.
 
-    Whose timeout ends first may name somebody who waits himself; he who is named and never speaks is the one.
+    After a stop, each peer waits no longer than the timeout. A peer may name another waiting peer; the only named
+    process without a report is the victim.
     """
     case = replace(case, timeout_s=60 if how == signal.SIGKILL else 6)
-    struck, told = strike(case, victim, how, MOMENTS.uniform(0.05, 0.5))
-    silent = {peer for _, peer, _, _ in told} - {f"process {p}" for p in range(case.size) if p != victim}
-    assert silent == {f"process {victim}"}, told
-    for when, peer, what, message in told:
-        assert peer == f"process {victim}" or how == signal.SIGSTOP, told
+    struck, reports = strike(case, victim, how, MOMENTS.uniform(0.05, 0.5))
+    silent = {peer for _, peer, _, _ in reports} - {f"process {p}" for p in range(case.size) if p != victim}
+    assert silent == {f"process {victim}"}, reports
+    for when, peer, what, message in reports:
+        assert peer == f"process {victim}" or how == signal.SIGSTOP, reports
         assert ".weight" in what and what in message and "\n" not in message
         assert when - struck < (20 if how == signal.SIGKILL else 2 * case.timeout_s)
         assert ("did not answer within 6 s" if how == signal.SIGSTOP else "went away") in message
 
 
 class SlowStore:
-    """A store as a peer sees it: what was set is there once the store has answered something that came after it."""
+    """A store as a peer sees it: a value is visible only after the store answered a later request."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
@@ -131,17 +134,17 @@ def transport(rank: int, store: Any) -> Transport:
 
 
 def test_what_is_told_has_arrived_when_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that sees the connection close looks at once for why."""
+    """Checks the order of failure handling: the cause is in the store before the connection closes."""
     store, arrived = SlowStore(), set()
     monkeypatch.setattr(Transport, "close", lambda _: arrived.update(store.seen))
     transport(1, store).failed(2, "a.weight", "", timed_out=True)
     assert arrived == {"lost/1", "lost/any"}
-    told = str(transport(0, store).failed(1, "b.weight", "[file.cc] closed", timed_out=False))
-    assert told == "policy 0: engine 2 did not answer within 3 s while a.weight was under way (noticed by policy 1)"
+    message = str(transport(0, store).failed(1, "b.weight", "[file.cc] closed", timed_out=False))
+    assert message == "policy 0: engine 2 did not answer within 3 s while a.weight was under way (noticed by policy 1)"
 
 
 def test_who_has_just_left_has_time_to_tell_why() -> None:
-    """A wait that times out closes gloo's connections before he who waited can tell."""
+    """Lets gloo's connections close before the peer that timed out can report the cause."""
     store = SlowStore()
     with ThreadPoolExecutor(1) as pool:
         noticed = pool.submit(transport(0, store).failed, 1, "b.weight", "[file.cc] closed", timed_out=False)
@@ -152,16 +155,16 @@ def test_who_has_just_left_has_time_to_tell_why() -> None:
 
 @pytest.mark.parametrize("timed_out", [True, False])
 def test_who_left_because_he_had_waited_too_long_did_not_go_away(timed_out: bool) -> None:
-    """Two who waited for each other, and one's time was over a moment earlier."""
+    """Lets two peers wait for each other, with one timeout slightly earlier."""
     store = SlowStore()
     transport(1, store).failed(0, "a.weight", "closed", timed_out=timed_out)
-    told = str(transport(0, store).failed(1, "a.weight", "[file.cc] closed", timed_out=False))
+    message = str(transport(0, store).failed(1, "a.weight", "[file.cc] closed", timed_out=False))
     verdict, cause = ("did not answer within 3 s", "") if timed_out else ("went away", ": closed")
-    assert told == f"policy 0: policy 1 {verdict} while a.weight was under way{cause}"
+    assert message == f"policy 0: policy 1 {verdict} while a.weight was under way{cause}"
 
 
 def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
-    """Process 0 sends one part wrongly, or the last process puts one in the wrong place."""
+    """Corrupts a transfer: process 0 sends a wrong part, or the last process unpacks a part to a wrong place."""
     source, target = case.layouts()
     built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype), hosted=True)
     ranks = case.parallel.ranks
@@ -206,7 +209,7 @@ def test_a_wrong_byte_is_found_and_named(case: Case, how: str) -> None:
     for message in wrong:
         source, _, target = message.partition(" → ")
         assert source == "process 0" if how == "on the wire" else target == f"process {case.size - 1}"
-    # Who was waiting for one of those learns from whom it will get nothing.
+    # A process waiting for a peer with wrong bytes learns the peer's name.
     finders = {message.partition(" → ")[2] for message in wrong}
     assert {message for message in told if message and "→" not in message} <= finders
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out, against safetensors itself and transformers; and the refusals."""
+"""Reading and writing Hugging Face directories, compared with safetensors and transformers, and error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.weights.test_execute import same
 
 
 def write(path: Path, hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """A directory of two files with an index, made by safetensors alone."""
+    """Writes a directory of two files with an index, using safetensors alone, and returns its tensors."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = global_tensors(architecture(hf).tensors(hf), seed)
     (path / "config.json").write_text(json.dumps(hf))
@@ -66,8 +66,9 @@ def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, 
 def count_buffers(
     rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: ParallelDims
 ) -> tuple[int, int, int, int]:
-    """How often two saves of several files make buffers; their bytes at most, and afterwards. The largest number of
-    tensors of other files that are held when a file is filled."""
+    """Saves several files twice and returns four counts: the allocations of buffers, the largest and the final number
+    of buffer bytes, and the largest number of tensors of other files still alive while a file is filled.
+    """
     made, most = [], [0]
     tensors: list[weakref.ref[Tensor]] = []
     others = 0
@@ -99,13 +100,13 @@ def test_one_stream_and_three_buckets_serve_all_files(tmp_path: Path) -> None:
     for made, most, left, others in run_ranks(4, count_buffers, *arguments):
         assert made == 2, "one of each save"
         assert others == 0, "one file at a time in memory"
-        assert 0 < most <= 3 * 1.05 * 100_000 and left == 0  # a bucket has room for checksums behind it
+        assert 0 < most <= 3 * 1.05 * 100_000 and left == 0  # a bucket ends with room for checksums
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
-    """Files → 4 ranks → files: the same tensors bit by bit, in several files with an index, with the tokenizer."""
+    """Loads files on 4 ranks and saves: equal tensors bit by bit, several files with an index, tokenizer included."""
     hf = MODELS[model]
     parallel = LAYOUTS["tp2 pp2 ep2"] if "num_experts" in hf else ParallelDims(4, tensor=2, pipeline=2)
     tensors = write(tmp_path / "source", hf)
@@ -227,7 +228,7 @@ def test_a_spoiled_directory_is_refused_in_one_line(how: str, words: list[str], 
 
 
 def test_checks_need_no_torch() -> None:
-    """The launcher checks a directory before any process starts, without loading torch."""
+    """Checks a directory before any process starts, without an import of torch."""
     import subprocess
     import sys
 

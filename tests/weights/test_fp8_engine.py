@@ -1,4 +1,4 @@
-"""Engines that quantise what they load: after every sync they compute with the policy's weights, quantised."""
+"""Engines with online quantisation: after every sync an engine computes with the policy's quantised weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ray() -> Iterator[None]:
 
 
 def rounded(path: Path) -> Path:
-    """The model with its linear weights rounded to block-scaled FP8, for transformers."""
+    """Writes a copy of the model for transformers, its linear weights rounded to block-scaled FP8."""
     folder = path.parent / f"{path.name}-rounded"
     shutil.copytree(path, folder)
     weights = load_file(path / "model.safetensors")
@@ -81,8 +81,11 @@ CHECKPOINT = {
 def test_an_engine_computes_with_the_policys_weights_in_fp8(
     ray: None, tmp_path: Path, kind: str, sizes: dict[str, int], wire: str, options: dict[str, Any]
 ) -> None:
-    """Those of a plain wire are rounded in the engine; those of an FP8 wire were, and a second rounding changes
-    nothing; parameters of an FP8 checkpoint take numbers and scales as they come."""
+    """Syncs to an FP8 engine and compares with transformers. Weights of a plain wire are rounded by the engine.
+
+    Weights of an FP8 wire are rounded already, and a second rounding is exact. An FP8 checkpoint's parameters take
+    numbers and scales as received.
+    """
     models = [build_model(tmp_path / f"model{seed}", kind, seed, **SIZES, **sizes) for seed in (0, 1)]
     expected = [rounded(path) for path in models]
     hf = json.loads((models[0] / "config.json").read_text())
@@ -110,7 +113,7 @@ def test_an_engine_computes_with_the_policys_weights_in_fp8(
             assert differences(engines, models[model]) > 1e-3
             assert [c.different for c in sync.check()] == [[]]
         policy.call_all("change", "self_attention.linear_qkv.weight", timeout=120)
-        (found,) = sync.check()  # and nothing is changed by it
+        (found,) = sync.check()  # the check itself changes no parameter
         assert found.different and all("qkv_proj" in name for name in found.different)
         assert differences(engines, expected[1]) < 1e-4
     finally:

@@ -1,4 +1,4 @@
-"""FP8 on the wire: every number and scale is that of the whole tensor quantised at once, whoever holds its parts."""
+"""FP8 on the wire: numbers and scales equal those of the whole tensor quantised at once, for every sharding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ ODD: dict[str, Any] = {
     "num_experts": 4,
     "moe_intermediate_size": 192,
 }
-"""Heads of 32 rows; experts of 192 columns: with ETP2 a block has parts in both ranks, and k, v begin inside blocks."""
+"""A model with heads of 32 rows and experts of 192 columns.
+
+With ETP2, both ranks hold parts of one block, and k and v begin inside blocks."""
 EVEN: dict[str, Any] = {
     **ODD,
     "head_dim": 128,
@@ -41,17 +43,17 @@ EVEN: dict[str, Any] = {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 256,
 }
-"""What vLLM serves in FP8: every piece of a worker begins on a block."""
+"""A model served in FP8 by vLLM: every piece of a worker begins at a block."""
 
 
 def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """bfloat16, magnitudes of very different blocks."""
-    found = global_tensors(shapes, seed)
-    return {name: (t * torch.linspace(0.01, 3, t.numel()).view(t.shape)).bfloat16() for name, t in found.items()}
+    """Returns bfloat16 weights with very different magnitudes per block."""
+    tensors = global_tensors(shapes, seed)
+    return {name: (t * torch.linspace(0.01, 3, t.numel()).view(t.shape)).bfloat16() for name, t in tensors.items()}
 
 
 def whole_tensors(tensors: dict[str, Tensor], names: frozenset[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Numbers and scales of whole tensors, block by block in plain torch; what is not quantised stays."""
+    """Returns FP8 numbers and scales of whole tensors, computed block by block in plain torch. Other tensors stay."""
     numbers, scales = dict(tensors), {}
     for name in names:
         weight = tensors[name].float()
@@ -67,16 +69,16 @@ def whole_tensors(tensors: dict[str, Tensor], names: frozenset[str]) -> tuple[di
 
 
 def types(shard: Shard, wire: Wire, numbers: bool) -> dict[str, torch.dtype]:
-    """Types of an engine's parameters: as on the wire, or bfloat16 throughout."""
-    found = {}
+    """Returns the types of an engine's parameters: the wire's if `numbers`, else bfloat16 (scales keep theirs)."""
+    dtypes = {}
     for piece in shard.pieces:
         kept = numbers or piece.tensor.endswith(SUFFIX)
-        found[piece.param] = wire.type_of(piece.tensor) if kept else torch.bfloat16
-    return found
+        dtypes[piece.param] = wire.type_of(piece.tensor) if kept else torch.bfloat16
+    return dtypes
 
 
 def sync(rank: int, address: str, case: Case, numbers: bool, kept: bool = False) -> float:
-    """Two syncs; `kept`: the policy has its weights in FP8, with their scales."""
+    """Runs two syncs. With `kept`, the policy holds FP8 weights and their scales."""
     source, target = case.layouts()
     names = quantised(target.tensors)
     wire = Wire(torch.bfloat16, names)
@@ -166,7 +168,7 @@ def test_router_norms_embedding_and_head_stay() -> None:
 
 
 def test_an_engine_that_serves_fp8_gets_its_own_parameters() -> None:
-    """As vLLM's block-FP8 layers name and shape them."""
+    """Compares names and shapes of the scales with vLLM's block-FP8 layers."""
     names = quantised(layouts(EVEN)[1].tensors)
     shard = with_scales(layouts(EVEN)[1], names).shards[0]
     scales = {name: shape for name, shape in shard.params.items() if SUFFIX in name and "layers.0" in name}
@@ -192,7 +194,7 @@ def test_the_wire_carries_half() -> None:
 def test_straddled_blocks_are_found() -> None:
     source, _ = layouts(ODD)
     found = straddled(source, quantised(source.tensors))
-    # Two ranks have 96 of 192 rows (or columns) each: block 0 is cut at 96. Heads: 128 rows of q, 64 of k and v.
+    # Each rank holds 96 of 192 rows (or columns): block 0 is cut at 96. A head's rows: 128 of q, 64 of k and v.
     assert found["model.layers.0.mlp.experts.0.gate_proj.weight"].tolist() == [[0, 0], [0, 1]]
     assert found["model.layers.0.mlp.experts.0.down_proj.weight"].tolist() == [[0, 0], [1, 0]]
     assert found["model.layers.1.self_attn.k_proj.weight"].tolist() == [[0, 0], [0, 1]]

@@ -1,4 +1,4 @@
-"""Extra memory during a sync, as the operating system counts it, and what a checksum of everything costs."""
+"""Extra memory during a sync as counted by the operating system, and the time of full checksums."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from tests.weights.meeting import Case, exchange
 
 BUCKET = 8 << 20
 SLACK = 6 << 20
-"""Threads' stacks, sockets, and copies of strips that are converted."""
+"""Bytes allowed for thread stacks, sockets and copies of strips under conversion."""
 LARGE = {
     **hf_config(BuildConfig(architecture="qwen3_moe", layers=2)),
     "hidden_size": 1024,
     "num_experts": 16,
     "moe_intermediate_size": 512,
 }
-"""117 MB in bfloat16."""
+"""A model of 117 MB in bfloat16."""
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, by a field of /proc/self/status."""
+    """Returns the bytes of this process in a field of /proc/self/status."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 
 def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
-    """Highest memory during a run over that before it, what the run says of itself, and its seconds."""
+    """Returns the peak memory of a run above its start, the run's own report, and its seconds."""
     source, target = case.layouts()
     names = quantised(target.tensors) if fp8 else frozenset()
     wire = Wire(case.dtype, names)
@@ -52,13 +52,13 @@ def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
         for name, shape in shard.params.items()
         if not (is_source and "_scale_inv" in name)
     }
-    # The operating system counts pages of code too, when they are first run.
+    # The first call of a function adds pages of code to the memory count.
     square = torch.ones(256, 256, dtype=torch.bfloat16)
     block_fp8.quantise(square, block_fp8.scales(block_fp8.block_amax(square)))
     checksum(square)
     found = {}
     for checksums in (False, True):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        Path("/proc/self/clear_refs").write_text("5")  # starts the count of the peak
         before = memory("VmRSS")
         report = (
             built.run(source=params, checksums=checksums)

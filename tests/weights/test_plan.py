@@ -1,4 +1,4 @@
-"""Plans against brute force: every element of the target is written once, with the right global element."""
+"""Plans against brute force: every target element is written once, from the right global element."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.weights.grids import LAYOUTS, MODELS
 
 
 def number(layout: Layout) -> list[dict[str, np.ndarray]]:
-    """Each rank's local tensors; an element is its global number, -1 is padding."""
+    """Returns each rank's local tensors with global element numbers as values and -1 for padding."""
     first, numbers = 0, {}
     for tensor, shape in layout.tensors.items():
         numbers[tensor] = np.arange(first, first + prod(shape)).reshape(shape)
@@ -42,17 +42,17 @@ def place(offset: tuple[int, ...], box: Box) -> tuple[int | slice, ...]:
     return (*offset[:stack], *inner)
 
 
-def prove(made: Plan, source: Layout, target: Layout) -> None:
-    """Carries the plan out on numbered elements and compares each one."""
+def prove(transfer_plan: Plan, source: Layout, target: Layout) -> None:
+    """Executes the plan on numbered elements and compares each element."""
     have, want = number(source), number(target)
     got = [{name: np.full_like(values, -1) for name, values in rank.items()} for rank in want]
     writes = [{name: np.zeros_like(values) for name, values in rank.items()} for rank in want]
-    for route in made.routes:
-        boxes = made.parts.boxes(route.parts)
-        taken = made.parts.locate(source.shards[route.source], route.parts)
+    for route in transfer_plan.routes:
+        boxes = transfer_plan.parts.boxes(route.parts)
+        taken = transfer_plan.parts.locate(source.shards[route.source], route.parts)
         assert len(set(route.receivers)) == len(route.receivers)
         for receiver in route.receivers:
-            put = made.parts.locate(target.shards[receiver], route.parts)
+            put = transfer_plan.parts.locate(target.shards[receiver], route.parts)
             for (_, box), (here, *_), places in zip(boxes, taken, put, strict=True):
                 for there in places:
                     into = place(there.offset, box)
@@ -66,9 +66,9 @@ def prove(made: Plan, source: Layout, target: Layout) -> None:
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...], whole: bool) -> Layout:
-    """A tensor cut along each axis at random places, its boxes held by random ranks at random offsets.
+    """Draws a layout: a tensor cut along each axis at random places, boxes on random ranks at random offsets.
 
-    With `whole`, every box has at least one holder; otherwise some may have none.
+    With `whole`, every box has at least one holder; otherwise a box may be without any.
     """
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     boxes = [Box((), ())]
@@ -81,7 +81,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], whole: bool) -> Layout:
         for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=int(whole))):
             offset = tuple(draw(st.integers(0, 2)) for _ in shape)
             size = tuple(o + n for o, n in zip(offset, box.shape, strict=True))
-            if draw(st.booleans()):  # one entry of a stack
+            if draw(st.booleans()):  # an entry of a stack
                 params[rank][f"p{i}"], offset = (3, *size), (1, *offset)
             else:
                 params[rank][f"p{i}"] = size
@@ -91,7 +91,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], whole: bool) -> Layout:
 
 @st.composite
 def topologies(draw: st.DrawFn, sources: int, targets: int) -> Topology:
-    """Nodes of any size with any number of NICs, and ranks anywhere, several on a device too."""
+    """Draws nodes of any size with any number of NICs, and ranks on any device, several per device included."""
     gpus = draw(st.integers(1, 4))
     device = st.integers(0, draw(st.integers(1, 8)) - 1)
     return Topology(
@@ -121,16 +121,19 @@ def test_random_grids(data: st.DataObject, shape: tuple[int, ...]) -> None:
     ]
 
 
-def prove_near(made: Plan, source: Layout) -> None:
-    """Nothing crosses into a node that holds it, or twice into one; the own device is first; hands stay in a node."""
-    t = made.topology
+def prove_near(transfer_plan: Plan, source: Layout) -> None:
+    """Checks locality: a part never crosses into a node with a copy, and at most once into another node.
+
+    A receiver's own device is the preferred source, and forwarding stays within a node.
+    """
+    t = transfer_plan.topology
     node = t.links.gpus_per_node
     holders = [
         {rank for rank, shard in enumerate(source.shards) if any(inside(box, tensor, p) for p in shard.pieces)}
-        for tensor, box in made.parts.boxes(np.arange(len(made.parts)))
+        for tensor, box in transfer_plan.parts.boxes(np.arange(len(transfer_plan.parts)))
     ]
     crossed: Counter[tuple[int, int]] = Counter()
-    for route in made.routes:
+    for route in transfer_plan.routes:
         at, first = t.sources[route.source], t.targets[route.receivers[0]]
         assert {t.targets[rank] // node for rank in route.receivers} == {first // node}
         assert (np.diff(route.parts) > 0).all()
@@ -152,7 +155,7 @@ def inside(box: Box, tensor: str, piece: Piece) -> bool:
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_overlapping_and_missing_source_boxes(data: st.DataObject) -> None:
-    """Source boxes of any kind: what they cover together is planned once, what they lack is refused by name."""
+    """Plans random source boxes: their union is planned once, a missing element raises an error naming the tensor."""
     interval = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda i: i[0] + i[1] <= 8)
     held = data.draw(st.lists(st.tuples(interval, interval), min_size=1, max_size=6))
     source = Layout(
@@ -230,7 +233,9 @@ def test_the_nearest_replica_sends() -> None:
 
 
 def test_bytes_and_seconds_by_hand() -> None:
-    """Two holders in one node, four receivers in another, two NICs each: a NIC carries half, the rest is handed on."""
+    """Counts by hand: two holders in one node, four receivers in another, two NICs each. A NIC carries half; receivers
+    forward the rest.
+    """
     box = Box((0, 0), (512, 1000))
     one = Shard({"p": box.shape}, (Piece("t", box, "p", (0, 0)),))
     layout = {"t": box.shape}
@@ -248,7 +253,7 @@ def test_bytes_and_seconds_by_hand() -> None:
 
 
 def test_a_narrow_stage_bounds_the_time() -> None:
-    """What only one of four senders holds must leave through its NIC, however many others there are."""
+    """Bounds the time by one sender's NIC: a part held by one of four senders leaves through its NIC alone."""
     big, small = Box((0, 0), (900, 8)), Box((900, 0), (100, 8))
     shards = [Shard({"p": b.shape}, (Piece("t", b, "p", (0, 0)),)) for b in (big, small, small, small)]
     whole = Box((0, 0), (1000, 8))
@@ -287,7 +292,7 @@ def test_engines_do_not_straddle_nodes() -> None:
 def test_filling_keeps_the_highest_lowest(load: list[int], amount: int) -> None:
     added = fill(np.array(load), amount)
     poured = list(load)
-    for _ in range(amount):  # one by one, always onto the lowest
+    for _ in range(amount):  # unit by unit, always to the lowest
         poured[poured.index(min(poured))] += 1
     assert added.sum() == amount and (added >= 0).all()
     assert sorted(np.array(load) + added) == sorted(poured)

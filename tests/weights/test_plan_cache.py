@@ -1,4 +1,4 @@
-"""Plans on disk: the same again, and nothing that is damaged or foreign."""
+"""The cache of plans on disk: equal plans after a reload, and no use of damaged or foreign files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m skyrl_mega.weights plan`: from settings to a table, JSON, or one line that says what is wrong."""
+"""`python -m skyrl_mega.weights plan`: a table, JSON, or a one-line error message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_table_that_lines_up(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert len({len(line) for line in nodes}) == 1
     assert nodes[0].split()[:3] == ["node", "policy", "engines"]
     assert nodes[1].split()[:3] == ["0", "0-7", "·"] and nodes[2].split()[:3] == ["1", "·", "0-7"]
-    # One copy of 3.086 · 10⁹ parameters goes into the engines' node over its 8 NICs of 50 GB/s.
+    # A copy of 3.086 · 10⁹ parameters enters the engines' node over 8 NICs of 50 GB/s.
     assert nodes[2].split()[6] == "6.172"
     assert lines[-2].endswith("lower bound 0.0154 s")
     assert re.fullmatch(

@@ -1,4 +1,4 @@
-"""What one process has to do, at the size of real models; no process runs."""
+"""The steps of a single process at the size of real models, without running processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ BUCKET = 64 << 20
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared devices"])
 def test_layers_arrive_one_after_the_other(shared: bool) -> None:
-    """30B, 32 ranks to 4 engines × TP8: a seventh of a worker's parameters are incomplete at once, at most.
+    """Plans 30B from 32 ranks to 4 engines × TP8: at most a seventh of a worker's parameters is incomplete at a time.
 
-    In few rounds more than there are bytes for, and worked out in seconds.
+    The number of rounds stays near the lower bound of the bytes, and planning takes seconds.
     """
     hf, parallel, links = REAL["30B"], ParallelDims(32, tensor=2, expert=8), Links()
     arch = architecture(hf)

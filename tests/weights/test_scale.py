@@ -1,7 +1,7 @@
-"""Plans of real models at full scale: in time, exactly once, each NIC its share.
+"""Plans of real models at full scale: planning time, exact coverage and the share of each NIC.
 
-Exactly once is shown twice: for all tensors by arithmetic (the parts that a worker gets lie in its pieces, do not
-overlap, and add up to them), and element by element for some.
+Exact coverage is shown twice: for all tensors by arithmetic (a worker's parts lie in its pieces, do not overlap, and
+add up to the pieces), and for some tensors element by element.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
     engines: int = 1
     data: int = 1
     experts: bool = False
-    """The engines deal whole experts."""
+    """Expert sharding: True if engines deal whole experts."""
     shared: bool = False
 
 
@@ -46,7 +46,7 @@ class Made:
     plan: Plan
     cost: Cost
     seconds: float
-    """Of one core, for both layouts and the plan."""
+    """Limit in seconds of one core for both layouts and the plan."""
 
 
 CASES = {
@@ -97,7 +97,7 @@ NIGHTLY = {
     "7B TP4 PP2 → 4 × TP4",
     "235B TP4 EP32 → 32 × TP8",
 }
-"""Whose cuts other cases have in part."""
+"""Cases partly covered by the cuts of other cases."""
 
 
 @lru_cache(maxsize=1)
@@ -149,7 +149,7 @@ def test_256_to_256(case: Case) -> None:
 
 
 def prove_cover(made: Made) -> None:
-    """All tensors: a worker's parts are its pieces, once; a sender holds what it sends; every byte is counted."""
+    """Checks all tensors: a worker's parts cover its pieces once, a sender holds its parts, every byte is counted."""
     parts = made.plan.parts
     numel = parts.shape.prod(1)
     assert disjoint(made)
@@ -169,18 +169,18 @@ def prove_cover(made: Made) -> None:
             assert numel[mine].sum() == stored
             first[id(shard)] = mine
         assert np.array_equal(mine, first[id(shard)])
-        assert made.cost.rank_in[rank] == 2 * numel[mine].sum()  # 1.00× of what it stores
+        assert made.cost.rank_in[rank] == 2 * numel[mine].sum()  # 1.00× of its stored bytes
     for shard in made.source.distinct[0]:
         ranks = [rank for rank, other in enumerate(made.source.shards) if other is shard]
         given = [parts for rank in ranks for parts in sent[rank]]
         if given:
-            parts.locate(shard, np.unique(np.concatenate(given)))  # raises for what it does not hold
+            parts.locate(shard, np.unique(np.concatenate(given)))  # raises if a part is not held
     c = made.cost
     assert c.rank_in.sum() == c.nic_in.sum() + c.fabric_in.sum() + c.local.sum()
 
 
 def disjoint(made: Made) -> bool:
-    """Whether no two parts of a tensor overlap."""
+    """Returns True if no two parts of a tensor overlap."""
     parts = made.plan.parts
     ends = np.searchsorted(parts.tensor, np.arange(len(parts.tensors) + 1))
     for a, z in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
@@ -192,7 +192,7 @@ def disjoint(made: Made) -> bool:
 
 
 def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
-    """Some tensors, some workers: local tensors of global element numbers, copied as the plan says, and compared."""
+    """Copies local tensors of global element numbers for some tensors and workers, and compares with the plan."""
     random = Random(0)
     names = list(made.target.tensors)
     layer = random.choice([name for name in names if "q_proj.weight" in name]).split(".self_attn")[0]
@@ -208,7 +208,7 @@ def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
     for worker in random.sample(range(len(made.target.shards)), workers):
         shard = made.target.shards[worker]
         expected = local_numbers(made.target, shard, sample)
-        found = {where: np.full_like(values, -1) for where, values in expected.items()}
+        values_by_place = {where: np.full_like(values, -1) for where, values in expected.items()}
         for route in made.plan.to_target(worker):
             mine = route.parts[np.isin(parts.tensor[route.parts], list(wanted))]
             if len(mine):
@@ -218,19 +218,19 @@ def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
                 here, taken = held[id(sender)], parts.locate(sender, mine)
                 put = parts.locate(shard, mine)
                 for (_, box), (a, *_), (b,) in zip(parts.boxes(mine), taken, put, strict=True):
-                    region = view(found, b.param, b.offset, box.shape)
+                    region = view(values_by_place, b.param, b.offset, box.shape)
                     assert (region == -1).all()
                     region[...] = view(here, a.param, a.offset, box.shape)
         for where, values in expected.items():
-            assert np.array_equal(found[where], values)
+            assert np.array_equal(values_by_place[where], values)
 
 
 Numbers = dict[tuple[str, tuple[int, ...]], np.ndarray]
-"""(local parameter, entry of its stack) → [rows, columns] or [rows]."""
+"""Element numbers, [rows, columns] or [rows], by local parameter and entry of its stack."""
 
 
 def local_numbers(layout: Layout, shard: Shard, sample: list[str]) -> Numbers:
-    """What of a shard holds sampled tensors; an element is its number over them all, -1 is elsewhere."""
+    """Returns the sampled tensors of a shard; an element is its number over all sampled tensors, -1 elsewhere."""
     local: Numbers = {}
     for piece in shard.pieces:
         if piece.tensor in sample:
@@ -251,7 +251,7 @@ def view(local: Numbers, param: str, offset: tuple[int, ...], shape: tuple[int, 
 
 
 def prove_share(made: Made) -> None:
-    """Out and in, the busiest NIC carries at most 1.05× the mean of those that carry anything, and of the bound."""
+    """Checks balance, out and in: the busiest NIC carries at most 1.05× the mean of active NICs, and of the bound."""
     assert imbalance(made.cost.nic_out) <= 1.05
     assert imbalance(made.cost.nic_in) <= 1.05
     assert made.cost.bound <= made.cost.predicted <= 1.05 * made.cost.bound

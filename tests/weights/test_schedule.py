@@ -1,4 +1,4 @@
-"""The order of messages: no process ever waits in a circle, by simulation with rendezvous and limited buffers."""
+"""The order of messages: freedom from deadlock, simulated with rendezvous and limited buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chains(draw: st.DrawFn) -> list[list[int]]:
 
 
 def hops(chain: list[int], at: list[int]) -> list[tuple[int, int, int]]:
-    """(round, sender, receiver); a bucket that stays has its own process at both ends."""
+    """Returns (round, sender, receiver) of each hop; a bucket that stays has the same process at both ends."""
     if len(chain) == 1:
         return [(at[0], chain[0], chain[0])]
     return [(at[0], chain[0], chain[1])] + [(t, chain[1], p) for t, p in zip(at[1:], chain[2:], strict=True)]
@@ -55,11 +55,10 @@ def test_a_round_has_one_message_each_way_and_buffers_suffice(found: list[list[i
 @given(chains(), st.integers(2, 3), st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)
 def test_nobody_waits_for_ever(found: list[list[int]], buffers: int, random) -> None:  # type: ignore[no-untyped-def]
-    """Processes as the executor has them, one blocked call at a time, stepped in random order until all are through.
+    """Steps blocking processes in random order until all finish, and fails on a deadlock.
 
-    A send is through only when its receiver has begun to receive (rendezvous). In its rounds' order a process first
-    gets buffers, for which it finishes its oldest rounds; begins to receive; waits for what it hands on; begins to
-    send.
+    A send completes only after its receiver began to receive (rendezvous). In the order of its rounds, a process first
+    gets buffers by finishing its oldest rounds, begins to receive, waits for the bucket to forward, and begins to send.
     """
     when = rounds(found, PROCESSES, max(2, buffers - 1))
     plans: list[dict[int, dict[str, tuple[int, int, int]]]] = [defaultdict(dict) for _ in range(PROCESSES)]
@@ -117,6 +116,6 @@ def test_nobody_waits_for_ever(found: list[list[int]], buffers: int, random) -> 
 
 
 def test_equal_traffic_needs_no_more_rounds_than_messages_per_process() -> None:
-    """4 senders with 8 messages for each of 4 receivers: 32 rounds are the least; first fit stays close."""
-    found = [[s, 4 + r] for k in range(8) for s in range(4) for r in range(4)]
-    assert max(at[-1] for at in rounds(found, 8, 2)) + 1 <= 36
+    """Schedules 8 messages from each of 4 senders to each of 4 receivers: at least 32 rounds; first fit stays close."""
+    chains_of_two = [[s, 4 + r] for k in range(8) for s in range(4) for r in range(4)]
+    assert max(at[-1] for at in rounds(chains_of_two, 8, 2)) + 1 <= 36

@@ -1,4 +1,4 @@
-"""An engine that drops its weights and its cache: the memory goes and comes back, and nothing stale is ever served."""
+"""Engines that sleep: weights and cache release and regain their memory, and no stale result is served."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.support.shards import REQUESTS, cut, holders
 SIZES = {"hidden": 512, "experts": 8, "expert_ffn": 512, "heads": 8, "head_dim": 64}
 CACHE_GIB = 0.1
 EXACT = 0.05
-"""How far the process may be from what is computed of its memory."""
+"""The largest relative difference between the process's memory and the computed bytes."""
 
 
 @dataclass
 class Place:
-    """An engine, a policy that brings its weights, and what it answered before it ever slept."""
+    """An engine, a policy as the source of weights, and the answers before the first sleep."""
 
     model: Path
     engines: ActorGroup
@@ -46,20 +46,20 @@ class Place:
     answers: list[tuple[list[int], list[float]]] = field(default_factory=list)
 
     def ask(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs, every one of them after the cache was emptied."""
+        """Returns tokens and log-probs of all requests, computed with an empty cache."""
         self.fleet.ask("forget", timeout=120)
-        found = complete(self.engines, REQUESTS)
-        return [(list(found[r.id].tokens), list(found[r.id].logprobs)) for r in REQUESTS]
+        completions = complete(self.engines, REQUESTS)
+        return [(list(completions[r.id].tokens), list(completions[r.id].logprobs)) for r in REQUESTS]
 
     def call(self, method: str, *args: Any) -> Any:
         return ray_module.get(getattr(self.engines.actors[0], method).remote(*args), timeout=120)
 
     def resident(self) -> int:
-        """Of its one worker."""
+        """Returns the resident bytes of the single worker."""
         return int(self.call("workers", "resident")[0])
 
     def rest_and_return(self) -> None:
-        """A step's rest: asleep, weights for a sync, the cache for the next generation."""
+        """Runs the engine side of a step: sleep, weights for a sync, cache for the next generation."""
         self.fleet.sleep(ENGINE)
         self.fleet.wake([WEIGHTS])
         self.sync.sync(2)
@@ -68,7 +68,7 @@ class Place:
 
 @contextmanager
 def place_of(folder: Path, kind: str, tensor: int = 1, **sizes: Any) -> Iterator[Place]:
-    """A place with an engine of so many workers."""
+    """Yields a place with an engine of `tensor` workers."""
     model = build_model(folder / kind, kind, 0, **sizes)
     hf = json.loads((model / "config.json").read_text())
     rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor)
@@ -102,7 +102,9 @@ def place(ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place
 
 
 def computed(place: Place) -> dict[str, int]:
-    """Bytes of each part: kernels of the CPU pack embedding and output projection once more, beside the parameter."""
+    """Returns the bytes of each part: CPU kernels pack embedding and output projection a second time, next to the
+    parameter.
+    """
     hf = json.loads((place.model / "config.json").read_text())
     weights = 4 * sum(piece.box.numel for piece in architecture(hf).engine_shard(hf, 1, 0).pieces)
     return {WEIGHTS: weights + 2 * 4 * hf["vocab_size"] * hf["hidden_size"], CACHE: int(CACHE_GIB * 2**30)}
@@ -130,7 +132,7 @@ def test_memory_goes_and_comes_back_and_log_probs_are_the_same_bits(place: Place
 
 
 def refused(place: Place, call: Any) -> str:
-    """What an engine says to a call that it does not answer."""
+    """Returns the error message of a refused call."""
     with pytest.raises(ray_module.exceptions.RayTaskError) as raised:
         call()
     return str(raised.value.cause)
@@ -166,7 +168,7 @@ def test_an_update_that_fails_half_way_leaves_nothing_to_be_served(place: Place)
     assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
     place.sync.sync(5)
     assert place.ask() == place.answers
-    # One that keeps its weights has half of an update in them, too.
+    # Engines with kept weights hold half of an update, too.
     place.call("begin_update")
     place.call("abandon_update")
     assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
@@ -180,7 +182,7 @@ def test_requests_under_way_wait_and_go_on_with_the_same_tokens(place: Place) ->
         place.fleet.ask("forget", timeout=60)
         place.call("measured")
         asking = background.submit(complete, place.engines, long)
-        while not place.call("measured")[0][1]:  # no step yet
+        while not place.call("measured")[0][1]:  # before the first step
             assert not asking.done()
         place.fleet.sleep(ENGINE)
         place.fleet.wake(ENGINE)
@@ -191,7 +193,7 @@ def test_requests_under_way_wait_and_go_on_with_the_same_tokens(place: Place) ->
 
 
 def grown(place: Place, cycles: int) -> int:
-    """Bytes that the process has more, awake, after so many cycles."""
+    """Returns the growth in bytes of the awake process after these cycles."""
     place.rest_and_return()
     before = place.resident()
     for _ in range(cycles):
@@ -220,7 +222,9 @@ def test_workers_with_tied_embeddings_and_biases_sleep_too(ray: None, tmp_path: 
 
 @pytest.mark.slow
 def test_one_that_is_killed_asleep_starts_when_there_is_room_and_serves_the_same(place: Place) -> None:
-    """The only one: it starts for the sync, while room is made, and has put its cache to sleep before that ends."""
+    """Kills the only engine while asleep: the engine restarts for the sync while room is made, and puts its cache to
+    sleep before the room is taken back.
+    """
     fleet, moments = place.fleet, []
 
     @contextmanager

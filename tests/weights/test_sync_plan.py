@@ -1,4 +1,4 @@
-"""One plan: the dry run, `weights plan` and the exchange move the same bytes, from where processes really are."""
+"""A single plan: the dry run, `weights plan` and the exchange move the same bytes, based on real placement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skyrl_mega.weights.transports.group import host_store
 from tests.support.ranks import run_ranks
 
 HF = {**hf_config(BuildConfig(architecture="qwen3_moe", hidden=256, experts=4)), "head_dim": 128}
-"""Heads of whole blocks: no block of FP8 is on two policy ranks, which would have to agree on its scale."""
+"""A model with heads of whole blocks: no FP8 block spans two policy ranks, so no scale needs agreement."""
 SETTINGS = [
     "cluster.device=cuda",
     "cluster.nodes=2",
@@ -58,7 +58,9 @@ def settings(*more: str) -> Config:
 
 
 def exchange(rank: int, address: str, inputs: dict[str, Any], plans: str) -> tuple[int, int, str]:
-    """Joins as a run's process does, and moves the weights once: bytes sent, bytes received, the plan's digest."""
+    """Joins like a process of a run and moves the weights once; returns bytes sent, bytes received and the plan's
+    digest.
+    """
     host, port = address.split(":")
     lobby = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
     if rank == 0:
@@ -109,7 +111,10 @@ def test_dry_run_command_and_exchange_count_alike(
 
 
 def copied(wire: str) -> int:
-    """One copy of the model, counted by hand: linear weights take a byte, and four for each block of 128 × 128."""
+    """Returns the bytes of one copy of the model, counted by hand.
+
+    An FP8 linear weight takes a byte, plus four bytes for each block of 128 × 128.
+    """
     from skyrl_mega.models.registry import architecture
 
     total = 0
@@ -151,7 +156,7 @@ def test_the_digest_is_that_of_what_is_moved(tmp_path: Path) -> None:
 
 
 class Group:
-    """Actors that are nowhere but say where; calls are kept."""
+    """A group of fake actors with locations, recording calls."""
 
     name = "policy"
 
@@ -173,13 +178,13 @@ PLANNED = ([("b", 0), ("b", 1)], [("a", 0), ("a", 1)])
 def connected(
     monkeypatch: pytest.MonkeyPatch, folder: Path, config: Config, policy: Group, engines: Group
 ) -> tuple[driver.WeightSync, list[str]]:
-    """The driver's sync, which meets no process."""
+    """Returns the driver's sync, without real processes, and its messages."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(driver, "host_store", lambda host, _: SimpleNamespace(host=host, port=1))
     monkeypatch.setattr(driver.WeightSync, "_await_all", lambda *_: [])
-    said: list[str] = []
+    messages: list[str] = []
     fleet: Any = SimpleNamespace(group=engines)
-    return driver.WeightSync(policy, fleet, HF, config, plans=folder / "plans", say=said.append), said  # type: ignore
+    return driver.WeightSync(policy, fleet, HF, config, plans=folder / "plans", say=messages.append), messages  # type: ignore
 
 
 def told(group: Group) -> Connection:
@@ -197,22 +202,22 @@ def test_as_planned_the_plan_is_the_dry_runs(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ray has put each engine beside a policy rank: the network carries nothing."""
+    """Places each engine next to a policy rank, as Ray may do: the network carries nothing."""
     config = settings()
     policy, engines = Group([("a", 1), ("b", 1)]), Group([("a", 0), ("b", 0)])
-    sync, said = connected(monkeypatch, tmp_path, config, policy, engines)
+    sync, messages = connected(monkeypatch, tmp_path, config, policy, engines)
     sync._connect([0, 1])
     inputs = told(policy).plan_inputs
     assert (inputs.sources, inputs.targets) == ((1, 3), (0, 2))
     assert told(policy).plan().topology.sources == (1, 3)
-    assert said[0] == (
+    assert messages[0] == (
         "placed otherwise than planned: policy rank 0 on node 0 device 1, not node 0 device 0; "
         "policy rank 1 on node 1 device 1, not node 0 device 1; worker 0 on node 0 device 0, not node 1 device 0; "
         "worker 1 on node 1 device 0, not node 1 device 1"
     )
-    sync._connect([1])  # said once
-    assert told(policy).plan_inputs.members == (1,) and sum("otherwise" in line for line in said) == 1
-    # An engine that was started again is on a third node.
+    sync._connect([1])  # reported once
+    assert told(policy).plan_inputs.members == (1,) and sum("otherwise" in line for line in messages) == 1
+    # A restarted engine is on a third node.
     engines.where[1] = replace(engines.where[1], node="c", address="c")
     sync._connect([0, 1])
     inputs = told(policy).plan_inputs
@@ -231,4 +236,4 @@ def test_a_kept_plan_of_other_settings_is_made_again(
     with caplog.at_level(logging.WARNING):
         sync._connect([0, 1])
     assert f"has plan {other.digest}, these settings give {planned.digest}; it is made again" in caplog.text
-    assert told(policy).plan().digest == sync.digest == planned.digest  # which the ranks find on disk
+    assert told(policy).plan().digest == sync.digest == planned.digest  # the ranks read this plan from disk

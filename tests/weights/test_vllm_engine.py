@@ -1,4 +1,4 @@
-"""Weights in a real vLLM: after every sync its log-probs are those of transformers for the same checkpoint."""
+"""Weights in a real vLLM: after every sync, log-probs equal those of transformers for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(engines: ActorGroup, path: Path, rank: int = 0, version: int | None = 
 
 
 def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version: int) -> None:
-    """A sync while requests are under way: they go on, and know which of their tokens came from which weights."""
+    """Syncs during running requests: requests resume and record the weight version of each token."""
     requests = {f"long {i}": Request(f"long {i}", [5, 20, 40, 60, 7], 120, seed=i) for i in range(64)}
     sync.policy.call_all("load", models[1], timeout=120)
     with ThreadPoolExecutor(1) as background:
@@ -60,7 +60,7 @@ def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version
         sync.sync(9)
         completions = asking.result().values()
     assert {of for c in completions for of, _ in c.versions} == {version, 9}
-    # The one that has the most tokens of the new weights shows their difference best.
+    # The completion with the most tokens of the new weights shows the difference best.
     completion = max((c for c in completions if len(c.versions) == 2), key=lambda c: len(c.tokens) - c.versions[1][1])
     request = requests[completion.id]
     (before, first), (after, changed) = completion.versions
@@ -74,8 +74,10 @@ def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version
 
 
 def routes_are_those_that_were_drawn_with(path: Path, request: Request, completion: Completion, changed: int) -> None:
-    """Every token that was read has a route, up to the new weights as transformers chooses. What comes after is read
-    with keys and values of both, which no model alone has."""
+    """Checks the routes: every token read has a route, and routes before the new weights equal those of transformers.
+
+    Later tokens are read with keys and values of both versions, so no single model reproduces their routes.
+    """
     assert completion.routes is not None
     tokens = [*request.tokens, *completion.tokens]
     assert len(completion.routes) == len(tokens) - 1 and (completion.routes > 0).all()
@@ -83,23 +85,23 @@ def routes_are_those_that_were_drawn_with(path: Path, request: Request, completi
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
-    of_old = len(request.tokens) + changed - 1  # the last one before was read to draw the first one after
+    of_old = len(request.tokens) + changed - 1  # the token before was read to sample the first token after
     chosen = [
         layer.topk(completion.routes.shape[-1]).indices + 1 for layer in logits if isinstance(layer, torch.Tensor)
     ]
     wanted = torch.stack(chosen, 1)[:of_old].sort(-1).values
-    found = torch.from_numpy(completion.routes.astype("int64"))[:of_old].sort(-1).values
-    assert (found == wanted).float().mean() > 0.999, "one choice between two that are equally good may differ"
+    actual = torch.from_numpy(completion.routes.astype("int64"))[:of_old].sort(-1).values
+    assert (actual == wanted).float().mean() > 0.999, "one choice between two that are equally good may differ"
 
 
 def compare(sync: WeightSync) -> None:
-    """The check finds nothing after a sync, then what the policy has changed since, and changes nothing itself."""
+    """Checks the engines after a sync (no difference) and after two changes of the policy; checks change nothing."""
     for _ in range(2):
         assert [(c.engine, c.worker, c.different) for c in sync.check()] == [(0, 0, []), (0, 1, [])]
     sync.policy.call_all("change", "final_layernorm", timeout=120)
     sync.policy.call_all("change", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2", timeout=120)
     for worker in sync.check():
-        # A column of the second projection is the last worker's; of two stages and two expert ranks each has one.
+        # The last worker holds a column of the second projection; each stage and expert rank of two holds a column.
         experts = {f"model.layers.{i}.mlp.experts.routed_experts.w2_weight" for i in (0, 2)} if worker.worker else set()
         assert set(worker.different) - experts == {"model.norm.weight"}
         assert experts <= {*worker.different}
@@ -117,8 +119,10 @@ CUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor: int) -> None:
-    """Two syncs with different weights from every cut of the policy, to an engine with one or two workers: every
-    parameter is bit for bit the policy's, as the kernels read it, and log-probs are those of transformers."""
+    """Syncs twice with different weights from every cut of the policy to an engine of one or two workers.
+
+    Every parameter equals the policy's bit by bit, as the kernels read it. Log-probs equal those of transformers.
+    """
     models = [build_model(tmp_path / f"moe{seed}", "qwen3_moe", seed, layers=4) for seed in (0, 1)]
     hf = json.loads((models[0] / "config.json").read_text())
     rollout = RolloutConfig(tensor=tensor, kv_cache_gib=0.1)
@@ -145,7 +149,7 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
                     version = 10
             finally:
                 policy.shutdown()
-        # Each worker has received its own shard, once.
+        # Each worker received its own shard once.
         shard = architecture(hf).engine_shard(hf, tensor, 0)
         own = 4 * sum(piece.box.numel for piece in shard.pieces)
         assert metrics["sync/bytes_in_max"] == metrics["sync/bytes_in_ideal"] == own
@@ -156,7 +160,10 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
 
 @pytest.mark.slow
 def test_every_architecture_takes_new_weights_twice(ray: None, tmp_path: Path) -> None:
-    """Tied embeddings and biases among them. The files' path into an engine is the sync's without the wire."""
+    """Loads new weights from files into every architecture, tied embeddings and biases included.
+
+    The path of files into an engine equals the path of a sync without the wire.
+    """
     rollout = RolloutConfig(kv_cache_gib=0.1)
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("qwen3", {"tied": True}),
