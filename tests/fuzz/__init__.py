@@ -1,6 +1,7 @@
-"""Hostile input of every kind, drawn from a seed: `python -m tests.fuzz --seconds 3600 --seed 1 --only config,parquet`.
+"""Hostile input of every kind, generated from a seed.
 
-A target draws a case that JSON can hold and feeds it. The case may end well or with the target's own errors, in one
-line each; it may not take longer than its bound, leave anything behind, or earn another reward than it must. A case
-that ends otherwise is kept in `cases/` and is a test from then on.
+Run `python -m tests.fuzz --seconds 3600 --seed 1 --only config,parquet`. A target generates a JSON-compatible case and
+feeds the case to a reader or judge. A case may succeed or end with an error of the target, in a single line. A case
+fails if it exceeds its time limit, leaves anything behind, or earns a wrong reward. Failed cases are kept in `cases/`
+and become tests.
 """

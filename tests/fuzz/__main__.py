@@ -1,4 +1,4 @@
-"""The command line: feeds targets for some seconds, says how far it is, keeps the cases that end as they must not."""
+"""The command line: feeds targets for some seconds, prints progress and keeps failed cases."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.fuzz.targets import TARGETS
 CASES = Path(__file__).with_name("cases")
 Source = Callable[[Sequence[str], int, Mapping[str, Share]], Generator[Began | Ended]]
 QUIET_S = 10.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs, and says how many cases there were and which failed; 1 where some did."""
+    """Runs the fuzzing, prints the number of cases and the failures, and returns 1 if any case failed."""
     p = argparse.ArgumentParser(prog="python -m tests.fuzz", description=main.__doc__)
     p.add_argument("--seconds", type=float, default=60.0)
     p.add_argument("--seed", type=int, default=None, help="default: one of the clock's, which is printed")
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.keep.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {seed}")
-    had, failed = fuzz(names, seed, args.seconds, args.keep, console, feed_apart)
-    console.print(table(had))
-    console.print(f"seed {seed}: {sum(share.cases for share in had.values())} cases, {len(failed)} failed")
+    shares, failed = fuzz(names, seed, args.seconds, args.keep, console, feed_apart)
+    console.print(table(shares))
+    console.print(f"seed {seed}: {sum(share.cases for share in shares.values())} cases, {len(failed)} failed")
     return 1 if failed else 0
 
 
@@ -54,57 +54,57 @@ def fuzz(
     console: Console | None = None,
     source: Source = feed,
 ) -> tuple[dict[str, Share], list[Path]]:
-    """Feeds targets, at least one case each.
+    """Feeds every target at least one case.
 
     Args:
         names: Targets.
-        seed: Decides all cases.
-        seconds: For how long.
-        keep: Folder for cases that failed.
-        console: Where progress and failures are told.
-        source: Feeds.
+        seed: Seed of all cases.
+        seconds: Duration.
+        keep: Folder for failed cases.
+        console: Output of progress and failures.
+        source: Generator of events: `feed` or `feed_apart`.
 
     Returns:
-        What each target has had, and the files of the cases that failed.
+        The share of each target and the files of failed cases.
     """
-    had, failed = {name: Share() for name in names}, list[Path]()
-    start = said = time.monotonic()
-    with contextlib.closing(source(names, seed, had)) as events, contextlib.suppress(KeyboardInterrupt):
+    shares, failed = {name: Share() for name in names}, list[Path]()
+    start = printed_at = time.monotonic()
+    with contextlib.closing(source(names, seed, shares)) as events, contextlib.suppress(KeyboardInterrupt):
         for event in events:
             if isinstance(event, Ended):
-                had[event.name].count(event)
+                shares[event.name].count(event)
                 if event.error is not None:
                     failed.append(kept(event, seed, keep))
                     if console:
-                        told = f"{event.name} case {event.number} of seed {seed}, kept as {failed[-1]}:"
-                        console.print(f"{told}\n{printable(event.error, keep=chr(10))}")
+                        headline = f"{event.name} case {event.number} of seed {seed}, kept as {failed[-1]}:"
+                        console.print(f"{headline}\n{printable(event.error, keep=chr(10))}")
             now = time.monotonic()
-            if console and now - said >= QUIET_S:
-                said = now
-                console.print(progress(had, len(failed), seconds - (now - start)))
-            if now - start >= seconds and all(share.cases for share in had.values()):
+            if console and now - printed_at >= QUIET_S:
+                printed_at = now
+                console.print(progress(shares, len(failed), seconds - (now - start)))
+            if now - start >= seconds and all(share.cases for share in shares.values()):
                 break
-    return had, failed
+    return shares, failed
 
 
 def kept(ended: Ended, seed: int, folder: Path) -> Path:
-    """The file of a case that failed."""
+    """Writes a failed case to a file and returns the file."""
     text = json.dumps({"target": ended.name, "case": case_of(ended.name, seed, ended.number)}, indent=1)
     file = folder / f"{ended.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
     file.write_text(text)
     return file
 
 
-def progress(had: Mapping[str, Share], failed: int, left: float) -> str:
-    """One line."""
-    counts = ", ".join(f"{name} {share.cases}" for name, share in had.items())
+def progress(shares: Mapping[str, Share], failed: int, left: float) -> str:
+    """Returns a one-line summary."""
+    counts = ", ".join(f"{name} {share.cases}" for name, share in shares.items())
     return f"{max(0.0, left):.0f} s left, {failed} failed: {counts}"
 
 
-def table(had: Mapping[str, Share]) -> Table:
-    """What each target has had."""
+def table(shares: Mapping[str, Share]) -> Table:
+    """Returns a table with the cases, failures and times of each target."""
     out = Table("target", "cases", "failed", "seconds", "slowest", "which")
-    for name, share in had.items():
+    for name, share in shares.items():
         slow = share.slowest
         row = (
             (name, share.cases, share.failed, f"{share.seconds:.0f}", f"{slow.seconds:.2f} s", slow.number)

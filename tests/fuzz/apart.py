@@ -1,4 +1,4 @@
-"""Feeding from a process of its own: one that dies, or hangs where no signal reaches it, is one failed case."""
+"""Feeding in a separate process: a crash, or a hang beyond the reach of signals, counts as a failed case."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.fuzz.feed import Began, Ended, Share, feed
 from tests.fuzz.targets import TARGETS
 
 START_S = 300.0
-"""For imports, and for what targets prepare."""
+"""Seconds allowed for imports and the preparation of targets."""
 PATIENCE_S = 30.0
-"""Beyond a target's bound: then it is not Python that hangs."""
+"""Seconds beyond a target's limit; a longer silence means a hang outside Python."""
 MEMORY = 16 * 2**30
-"""Address space: a reader that wants more than that for a small file has failed."""
+"""Limit of the address space: a reader that needs more for a small file has failed."""
 
 
 def feed_apart(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator[Began | Ended]:
-    """As `feed`, which it starts again where it has ended."""
+    """Yields the events of `feed` from a child process, and restarts the process after it ended."""
     with tempfile.TemporaryDirectory(prefix="skyrl-fuzz-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o711)
         while True:
@@ -32,7 +32,7 @@ def feed_apart(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Gen
 
 
 def _one(names: Sequence[str], seed: int, had: Mapping[str, Share], folder: str) -> Generator[Began | Ended]:
-    """The events of one process, to its end."""
+    """Yields the events of one process until its end."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, list(names), seed, dict(had), folder), daemon=False)
@@ -59,7 +59,7 @@ def _one(names: Sequence[str], seed: int, had: Mapping[str, Share], folder: str)
         why = why or f"it ended the process, with exit code {process.exitcode}"
         yield Ended(under_way.name, under_way.number, time.monotonic() - start, f"{why}\n")
     finally:
-        ours.close()  # it reads that it is to end
+        ours.close()  # tells the child to end
         process.join(5.0 if under_way is None else 0.0)
         if process.is_alive():
             process.kill()
@@ -67,7 +67,7 @@ def _one(names: Sequence[str], seed: int, had: Mapping[str, Share], folder: str)
 
 
 def _work(connection: Connection, names: Sequence[str], seed: int, had: dict[str, Share], folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's matter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # left to the parent
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     with contextlib.closing(feed(names, seed, had)) as events:

@@ -1,4 +1,4 @@
-"""Feeding targets: which is next, how a case ended, how long it took."""
+"""Feeding of targets: choice of the next target, outcome and time of each case."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.fuzz.targets import TARGETS
 
 
 class Hung(BaseException):
-    """A case took longer than its target's bound. No reader can survive it by accident."""
+    """A case exceeded its target's time limit. A BaseException, so no reader catches it by accident."""
 
 
 @dataclass(frozen=True)
 class Began:
-    """A case is about to be fed."""
+    """The start of a case."""
 
     name: str
     number: int
@@ -32,18 +32,18 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """A case is over."""
+    """The end of a case."""
 
     name: str
     number: int
     seconds: float
     error: str | None
-    """Why it did not end as it may."""
+    """The reason of a failure, or None."""
 
 
 @dataclass
 class Share:
-    """What one target has had so far."""
+    """The cases and seconds of one target."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Share:
     slowest: Ended | None = field(default=None, repr=False)
 
     def count(self, ended: Ended) -> None:
-        """One more case."""
+        """Counts one more case."""
         self.cases, self.seconds = ended.number + 1, self.seconds + ended.seconds
         self.failed += ended.error is not None
         if self.slowest is None or ended.seconds > self.slowest.seconds:
@@ -59,18 +59,19 @@ class Share:
 
 
 def case_of(name: str, seed: int, number: int) -> Any:
-    """The case that a target's number stands for."""
+    """Returns the case with this number of a target."""
     return TARGETS[name].make(Random(f"{seed}/{name}/{number}"))
 
 
 def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator[Began | Ended]:
-    """Feeds without end; each time the target that has had the least of its share of the time, so that slow ones
-    are not fed less.
+    """Feeds without end. The next target is the target with the smallest fraction of its share of time.
+
+    Slow targets therefore get as much time as fast targets.
 
     Args:
         names: Targets.
-        seed: Decides all cases.
-        had: What each has had; whoever takes the events counts it.
+        seed: Seed of all cases.
+        had: The shares of the targets, updated by the consumer of the events.
     """
     with Watch() as watch:
         prepared = set[str]()
@@ -82,12 +83,12 @@ def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator
             yield Began(name, number)
             start = time.monotonic()
             error = outcome(name, case_of(name, seed, number), watch if name in prepared else None)
-            prepared.add(name)  # what a first case sets up for good is not left behind
+            prepared.add(name)  # permanent set-up of the first case does not count as left behind
             yield Ended(name, number, time.monotonic() - start, error)
 
 
 def outcome(name: str, case: Any, watch: Watch | None = None) -> str | None:
-    """None where a case ends as it may and leaves nothing behind, else what is wrong."""
+    """Returns None if a case ends as allowed and leaves nothing behind, else a description of the fault."""
     seen = watch.seen() if watch else None
     error = _outcome(name, case)
     if error is None and watch is not None and seen is not None and (left := watch.left(seen)):
@@ -109,7 +110,7 @@ def _outcome(name: str, case: Any) -> str | None:
             return traceback.format_exc()
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a library's own kinds too, such as a panic of Rust's
+    except BaseException:  # includes exceptions of libraries outside Exception, such as a Rust panic
         return traceback.format_exc()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

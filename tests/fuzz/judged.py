@@ -1,4 +1,4 @@
-"""Trajectories of an environment, as a run plays them, and what they must earn."""
+"""Trajectories of an environment, run as in training, and their expected rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.envs import registry, validate
 from tests.fuzz.words import Pieces, said
 
 STEP_S = 2.0
-"""CPU time of this thread for one step. What other processes do for it has its own limits."""
+"""Limit of this thread's CPU seconds for one step. Work of other processes is limited separately."""
 
 
 def case_of(
@@ -26,16 +26,16 @@ def case_of(
     options: Mapping[str, Any] | None = None,
     **row: Any,
 ) -> dict[str, Any]:
-    """A trajectory.
+    """Returns a trajectory as a case.
 
     Args:
         truth: `reward_spec.ground_truth`.
-        say: What the policy says, turn by turn.
-        reward: What all turns together must earn, known by how the texts are made; None where that is unknown.
-        low: The least that can be earned.
-        high: The most.
+        say: The policy's text of each turn.
+        reward: Expected sum over all turns, known from the construction of the texts; None if unknown.
+        low: Lowest possible reward.
+        high: Highest possible reward.
         turns: `rollout.max_turns`.
-        options: Of the environment.
+        options: Options of the environment.
         row: Further columns.
     """
     extras = {"reward_spec": {"ground_truth": truth}, **row}
@@ -43,10 +43,10 @@ def case_of(
 
 
 def play(name: str, case: Mapping[str, Any], retriever: RetrieverConfig | None = None) -> None:
-    """Plays a trajectory to its end, or to the end of what is said.
+    """Plays a trajectory to its end, or to the end of its texts.
 
     Raises:
-        AssertionError: It earned what it must not, or took too long.
+        AssertionError: The reward is wrong, or a step took too long.
     """
     config = EnvironmentConfig(options={name: case["options"]}, retriever=retriever or RetrieverConfig())
     registry.check(config)

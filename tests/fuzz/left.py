@@ -1,7 +1,7 @@
-"""What a case leaves behind: temporary files, processes, threads, descriptors, shared memory, a driver that is changed.
+"""Leftovers of a case: temporary files, processes, threads, descriptors, shared memory and changes of the driver.
 
-`Watch` makes this process the parent of every orphan below it and gives it a temporary folder of its own, so that
-nothing of other programs on the machine is taken for something left behind.
+`Watch` makes this process the parent of every orphan below it and sets a private temporary folder, so leftovers of
+other programs on the machine do not count.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 from skyrl_mega.envs.sandbox import folders
 
 GRACE_S = 3.0
-"""For what is on its way out: a thread that ends, a process that is collected."""
+"""Seconds allowed for ending threads and processes under collection."""
 SHARED_MEMORY = Path("/dev/shm")
 STAY = (b"envs/math/worker.py",)
-"""Processes of a pool: they serve the next case."""
+"""Command lines of pool processes, which stay for the next case."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE)
 SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What there is at one moment."""
+    """The state of the process at one moment."""
 
     files: frozenset[str]
     processes: frozenset[int]
@@ -40,11 +40,11 @@ class Seen:
     shared: frozenset[str]
     descriptors: frozenset[int]
     driver: frozenset[str]
-    """Its folder, environment and the like, as `name=value`."""
+    """The driver's folder, environment and similar state, as `name=value`."""
 
 
 class Watch:
-    """Compares before and after. A context manager."""
+    """A context manager to compare the states before and after a case."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -66,7 +66,7 @@ class Watch:
         self._stack.close()
 
     def seen(self) -> Seen:
-        """What there is now."""
+        """Returns the current state."""
         return Seen(
             frozenset(self._files()),
             self._children.now(),
@@ -77,52 +77,52 @@ class Watch:
         )
 
     def left(self, before: Seen) -> str:
-        """What is there now, after a grace, and was not before; "" where it is nothing."""
+        """Returns a description of everything added since `before` and still present after a grace period, else ""."""
         deadline, lasting = (
             time.monotonic() + GRACE_S,
             [set(os.listdir(SHARED_MEMORY))] if SHARED_MEMORY.is_dir() else [],
         )
-        while said := self._more(before, lasting):
+        while lines := self._more(before, lasting):
             if time.monotonic() > deadline:
-                return "; ".join(said)
+                return "; ".join(lines)
             gc.collect()
             time.sleep(0.02)
-            self._children = Children()  # one that has ended meanwhile
+            self._children = Children()  # drops processes ended meanwhile
         return ""
 
     def _more(self, before: Seen, lasting: list[set[str]]) -> list[str]:
-        """What there is now and was not before. `lasting`: shared memory that every look so far has found."""
-        now, said = self.seen(), []
+        """Returns everything added since `before`. `lasting`: shared memory present in every look so far."""
+        now, lines = self.seen(), []
         for field in fields(Seen):
             more = getattr(now, field.name) - getattr(before, field.name)
             if field.name == "shared":
                 more = {name for name in more & lasting[-1] if not _held(SHARED_MEMORY / name)} if lasting else set()
                 lasting.append(more)
             if field.name == "descriptors" and len(now.descriptors) <= len(before.descriptors):
-                continue  # one that was replaced
+                continue  # a descriptor was replaced
             if more:
-                said.append(f"{field.name}: {', '.join(_shown(field.name, one) for one in more)[:500]}")
-        return said
+                lines.append(f"{field.name}: {', '.join(_shown(field.name, one) for one in more)[:500]}")
+        return lines
 
     def _files(self) -> Iterator[str]:
-        """Below the temporary folder, and in this process's own folder of sandboxes, wherever it was made."""
-        own = f"{folders.PREFIX}{folders.owner()}-"
+        """Yields the files below the temporary folder and in all sandbox folders of this process."""
+        prefix = f"{folders.PREFIX}{folders.owner()}-"
         for root in self._roots:
             for name in os.listdir(root):
-                if name.startswith(own):
+                if name.startswith(prefix):
                     yield from (f"{name}/{inner}" for inner in os.listdir(os.path.join(root, name)) if inner != "lock")
                 elif root == self._root:
                     yield name
 
 
 class Children:
-    """Processes below this one, those that were given to it too; not those that stay."""
+    """The processes below this process, adopted orphans included, permanent pool processes excluded."""
 
     def __init__(self) -> None:
         self._newest, self._known = "", frozenset[int]()
 
     def now(self) -> frozenset[int]:
-        """Their numbers. Looks only where a process was started since the last time."""
+        """Returns the process ids. Looks again only if a process started since the last call."""
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -165,11 +165,11 @@ def _shown(kind: str, one: object) -> str:
 
 
 def _held(file: Path) -> bool:
-    """Whether a process has a file of shared memory open or mapped, under whatever name: another program's, then."""
+    """Returns True if any process has a file of shared memory open or mapped: the file belongs to another program."""
     try:
         inode = file.stat().st_ino
     except FileNotFoundError:
-        return True  # its owner has removed it meanwhile
+        return True  # its owner removed it meanwhile
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Hostile Python programs, put together from fragments. Each fragment may fail; what it tried is done all the same."""
+"""Hostile Python programs, combined from fragments. A failing fragment does not stop the next fragments."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ FAMILIES = (FILES, OUTSIDE, PROCESSES, MEMORY, OUTPUT)
 
 
 def program(random: Random) -> str:
-    """A few fragments, each in a way of its own."""
+    """Returns a program of a few fragments, each started in a random way."""
     lines = [PREAMBLE]
     for n in range(random.choice((1, 1, 2, 3, 6))):
         fragment = random.choice(random.choice(FAMILIES)).format(

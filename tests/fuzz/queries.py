@@ -1,4 +1,4 @@
-"""SQL: queries whose results are known, and statements that mean harm, against one small database."""
+"""SQL for the fuzzing: queries with known results and hostile statements, against one small database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENRES = ("history", "poetry", "science", "Straße", "naïve 😀", "")
 
 
 def write(file: Path) -> None:
-    """Two tables: forty books, some without a genre or with a title that is no UTF-8, and who has borrowed them."""
+    """Writes a database of two tables: forty books and their loans. Some books lack a genre or a valid title."""
     connection = sqlite3.connect(file)
     connection.execute("CREATE TABLE book (id INTEGER PRIMARY KEY, title TEXT, genre TEXT, pages INTEGER, price REAL)")
     connection.execute("CREATE TABLE loan (book INTEGER, who TEXT, days INTEGER)")
@@ -31,7 +31,7 @@ def write(file: Path) -> None:
 
 
 def query(random: Random) -> str:
-    """One whose rows are always the same, in the same order where it has one."""
+    """Returns a query with deterministic rows, in a deterministic order if the query sets an order."""
     number = random.choice(("pages", "price", "id"))
     columns = random.sample(["id", "title", "genre", "pages", "price"], random.randrange(1, 4))
     where = random.choice(("", f" WHERE {condition(random)}", f" WHERE {condition(random)} AND {condition(random)}"))
@@ -56,7 +56,7 @@ def query(random: Random) -> str:
 
 
 def condition(random: Random) -> str:
-    """Of rows of `book`."""
+    """Returns a condition on rows of `book`."""
     return random.choice(
         (
             f"pages > {random.randrange(90)}",
@@ -70,7 +70,7 @@ def condition(random: Random) -> str:
 
 
 def rewritten(random: Random, sql: str) -> str:
-    """Another text of a query; mostly the same rows."""
+    """Returns another text of a query, mostly with the same rows."""
     return random.choice(
         (
             f"SELECT * FROM ({sql})",
@@ -91,10 +91,10 @@ def rewritten(random: Random, sql: str) -> str:
 
 
 def agree(file: Path, one: str, gold: str, compare: str) -> bool | None:
-    """Whether a query gives what the gold one does by docs/text2sql.md; None where one of them fails.
+    """Returns True if a query's result equals the gold result by docs/text2sql.md, None if either query fails.
 
-    Found out by plain SQLite, for `rows` by trying every order of columns. Which tables are read is looked up in the
-    text, which holds for the queries of this module.
+    Computed by plain SQLite; `rows` tries every order of columns. The tables read are taken from the text, which is
+    correct for the queries of this module.
     """
     ours, theirs = (_result(file, sql) for sql in (one, gold))
     if ours is None or theirs is None:
@@ -111,7 +111,7 @@ def agree(file: Path, one: str, gold: str, compare: str) -> bool | None:
 
 
 def _result(file: Path, sql: str) -> tuple[int, list[tuple[Any, ...]]] | None:
-    """How many columns, and the rows."""
+    """Returns the number of columns and the rows, or None on an error."""
     connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
     connection.text_factory = bytes
     try:
@@ -267,7 +267,7 @@ FRAMES = (
 
 
 def hostile(random: Random) -> Pieces:
-    """A statement that means harm."""
+    """Returns a hostile statement."""
     if random.random() < 0.35:
         first, part, last = random.choice(CHAINS)
         return [[first, 1], [part, random.choice((3, 60, 70, 500, 3000, 30_000))], [last, 1]]

@@ -1,4 +1,4 @@
-"""What every target is: how a case is drawn, how it is fed, and how it may end."""
+"""The interface of a fuzzing target: generating a case, feeding the case, and the allowed endings."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from skyrl_mega.config.errors import UserError
 
 
 def nothing() -> None:
-    """For a target that needs no preparation."""
+    """Does nothing: the default preparation."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One reader of something from outside, or one judge."""
+    """A reader of external input, or a judge."""
 
     make: Callable[[Random], Any]
-    """Draws a case that JSON can hold."""
+    """Generator of a JSON-compatible case."""
     run: Callable[[Any, Path], None]
-    """Feeds it; the folder is empty and vanishes."""
+    """Function to feed the case; the folder starts empty and is removed afterwards."""
     errors: tuple[type[Exception], ...] = (UserError,)
-    """How a case may end, beside well; one line each."""
+    """Errors allowed as an ending besides success; a single line each."""
     bound_s: float = 20.0
-    """A case that takes longer hangs. Wide: the machine may be busy, and limits of environments are seconds."""
+    """Seconds after which a case counts as a hang. Generous: the machine may be busy, and environments' limits are
+    seconds."""
     share: float = 1.0
-    """Of the time, beside others: more where a case is slow."""
+    """Relative share of time: larger for targets with slow cases."""
     prepare: Callable[[], None] = nothing
-    """Makes what all cases share and what stays until the process ends."""
+    """Function to set up shared state that lasts until the process ends."""
 
 
 def one_line(error: Exception) -> None:
-    """What a person is told is one line that no terminal is steered by."""
+    """Checks the message of an error: a single line without terminal control characters."""
     assert str(error).isprintable() and 0 < len(str(error)) <= 4000, repr(str(error))[:300]

@@ -1,4 +1,4 @@
-"""A slice of the fuzzing, and every case that once failed."""
+"""A slice of the fuzzing, and every case kept from an earlier failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzing notices what it must: a target that does wrong fails, each in its own way, and the others go on."""
+"""Detection of faults by the fuzzing: each faulty target fails in its own way, and other targets continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ kept: list[Any] = []
 
 
 class Refused(Exception):
-    """A target's own error."""
+    """An error allowed to the target."""
 
 
 def wrong_reward() -> None:
@@ -94,27 +94,27 @@ def errors(
     source: Callable[..., Generator[Began | Ended]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, str | None]:
-    """What is said of the second case of each, beside those of a target that does nothing wrong."""
+    """Feeds a target per act and a faultless target; returns the error of the last case of each by name."""
     for act in (*acts, time.monotonic):
         target = Target(
             lambda random: 1, lambda case, folder, act=act: act(), (Refused,), bound_s=0.5 if act in HANG else 20.0
         )
         monkeypatch.setitem(TARGETS, act.__name__, target)
     names = [act.__name__ for act in (*acts, time.monotonic)]
-    had, said = {name: Share() for name in names}, dict[str, str | None]()
-    with contextlib.closing(source(names, 1, had)) as events:
+    shares, error_by_target = {name: Share() for name in names}, dict[str, str | None]()
+    with contextlib.closing(source(names, 1, shares)) as events:
         for event in events:
             if isinstance(event, Ended):
-                had[event.name].count(event)
-                said[event.name] = event.error
-            if all(share.cases >= 2 for share in had.values()):
-                return said
+                shares[event.name].count(event)
+                error_by_target[event.name] = event.error
+            if all(share.cases >= 2 for share in shares.values()):
+                return error_by_target
     raise AssertionError
 
 
 def test_what_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.left.GRACE_S", 0.2)
-    gc.collect()  # descriptors that other tests dropped must not be closed meanwhile: their number would not rise
+    gc.collect()  # descriptors dropped by other tests must not be closed meanwhile: their number would not rise
     said = errors(NOTICED, feed, monkeypatch)
     monkeypatch.delenv("FUZZ_LEFT")
     assert said.pop("monotonic") is None

@@ -1,4 +1,4 @@
-"""Values and bytes that nobody means."""
+"""Absurd values and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS += ["'", "{{1/0}}", "${oc.env:HOME}", "${.name}"]
 
 
 def value(random: Random, depth: int = 0) -> Any:
-    """A number, a text, nothing, or a list or mapping of these."""
+    """Returns a number, a text, None, or a list or mapping of such values."""
     kind = random.random()
     if kind < 0.35:
         return random.choice(NUMBERS)
@@ -26,7 +26,7 @@ def value(random: Random, depth: int = 0) -> Any:
 
 
 def real(drawn: Any) -> Any:
-    """A drawn value with its NaN and infinities, which JSON cannot hold."""
+    """Returns a generated value with real NaN and infinities, which JSON cannot hold."""
     if isinstance(drawn, list):
         return [real(one) for one in drawn]
     if isinstance(drawn, dict):
@@ -35,7 +35,7 @@ def real(drawn: Any) -> Any:
 
 
 def spoilt(random: Random, data: bytes) -> bytes:
-    """Bytes with some of them changed, doubled, left out or put in."""
+    """Returns the bytes with some bytes changed, duplicated, removed or inserted."""
     out = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 5, 20))):
         at = random.randrange(len(out) + 1)
@@ -56,7 +56,7 @@ def spoilt(random: Random, data: bytes) -> bytes:
 
 
 def replaced(random: Random, given: Any) -> Any:
-    """A copy of a JSON value in which something, however deep, is another value, or is left out."""
+    """Returns a copy of a JSON value with an element at any depth replaced or removed."""
     copy = at = json.loads(json.dumps(given))
     for _ in range(random.randrange(1, 7)):
         if not at:
@@ -73,10 +73,10 @@ def replaced(random: Random, given: Any) -> Any:
 
 
 def packed(data: bytes) -> str:
-    """Bytes as JSON can hold them."""
+    """Returns bytes encoded as text for JSON."""
     return base64.b64encode(data).decode()
 
 
 def unpacked(text: str) -> bytes:
-    """The bytes of `packed`."""
+    """Returns the bytes of a text made by `packed`."""
     return base64.b64decode(text)

@@ -1,4 +1,4 @@
-"""What a policy may write: pieces of text, each with how often it stands there, so that a long case is short."""
+"""Texts of a policy: pieces with repeat counts, so that a long case stays short in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 Pieces = list[list]
-"""`[[text, times], …]`."""
+"""Pieces of text as `[[text, times], …]`."""
 
 CHARACTERS = [
     "\0",
@@ -147,17 +147,17 @@ LONGEST = 400_000
 
 
 def said(pieces: Pieces) -> str:
-    """The text."""
+    """Returns the text of the pieces."""
     return "".join(text * times for text, times in pieces)
 
 
 def words(random: Random, marks: Sequence[str] = ()) -> Pieces:
-    """Some text; `marks` are what the reader looks for: tags, beginnings of an answer."""
+    """Returns random text; `marks` are the reader's markers: tags, beginnings of an answer."""
     pieces: Pieces = []
     for _ in range(random.choice((0, 1, 2, 5, 12, 30))):
         kind = random.choice((CHARACTERS, NUMBERS, DEEP, LATEX, PROSE, *[marks] * (3 * bool(marks))))
         text = random.choice(kind)
-        if random.random() < 0.1:  # spoilt
+        if random.random() < 0.1:  # damages the piece
             at = random.randrange(len(text) + 1)
             text = random.choice(
                 (text[:at], text[at:], text[:at] + random.choice(CHARACTERS) + text[at:], text.upper())
@@ -169,7 +169,7 @@ def words(random: Random, marks: Sequence[str] = ()) -> Pieces:
 
 
 def without(random: Random, forbidden: Sequence[str], marks: Sequence[str] = (), most: int = LONGEST) -> Pieces:
-    """Some text in which none of these stands, in capitals or not; `most` characters at most."""
+    """Returns random text of at most `most` characters without the forbidden words, ignoring case."""
     for _ in range(20):
         pieces = words(random, marks)
         text = said(pieces).lower()
@@ -179,6 +179,6 @@ def without(random: Random, forbidden: Sequence[str], marks: Sequence[str] = (),
 
 
 def tags(*names: str) -> list[str]:
-    """Whole and half tags of these names, right and nearly so."""
+    """Returns complete, partial and nearly right tags of these names."""
     forms = ("<{}>", "</{}>", "<{}>x</{}>", "<{}/>", "< {}>", "<{}", "{}>", "<{} a='b'>", "</ {}>", "<{}></{}>")
     return [form.format(name, name) for name in names for form in forms]

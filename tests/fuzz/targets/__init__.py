@@ -1,4 +1,4 @@
-"""What is fed, by name; a module for each subject."""
+"""All fuzzing targets by name; a module per subject."""
 
 from __future__ import annotations
 

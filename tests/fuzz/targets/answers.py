@@ -1,4 +1,4 @@
-"""Environments that judge a text by itself. What most texts must earn is known by how they are made."""
+"""Environments that judge a text alone. The construction of a text tells its expected reward in most cases."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ END = ["<|im_end|>"]
 
 
 def integer(random: Random) -> int:
-    """One that no hostile text has by accident."""
+    """Returns a number that no hostile text contains by accident."""
     return random.choice((-1, 1)) * random.randrange(10**6, 10**8)
 
 
 def other(random: Random, number: int) -> int:
-    """Another one, often near."""
+    """Returns a different number, often similar."""
     return random.choice((number + random.randrange(1, 100), -number, number * 10, number + 10**6, 0, 7))
 
 
 def written(random: Random, number: int) -> str:
-    """A whole number, with or without thousands separators."""
+    """Returns a whole number as text, with or without thousands separators."""
     return random.choice((f"{number}", f"{number:,}"))
 
 
@@ -59,7 +59,7 @@ def _addition(random: Random) -> Any:
 
 
 def _hashed(random: Random, gold: int) -> tuple[Pieces, float | None]:
-    """An answer for GSM8K, and whether it is the right one: 1, 0, or None where it is no answer."""
+    """Returns an answer for GSM8K and its score: 1 if right, 0 if wrong, None if the text holds no answer."""
     before = [*without(random, ["####"]), ["\n", 1]]
     after = [
         [random.choice((" ", "\n", "\n#### 5", " dollars", "!", "\0", "")), 1],
@@ -140,7 +140,7 @@ def _multiply(random: Random) -> Any:
 
 
 def _same(random: Random, algebra: bool) -> tuple[str, list[str], list[str]]:
-    """A right answer, others that are the same by docs/math.md, and others that are not."""
+    """Returns a right answer, answers equal to it by docs/math.md, and different answers."""
     n, k = integer(random), random.randrange(2, 9)
     match random.randrange(6 if algebra else 4):
         case 0 | 1:
@@ -269,7 +269,7 @@ def _gym(random: Random) -> Any:
     for _ in range(3):
         move = random.choice((game.number, *range(-1, 12)))
         texts.append([*words(random, ACTIONS), [f"\n<action> {move} </action>", 1], *without(random, ["<action>"])])
-        if said(texts[-1]).count("<action>") > 1:  # what was opened before may reach over it
+        if said(texts[-1]).count("<action>") > 1:  # an earlier tag may extend over this answer
             return case_of(None, texts, None, -1.5, 1.0, turns=4, options=options, extra_info={"seed": seed})
         if not 1 <= move <= 9:
             return case_of(None, texts, earned - 0.5, -1.5, 1.0, turns=4, options=options, extra_info={"seed": seed})

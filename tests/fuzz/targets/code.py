@@ -1,4 +1,4 @@
-"""Environments that run what a policy wrote: the python tool, LiveCodeBench's judge, software tasks."""
+"""Environments that run the policy's code: the python tool, the judge of LiveCodeBench, software tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fuzz.words import Pieces, tags, without, words
 
 LIMITS = {"wall_s": 3, "cpu_s": 1, "memory_mib": 256, "total_mib": 600, "disk_mib": 16, "file_mib": 8, "output_kib": 64}
 PATIENT = {**LIMITS, "wall_s": 15}
-"""For programs that must come to their end, however busy the machine is; those that never do are ended by CPU time."""
+"""Limits for programs that must finish on a busy machine; endless programs are ended by CPU time."""
 TOOL_TAGS = [*tags("python", "answer", "output"), "```python\n", "```"]
 FENCES = ["```", "```python\n", "```python\nprint(1)\n```", "```\n", "``", "~~~\nprint(1)\n~~~"]
 SWE_TAGS = [*tags("bash", "output"), "<submit/>", "<submit>", "<submit", "< submit/>"]
@@ -70,7 +70,7 @@ PROGRAMS: dict[str, Callable[[int, int], bool]] = {
     "": lambda a, b: False,
     "print(open('/proc/self/environ').read())": lambda a, b: False,
 }
-"""Programs that multiply, or not; and for which two numbers they are right."""
+"""Programs, some multiplying, each with a function that tells for which two numbers the output is right."""
 
 
 def _lcb(random: Random) -> Any:
@@ -101,7 +101,7 @@ def _lcb(random: Random) -> Any:
 
 
 def _function(random: Random, pairs: list[tuple[int, int]]) -> tuple[str, list[bool]]:
-    """A solution that is called, and for which pairs it is right."""
+    """Returns a solution in the form of a function, and for each pair whether the result is right."""
     bodies: dict[str, Callable[[int, int], bool]] = {
         "return a * b": lambda a, b: True,
         "print(a * b); return a * b": lambda a, b: True,
@@ -195,7 +195,7 @@ HOSTILE = (
 
 @cache
 def _tasks() -> Path:
-    """Small repositories with a planted bug, as long as this process lives."""
+    """Returns a folder of small repositories with a planted bug, removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="skyrl-fuzz-swe-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     data.tables(argparse.Namespace(source=None, output=folder))

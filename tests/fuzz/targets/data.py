@@ -1,4 +1,4 @@
-"""Sources of `python -m skyrl_mega.data`: records of others, whole and spoilt."""
+"""Sources of `python -m skyrl_mega.data`: external records, intact and damaged."""
 
 from __future__ import annotations
 

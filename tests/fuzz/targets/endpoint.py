@@ -1,4 +1,4 @@
-"""Replies of an endpoint that is evaluated."""
+"""Replies of an endpoint under evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that others wrote: models, rows, checkpoints."""
+"""Files written by other programs: models, rows, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile programs in the sandbox: they end in time, and nothing outside is other than it was."""
+"""Hostile programs in the sandbox: they end in time and change nothing outside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = Limits(
 )
 STATUS = {"ok", "failed", "timeout", "output", "disk", "memory"}
 SLACK_S = 8.0
-"""For a busy machine to start it and to take it away."""
+"""Seconds allowed for starting and removing a sandbox on a busy machine."""
 PLACES = ("/", "/tmp", "/var/tmp", "/dev/shm", "/root", "/run", ".")
 
 
@@ -43,12 +43,12 @@ def _program(random: Random) -> Any:
 
 
 SYSTEM = "/usr/bin/python3"
-"""Runs programs without namespaces: another user may not reach this interpreter."""
+"""Interpreter for runs without namespaces: another user may lack access to the tests' interpreter."""
 
 
 @cache
 def _boxes() -> dict[bool, tuple[Sandbox, list[str]]]:
-    """With namespaces and without them, where both can confine; and the interpreter."""
+    """Returns the sandbox and command with namespaces and, if the machine can confine programs so, without."""
     bare = ("namespaces",)
     boxes = {True: (Sandbox(LIMITS, name="fuzz"), python("main.py"))}
     if len(confinements(bare)) == len(CONFINEMENTS) and os.path.exists(SYSTEM):
@@ -75,7 +75,7 @@ def _run(case: Any, folder: Path) -> None:
             took = time.monotonic() - start
             assert took < LIMITS.wall_s + GRACE_S + SLACK_S, f"it took {took:.1f} s"
             assert outcome.status in STATUS, outcome.status
-            # What is no UTF-8 is shown as U+FFFD: a byte becomes three.
+            # Invalid UTF-8 is shown as U+FFFD: a byte becomes three.
             assert len((outcome.stdout + outcome.stderr).encode()) <= 3 * 1024 * LIMITS.output_kib
             assert "secret" not in outcome.stdout.split(), "it read what it must not"
         if workspace is not None:
@@ -98,7 +98,7 @@ def _state(folder: Path) -> list[Any]:
 
 
 def _marked(mark: str) -> Any:
-    """Files and processes of this name, wherever they are."""
+    """Yields all files and processes with this mark in their names."""
     for place in PLACES:
         with contextlib.suppress(OSError):
             yield from (f"{place}/{name}" for name in os.listdir(place) if mark in name)

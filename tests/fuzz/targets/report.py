@@ -1,4 +1,4 @@
-"""A run's folder as the report reads it: settings, rows of metrics, log, trajectories, timelines."""
+"""A run's folder as read by the report: settings, rows of metrics, log, trajectories, timelines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STEP: dict[str, Any] = {
     "engines": [[[0, 2000, 3000, 4000], [0, 3, 0], [0, 1, 0]], [[0, 9000], [0.5], [0.25]]],
     "environments": [[0, 9000], [1], [1]],
 }
-"""Of a timeline."""
+"""A step of a timeline."""
 
 
 def _report(random: Random) -> Any:
@@ -90,7 +90,7 @@ def _run(case: Any, folder: Path) -> None:
         (folder / name).write_bytes(unpacked(data))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run([str(folder), "--html", str(folder / "run.html")])
-        if (folder / "timeline").exists():  # cases of before there were any have none
+        if (folder / "timeline").exists():  # older cases lack timelines
             timeline([str(folder)])
             timeline([str(folder), "--trace", str(folder / "trace.json.gz")])
         trajectories([str(folder)])

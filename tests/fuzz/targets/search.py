@@ -1,4 +1,4 @@
-"""The search environment, with a search service that answers whatever is drawn."""
+"""The search environment, with a search service of random answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class _Service(http.server.BaseHTTPRequestHandler):
-    """Answers each request with the next of the drawn replies, the last one for ever."""
+    """An HTTP handler that answers with the prepared replies in order and repeats the last reply."""
 
     replies: ClassVar[list[dict[str, Any]]] = []
 
@@ -43,7 +43,7 @@ class _Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write("\r\n".join(lines).encode() + body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing."""
+        """Suppresses log output."""
 
 
 @cache

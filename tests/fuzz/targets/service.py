@@ -85,7 +85,7 @@ async def _ask(case: Any) -> None:
 
     async with service.app.router.lifespan_context(service.app):
         await service.loaded.wait()
-        transport = httpx.ASGITransport(service.app)  # it raises what the service raises
+        transport = httpx.ASGITransport(service.app)  # raises the exceptions of the service
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
             headers = {name: text.encode("latin-1") for name, text in case["headers"].items()}
             content = pieces() if case["pieces"] > 1 else body

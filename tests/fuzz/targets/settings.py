@@ -1,4 +1,4 @@
-"""What a person writes: configuration files, arguments, options of environments."""
+"""Input written by a person: configuration files, arguments, options of environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries against a database: bounded, and it stays as it is; and the rewards of text2sql."""
+"""Queries against a database, which must stay bounded and read-only, and the rewards of text2sql."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.fuzz.words import Pieces, said, tags, without, words
 
 SECONDS = 1.0
 SLACK_S = 8.0
-"""For a busy machine."""
+"""Seconds allowed for a busy machine."""
 TAGS = tags("sql", "solution", "think", "observation")
 FORBIDDEN = ["<sql", "</sql", "<solution", "</solution", "<think", "</think", "<observation", "</observation"]
 
 
 @cache
 def _folder() -> Path:
-    """`library/library.sqlite`, as long as this process lives."""
+    """Returns a folder with `library/library.sqlite`, removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="skyrl-fuzz-sql-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, chat template and end tokens, as a run reads and uses them."""
+"""A model's tokenizer, chat template and end tokens, as read and used by a run."""
 
 from __future__ import annotations
 
