@@ -1,4 +1,4 @@
-"""A fault is traced to the line of the user's own file, however deep in other code it was raised."""
+"""Tracing of a fault to the line of the user's own file, at any depth of other code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_innermost_line_that_is_the_users(tmp_path: Path) -> None:
     assert fault_location(raised.value, "mine", config) == f"{file}, line 5, in parse: return json.loads(text)"
     with pytest.raises(validate.BadOutput) as refused:
         validate.init(env, [])
-    for error in (refused.value, None):  # what it gave is wrong, or it took too long: no line of it raised
+    for error in (refused.value, None):  # a wrong result or a timeout: no line of the environment raised
         assert fault_location(error, "mine", config) == f"{file}, line 11, in step"
 
 

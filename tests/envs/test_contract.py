@@ -1,4 +1,4 @@
-"""The environment contract, with the documents' own example as it stands there."""
+"""The environment contract, tested with the documents' own example unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_mega.envs.registry import check_ready
 
 
 def example_of_the_documents(real_data: Path) -> str:
-    """The source of `MultiplyEnv(BaseTextEnv)`, cut out of the document that shows it."""
+    """Returns the source of `MultiplyEnv(BaseTextEnv)` from the document."""
     text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("class MultiplyEnv(BaseTextEnv):")
     return text[start : text.index("```", start)]
@@ -51,7 +51,7 @@ def test_extras_options_and_turns_reach_the_environment() -> None:
 
 
 class Free(BaseTextEnv):
-    """It declares no options, and takes any."""
+    """An environment without declared options, open to any option."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})

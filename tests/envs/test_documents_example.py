@@ -1,4 +1,4 @@
-"""The documents' multiplication example: its rows and its environment, pasted into a file of a user's own."""
+"""The documents' multiplication example: rows and environment pasted into a user's own file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.envs.test_contract import example_of_the_documents
 
 
 def rows_of_the_documents(real_data: Path) -> list[dict[str, object]]:
-    """Runs the documents' own loop over examples, with what it takes for given around it."""
+    """Runs the documents' loop over examples, with the names required by the loop defined around it."""
     text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("for idx in range(num_examples):")
     loop = text[start : text.index("```", start)]

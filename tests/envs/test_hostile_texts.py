@@ -1,4 +1,4 @@
-"""What a policy writes is judged, whatever it is: an error of the judge would take the trajectory out of the loss."""
+"""Judging of any text by the policy: an error of the judge would remove the trajectory from the loss."""
 
 from __future__ import annotations
 

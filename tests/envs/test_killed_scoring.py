@@ -1,4 +1,4 @@
-"""What scores is killed from outside in the middle: that is a fault of the infrastructure, and no judgement."""
+"""Scoring killed from outside: a fault of the infrastructure instead of a judgement."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SLEEPS = python("-c", "import time; time.sleep(30)")
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads."""
+    """Returns the children of all threads of a process."""
     return [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
 
 
 def launcher() -> int:
-    """The jail's outermost process, once its program runs."""
+    """Returns the jail's outermost process as soon as its program runs."""
     while True:
         for pid in children(os.getpid()):
             inside = children(pid) if b"jail.py" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
@@ -35,7 +35,7 @@ def launcher() -> int:
 
 
 def run(killed: Callable[[], int]) -> Outcome:
-    """A program that sleeps, while something of its jail is killed."""
+    """Runs a sleeping program while a process of its jail is killed."""
     killing = threading.Thread(target=lambda: os.kill(killed(), signal.SIGKILL))
     killing.start()
     try:
@@ -50,7 +50,7 @@ def test_a_sandbox_that_is_killed_is_no_failed_program() -> None:
 
 
 def test_nor_is_one_whose_init_is_killed() -> None:
-    """Without a PID namespace a program may end what is around it by itself, and that is its failure."""
+    """Kills the init process: without a PID namespace, the program itself could end its surroundings and has failed."""
     if PID_NAMESPACE in confinements()["processes"]:
         with pytest.raises(InfrastructureFault, match="killed from outside"):
             run(lambda: children(launcher())[0])
@@ -59,14 +59,14 @@ def test_nor_is_one_whose_init_is_killed() -> None:
 
 
 def test_a_program_that_is_killed_has_failed() -> None:
-    """It may have done so itself."""
+    """Kills the program: possibly the program's own act, so the program has failed."""
     outcome = run(lambda: children(children(launcher())[0])[0])
     assert (outcome.status, outcome.exit) == ("failed", -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_checker_that_is_killed_does_not_judge(by: signal.Signals) -> None:
-    """What a policy writes may crash it, but with another signal: that is no match, as before."""
+    """Kills a checker: SIGKILL is a fault, another signal may be a crash by the policy's text and is no match."""
     pool = check.Pool(1)
     worker = pool.take()
     worker.ready()

@@ -1,4 +1,4 @@
-"""Options of environments: every wrong one is one line before a run starts, whatever it is."""
+"""Options of environments: every wrong option is a one-line message before a run starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_mega.envs.registry import BUILT_IN, check, resolve
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 
 NEVER: list[Any] = [math.nan, math.inf, -math.inf, "x\0y", "\ud800", "a" * 5000, [1], [["a"]], {1: {}}, b"x", object()]
-"""Values that no option of a number, a text, a choice, a switch or a list takes."""
+"""Values invalid for every option of a number, a text, a choice, a switch or a list."""
 
 
 def declared(name: str) -> Mapping[str, Option]:

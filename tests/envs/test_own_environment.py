@@ -1,7 +1,7 @@
-"""`docs/own-environment.md` as a newcomer would follow it: files pasted, named in the configuration, launched.
+"""`docs/own-environment.md` as followed by a newcomer: files pasted, named in the configuration, launched.
 
-Once with the page's own class and rows over several turns, once with the documents' (single turn, as they have it).
-The model is a tiny one that the run builds and warms up; the rest is the page's.
+Once with the page's class and rows over several turns, once with the documents' class and rows (single turn). Only the
+model differs from the page: the run builds and warms up a tiny model.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TINY = [
 
 
 def blocks() -> list[str]:
-    """The page's files and the class to add, in its order."""
+    """Returns the page's files and the class to add, in the page's order."""
     return re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As a user types it, in his folder."""
+    """Runs Python in the user's folder, like a command typed by the user."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=800, check=False
@@ -56,7 +56,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def paste(folder: Path, environment: str, rows: str) -> None:
-    """The three files, the rows written, and demonstrations of which half are right for the tiny model."""
+    """Writes the three files and the rows, with demonstrations for the tiny model, half of them right."""
     (folder / "my_env.py").write_text(environment, encoding="utf-8")
     (folder / "my_rows.py").write_text(rows, encoding="utf-8")
     (folder / "my_run.yaml").write_text(blocks()[2], encoding="utf-8")
@@ -70,9 +70,9 @@ def paste(folder: Path, environment: str, rows: str) -> None:
 
 
 def launch(folder: Path, *settings: str) -> list[trajectory_io.Trajectory]:
-    """Two steps of the page's run with the tiny model; both steps' trajectories."""
-    ended = python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    """Runs two steps of the page's run with the tiny model and returns the trajectories of both steps."""
+    completed = python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert left_over(folder) == []
     before, *steps = read(folder / "runs" / "my_run" / "metrics.jsonl")
     assert any(name.startswith("eval/") for name in before)
@@ -99,7 +99,7 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
     assert max(t.turns for t in played) > 1
     assert any(t.reward > 0 for t in played)
     for t in played:
-        assert t.metadata["turn"] == t.turns <= 3  # only the page's class counts them there
+        assert t.metadata["turn"] == t.turns <= 3  # counted only by the page's class
         told = [m["content"] for m in t.messages if m["role"] == "user"][1:]
         assert set(told) <= {"No. Try again."} and len(told) >= t.turns - 1
         if t.reward:
@@ -112,7 +112,7 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_documents_class_and_rows(real_data: Path, tmp_path: Path) -> None:
-    """Their class and their loop, each in the place of the page's."""
+    """Launches the documents' class and loop in place of the page's class and loop."""
     environment, rows, *_ = blocks()
     text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("for idx in range(num_examples):")
@@ -122,7 +122,7 @@ def test_the_documents_class_and_rows(real_data: Path, tmp_path: Path) -> None:
     paste(tmp_path, imports + example_of_the_documents(real_data), rows[:own] + loop + rows[after:])
     played = launch(tmp_path, "rollout.max_turns=3")
     assert any(t.reward > 0 for t in played) and any(not t.reward for t in played)
-    # Theirs is done after a wrong answer; the built-in one of the same name would go on.
+    # The documents' class is done after a wrong answer; the built-in class of the same name would continue.
     assert {t.turns for t in played} == {1}
     assert {t.prompt.extras["data_source"] for t in played} == {"synthetic_multiply"}
     assert any(t.status is Status.COMPLETED and not t.reward for t in played)
@@ -148,7 +148,7 @@ MISTAKES = {
 
 @pytest.mark.slow
 def test_mistakes_are_one_line_before_anything_starts(tmp_path: Path) -> None:
-    """One process for all: each mistake is a launch of its own in it."""
+    """Launches every mistake inside a single process."""
     environment, rows, *_ = blocks()
     paste(tmp_path, environment, rows)
     cases = []

@@ -1,4 +1,4 @@
-"""Names, import paths and what is said of wrong ones."""
+"""Names and import paths of environments, and the messages about wrong names and paths."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_users_class_is_found_from_the_working_directory(folder: Path, path: s
 
 @pytest.mark.parametrize("path", ["own_file.py:Echo", "own_package.grader:Echo"])
 def test_and_in_another_process_too(folder: Path, path: str) -> None:
-    """As a Ray worker does it: the configuration arrives as data, the interpreter is another one."""
+    """Loads an environment like a Ray worker: configuration as data, in another interpreter."""
     code = (
         "import json, sys\n"
         "sys.path = [p for p in sys.path if p]\n"
@@ -121,7 +121,9 @@ def test_a_wrong_path_is_one_line_that_names_the_key(folder: Path, path: str, sa
 
 
 def test_a_file_that_takes_long_to_import_is_whole_for_every_thread(tmp_path: Path) -> None:
-    """It has to be in `sys.modules` meanwhile, for its dataclasses, and for where it asks for itself."""
+    """Imports a slow file from many threads. The file must be in `sys.modules` meanwhile: its dataclasses need the
+    entry, and the file loads itself.
+    """
     file = tmp_path / "heavy.py"
     file.write_text(
         "from __future__ import annotations\nimport dataclasses, pathlib, time\n"

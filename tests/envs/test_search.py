@@ -1,4 +1,4 @@
-"""The search environment: what earns a reward, what does not, and what it does without its service."""
+"""The search environment: rewarded and unrewarded answers, and its behaviour without a service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.retriever.services import write_corpus
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentConfig]:
-    """A real service over the project's facts."""
+    """Yields the configuration of a real service over the project's facts."""
     folder = tmp_path_factory.mktemp("search")
     build(write_corpus(folder / "corpus.jsonl"), folder / "index", methods=("bm25",))
     settings = EnvironmentConfig(retriever=RetrieverConfig(index=str(folder / "index"), topk=2))
@@ -63,7 +63,7 @@ def env_of(target: Any, config: EnvironmentConfig = NOBODY, turns: int = 4) -> S
         ("spa pool", ["swimming bath", "spa pool"], 1),
         ("Danube river", ["Danube"], 0),
         ("", ["Danube"], 0),
-        ("", ["A"], 0),  # unlike SQuAD's: what is left of neither is not the same
+        ("", ["A"], 0),  # unlike SQuAD: two empty remainders are not equal
         ("", ["!!!"], 0),
         ("the", ["A"], 0),
         ("?", ["!!!"], 0),
@@ -143,7 +143,7 @@ def test_what_was_retrieved_or_asked_earns_nothing(tmp_path: Path) -> None:
         assert env.step("I have read it.")["reward"] == 0.0
         end = env.step("as it says above")
         assert (end["reward"], end["done"]) == (0.0, True)
-        # The policy's own words still count, and only those.
+        # Only the policy's own words count.
         assert env_of("gold", served).step("<answer>gold</answer>")["reward"] == 1.0
 
 
@@ -186,11 +186,11 @@ def test_without_its_service_the_policy_is_told() -> None:
 
 
 def test_a_turn_with_neither_tag() -> None:
-    """Search-R1's own words, or what SkyRL's published runs gave: no passages."""
+    """Compares with Search-R1's own words and with the reply of SkyRL's published runs: empty passages."""
     empty = dataclasses.replace(NOBODY, options={"search": {"invalid": "empty"}})
-    for config, said in ((NOBODY, "My previous action is invalid"), (empty, "\n<information></information>\n")):
+    for config, start in ((NOBODY, "My previous action is invalid"), (empty, "\n<information></information>\n")):
         output = env_of("x", config).step("I think")
-        assert not output["done"] and output["observations"][0]["content"].strip().startswith(said.strip())
+        assert not output["done"] and output["observations"][0]["content"].strip().startswith(start.strip())
 
 
 def test_options(config: EnvironmentConfig) -> None:

@@ -1,4 +1,4 @@
-"""`python -m skyrl_mega.data search`: questions that take two passages, and files as Search-R1's users have them."""
+"""`python -m skyrl_mega.data search`: questions over two passages, and files in the format of Search-R1's users."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_facts_need_two_passages() -> None:
         assert entity in question.text and entity in first and bridge in first and bridge in second
         answer = re.compile("|".join(rf"\b{re.escape(a)}(?!\w)" for a in question.answers))
         assert answer.search(second) and not answer.search(first) and not answer.search(question.text)
-        # No single passage has both what is asked about and the answer.
+        # No single passage has both the subject of the question and the answer.
         assert not [t for t in passages.values() if entity in t and answer.search(t)]
-        # The answer is the only one: what is asked about leads to one bridge.
+        # The answer is unique: the subject of the question leads to a single bridge.
         assert [t for t in passages.values() if t == first] == [first]
 
 
@@ -72,7 +72,7 @@ def test_facts_are_answered(tmp_path: Path) -> None:
 
 
 def test_search_r1_s_own_schema(tmp_path: Path) -> None:
-    """PeterJinGo/nq_hotpotqa_train: `golden_answers`, and `reward_model` with the same as `ground_truth.target`."""
+    """Reads PeterJinGo/nq_hotpotqa_train: `golden_answers`, and `reward_model` with equal `ground_truth.target`."""
     source = tmp_path / "source"
     source.mkdir()
     row = {"id": "train_0", "question": "who?", "golden_answers": ["A. B.", "b"], "data_source": "nq"}

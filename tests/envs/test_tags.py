@@ -1,4 +1,4 @@
-"""Tags: what the regular expressions found, in linear time."""
+"""Tags: the same results as regular expressions, in linear time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_format_of_sql_as_it_was(turns: list[str]) -> None:
 
 
 def former(turns: list[str]) -> str | None:
-    """`solution`, as it was when it looked with regular expressions."""
+    """Returns the solution by the former implementation with regular expressions."""
     text = "<observation></observation>".join(turns)
     before, start, after = text.partition("<solution>")
     inner, end, rest = after.partition("</solution>")

@@ -1,4 +1,4 @@
-"""`docs/tutorial.md` as a newcomer would follow it: its two files pasted into an empty folder, its commands typed."""
+"""`docs/tutorial.md` as followed by a newcomer: two files pasted into an empty folder, commands typed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEW = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty folder with the page's files."""
+    """Returns an empty folder with the page's files."""
     text = PAGE.read_text(encoding="utf-8")
     for name, block in zip(FILES, re.findall(r"```(?:python|yaml)\n(.*?)```", text, re.DOTALL), strict=True):
         assert block.startswith(f"# {name}\n")
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def commands() -> list[list[str]]:
-    """The page's command lines, without the interpreter."""
+    """Returns the page's command lines, without the interpreter."""
     lines = re.findall(r"^    python (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [line.split() for line in lines]
 
@@ -65,7 +65,7 @@ def test_its_rows_and_its_dry_run(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_its_run(folder: Path) -> None:
-    """A few steps of it."""
+    """Runs a few steps of the tutorial."""
     rows, _, run, *reports = commands()
     python(folder, *rows)
     python(folder, *run, *FEW)

@@ -1,4 +1,4 @@
-"""A tiny gymnasium environment with text observations, registered under a name of its own."""
+"""A tiny gymnasium environment with text observations, registered under a private name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 
 class Guess(gymnasium.Env[str, int]):
-    """A number from 1 to 9 is to be guessed; three tries."""
+    """A game of guessing a number from 1 to 9 in three tries."""
 
     observation_space = spaces.Text(100)
     action_space = spaces.Discrete(9, start=1)
@@ -30,7 +30,7 @@ class Guess(gymnasium.Env[str, int]):
 
 
 class Echo(gymnasium.Env[str, str]):
-    """Free text as actions."""
+    """An environment with free text as actions."""
 
     observation_space = spaces.Text(100)
     action_space = spaces.Text(10, min_length=1)

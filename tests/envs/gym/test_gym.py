@@ -1,4 +1,4 @@
-"""The adapter for gymnasium, with environments of our own registered there."""
+"""The adapter for gymnasium, tested with environments registered by the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code generation: LiveCodeBench's tests of both kinds, and programs that would cheat or harm."""
+"""Code generation: both kinds of LiveCodeBench tests, and cheating or harmful programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that only look worked out, and answers that would keep algebra busy."""
+"""Unfinished answers in finished form, and answers with slow algebra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_mega.envs.math.answer import extract
 from skyrl_mega.envs.math.check import _process_pools, algebra, same
 
 ASKED = [
-    # question, gold, answer, whether it is right
+    # question, gold, answer, True if right
     (r"Compute $3+4\cdot 5$.", "23", r"3+4\cdot 5", False),
     (r"Compute $3+4\cdot 5$.", "23", "3+4*5", False),
     (r"Compute $3+4\cdot 5$.", "23", r"5\cdot 4+3+0", False),
@@ -59,7 +59,7 @@ ASKED = [
     ("A line is $2x-y+3=0$. Its slope-intercept form?", "y=2x+3", "2x-y+3=0", False),
     ("A line is $2x-y+3=0$. Its slope-intercept form?", "y=2x+3", "2x+3", True),
     ("The pair $(3+4, 2)$ is", "(7,2)", "(3+4,2)", False),
-    # how gold is written does not depend on brackets and fraction bars
+    # the form of gold does not depend on brackets and fraction bars
     ("Let $f(x)=(x+1)/(x-1)$. Find the inverse of $f$.", r"\frac{x+1}{x-1}", "(x+1)/(x-1)", True),
     ("Let $f(x)=(x+1)/(x-1)$. Find the inverse of $f$.", r"\frac{x+1}{x-1}", r"\dfrac{(x+1)}{\left(x-1\right)}", True),
     ("Let $f(x)=(x+1)/(x-1)$. Find the inverse of $f$.", r"\frac{x+1}{x-1}", "(x-1)/(x+1)", False),
@@ -70,7 +70,7 @@ ASKED = [
     ("Simplify $(x^2-1)/(x-1)$.", "x+1", r"\frac{x^2-1}{x-1}", False),
     (r"Simplify $\frac{4}{3x^{-3}}\cdot\frac{3x^{2}}{2}$.", "2x^5", r"\frac{4}{3x^{-3}}\cdot\frac{3x^{2}}{2}", False),
     ("If $A=2+i$, $P=-i$ and $S=2+4i$, find $A-P+S+4$.", "8+4i", "4(i+2)", True),
-    # a value that the question gives, and one that it asks for
+    # a value given by the question, and a value to find
     (
         r"If $\sin x = \frac{1}{\sqrt{2}}$ and x is acute, what is $\cos x$?",
         r"\frac{\sqrt2}{2}",
@@ -160,7 +160,7 @@ def test_more_that_is_asked(text: str) -> None:
 
 
 def test_the_look_at_a_text_is_quick_and_never_fails() -> None:
-    """Random texts of the alphabet that an expression may have, the longest that is read."""
+    """Inspects random texts of maximum length over the alphabet of expressions."""
     rng = random.Random(0)
     pieces = [
         *"0123456789abcxyz+-*/^_(){}[]|!.' ",
@@ -187,8 +187,8 @@ SLOW = functools.reduce(lambda inner, letter: f"{letter}+\\frac{{1}}{{{inner}}}"
 
 
 def test_a_slow_answer_holds_up_only_its_like() -> None:
-    """What is not done at once goes on elsewhere; workers are interrupted and not killed."""
-    assert algebra(r"\sqrt{8}", r"2\sqrt{2}", 30)[0]  # a worker is up
+    """Checks several slow answers: quick answers continue elsewhere, and workers are interrupted instead of killed."""
+    assert algebra(r"\sqrt{8}", r"2\sqrt{2}", 30)[0]  # starts a worker
     quick, _ = _process_pools()
     before = {worker.process.pid for worker in quick.free.queue if worker.process}
     threads = [threading.Thread(target=algebra, args=(SLOW, "1", 2.0)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Mathematics: DAPO's published rules, algebra within a time, data."""
+"""Mathematics: DAPO's published rules, algebra within a time limit, data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reward(env: str, gold: Any, action: str, **options: Any) -> float:
         ("Answer: x = 34", 1),
         ("Answer: 34 degrees", 1),
         ("Answer: 34^\\circ", 1),
-        ("Answer: 35\nAnswer: 34", 1),  # the last one counts
+        ("Answer: 35\nAnswer: 34", 1),  # the last answer counts
         ("Answer: 34\nAnswer: 35", -1),
         ("the product is \\boxed{34}", 1),
         ("\\boxed{34} no, \\boxed{35}", -1),
@@ -53,7 +53,7 @@ def reward(env: str, gold: Any, action: str, **options: Any) -> float:
         ("", -1),
         ("Answer: 34" + " " * 300, -1),  # not in the last 300 characters
         ("Answer: 34<|im_end|>Answer: 35", 1),
-        ("Answer: 3 4", -1),  # unlike DAPO's: two numbers are not one
+        ("Answer: 3 4", -1),  # unlike DAPO: two numbers are not a single number
         ("Answer: 34 or 35", -1),
     ],
 )
@@ -116,7 +116,10 @@ def test_the_published_grader(action: str, either: int, dapo: int) -> None:
 
 
 def test_pairs_by_hand() -> None:
-    """Letters, equations, lists, ratios, units and percentages are kept apart; ways to write the same are not."""
+    """Compares pairs written by hand: letters, equations, lists, ratios, units and percentages stay distinct.
+
+    Different notations of the same value are equal.
+    """
     wrong = [(pair.gold, pair.answer) for pair in by_hand() if same(pair.gold, pair.answer, 20) != pair.same]
     swapped = [(pair.gold, pair.answer) for pair in by_hand() if not pair.same and same(pair.answer, pair.gold, 20)]
     assert (wrong, swapped) == ([], [])
@@ -162,7 +165,7 @@ def test_what_is_asked_all_the_same(text: str) -> None:
 
 
 def test_waiting_for_a_worker_is_no_work() -> None:
-    """A call whose turn comes late is not given up for it."""
+    """Delays a call in the queue: waiting does not count as work, and the call is not given up."""
     pool, _ = _process_pools()
     taken = [pool.take() for _ in range(pool.free.qsize())]
     call = Call(lambda: same("\\sqrt{8}", "2\\sqrt{2}", 20))
@@ -211,7 +214,7 @@ def test_what_is_parsed_is_not_run(tmp_path: Path) -> None:
 
 
 def test_algebra_that_never_ends_is_stopped_in_any_thread() -> None:
-    assert algebra("x", "x", 30)[0]  # a worker is up
+    assert algebra("x", "x", 30)[0]  # starts a worker
     results: list[bool] = []
     start = time.monotonic()
     threads = [threading.Thread(target=lambda: results.append(algebra("9^{9^{9^9}}", "x+1", 1)[0])) for _ in range(2)]
@@ -220,11 +223,11 @@ def test_algebra_that_never_ends_is_stopped_in_any_thread() -> None:
     for thread in threads:
         thread.join(120)
     assert results == [False, False] and time.monotonic() - start < 100
-    assert same(r"\sqrt{8}", r"2\sqrt{2}", 30)  # the next one is served
+    assert same(r"\sqrt{8}", r"2\sqrt{2}", 30)  # the next call is served
 
 
 def test_answers_to_the_real_problems(real_data: Path) -> None:
-    """Every gold answer is right by its own measure, and another problem's is not."""
+    """Scores real gold answers: each is right for its own problem and wrong for another problem."""
     problems = json.loads((real_data / "data" / "math" / "rllm_train_math.json").read_text())[::150]
     golds = [p["answer"] for p in problems]
     assert all(reward("math", g, f"thus \\boxed{{{g}}}.") == 1 for g in golds)
@@ -234,7 +237,7 @@ def test_answers_to_the_real_problems(real_data: Path) -> None:
 
 
 def test_a_dapo_file_loads_unchanged(tmp_path: Path) -> None:
-    """The columns of DAPO-Math-17k: reward_model instead of reward_spec, no env_class."""
+    """Loads the columns of DAPO-Math-17k: reward_model instead of reward_spec, no env_class."""
     row = {
         "data_source": "math_dapo",
         "prompt": [{"content": "What is 30 + 4?", "role": "user"}],

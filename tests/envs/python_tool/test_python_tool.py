@@ -1,4 +1,4 @@
-"""The Python tool: a conversation, and programs that mean harm inside one."""
+"""The Python tool: a conversation, and harmful programs inside a conversation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Every attack in one setting: run as the user whose trainer is attacked, with `namespaces` switched off or not.
+"""Every attack in one setting: run as the user of the attacked trainer, with or without `namespaces`.
 
-    python attacks.py SOURCE WORK [namespaces]      prints {family: {attack: what came of it}} as JSON
+    python attacks.py SOURCE WORK [namespaces]      prints {family: {attack: outcome}} as JSON
 
-SOURCE is put on the path, for a user who cannot read the project; WORK is a folder of his own. Standard library only,
-beside the sandbox itself.
+SOURCE is added to the path, for a user without access to the project; WORK is a private folder. Needs only the standard
+library and the sandbox itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 PYTHON = "/usr/bin/python3"
 Results = dict[str, dict[str, str]]
 UNREACHED = ("setpriority of a user", "ioprio_set of a user", "a pipe's owner")
-"""They are not refused where they reach nobody, which the victim's state tells."""
+"""Attacks permitted as long as no process is reached; the victim's state decides."""
 SHARED = 0o666
 
 TREES = {
@@ -48,7 +48,7 @@ TREES = {
     "no room": "head -c 4000000 /dev/zero >a; cp a b; cp a c; i=0; while >e$i && [ $i -lt 3000 ]; do i=$((i+1)); done",
     "the folder itself": "rmdir . ; rm -rf \"$HOME\"; mv \"$HOME\" ../x; ls",
 }  # fmt: skip
-"""What a session's commands may leave; `changes`, `write` and `close` meet it."""
+"""Shell commands of a session with awkward files for `changes`, `write` and `close`."""
 
 
 def main(source: str, work: str, *disabled: str) -> None:
@@ -68,7 +68,7 @@ def main(source: str, work: str, *disabled: str) -> None:
 
 
 class Outside:
-    """What an attack may want: a process, files, segments of shared memory; all as they were, or not."""
+    """Targets of attacks: a process, files, segments of shared memory, and their state for comparison."""
 
     def __init__(self, work: Path) -> None:
         self.folder = work / "outside"
@@ -133,7 +133,7 @@ class Outside:
 
 
 def probes(work: Path, disabled: tuple[str, ...]) -> Results:
-    """Those of `probes.py`, and whether what lies outside is as it was."""
+    """Runs the attacks of `probes.py` and checks the state outside."""
     from skyrl_mega.envs.sandbox import Limits, Sandbox
 
     outside = Outside(work)
@@ -170,7 +170,7 @@ def probes(work: Path, disabled: tuple[str, ...]) -> Results:
 
 
 def disk(work: Path, disabled: tuple[str, ...]) -> Results:
-    """Hoards in a workspace."""
+    """Runs the disk hoards in a workspace."""
     from hoards import HOARDS, LIMIT_MIB
 
     from skyrl_mega.envs.sandbox import Limits, Sandbox
@@ -192,7 +192,7 @@ def disk(work: Path, disabled: tuple[str, ...]) -> Results:
 
 
 def trees(work: Path, disabled: tuple[str, ...]) -> Results:
-    """What a session's commands leave for those after them, for `changes`, `write` and `close`."""
+    """Runs a session's commands, then `changes`, `write` and `close` on the remains."""
     from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
 
     task = work / "task"
@@ -230,7 +230,7 @@ def trees(work: Path, disabled: tuple[str, ...]) -> Results:
 
 
 def memory(work: Path, disabled: tuple[str, ...]) -> Results:
-    """Sums of memory, of one command's processes and of several commands."""
+    """Runs programs that exceed sums of memory, within one command and across several commands."""
     from skyrl_mega.envs.sandbox import Limits, Sandbox
 
     limits = Limits(wall_s=20, memory_mib=300, total_mib=200, processes=12)
@@ -257,7 +257,7 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
 
 
 def killed(work: Path, disabled: tuple[str, ...]) -> Results:
-    """What a killed driver leaves is gone when the next one starts, and only that."""
+    """Kills a driver and checks the next start: the killed driver's remains are removed, and nothing else."""
     from skyrl_mega.envs.sandbox import Limits, Sandbox, folders
 
     script = (

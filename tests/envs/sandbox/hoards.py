@@ -1,6 +1,6 @@
-"""Programs that hold more disk than they may, each in another way; run inside the sandbox by name.
+"""Programs that exceed the disk limit in different ways; run inside the sandbox by name.
 
-One ends with `held N`, N MiB, unless it was ended or refused before: it is contained when N is never too much.
+A program prints `held N` for N MiB unless ended or refused earlier. The limit works if N never exceeds the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ kept: list[object] = []
 
 
 def fill(take: Callable[[int], object], step: int = STEP_MIB) -> None:
-    """Takes more and more, `step` MiB a time."""
+    """Takes `step` MiB at a time until refused or done."""
     global total
     with contextlib.suppress(OSError):
         while total < GREED_MIB:
@@ -32,7 +32,7 @@ def fill(take: Callable[[int], object], step: int = STEP_MIB) -> None:
 
 
 def fork() -> int:
-    """Once there is room: the user's other processes count too, where there are no namespaces."""
+    """Forks as soon as possible: without namespaces, other processes of the user count too."""
     while True:
         with contextlib.suppress(BlockingIOError):
             return os.fork()
@@ -40,7 +40,7 @@ def fork() -> int:
 
 
 def hold() -> None:
-    """Waits to be ended, where there is a reason."""
+    """Waits to be ended if too much is held."""
     time.sleep(8.0 if total > LIMIT_MIB else 0.0)
     print("held", total, flush=True)
 
@@ -130,7 +130,7 @@ def held_by_a_daemon() -> None:
             hold()
         os._exit(0)
     os.close(writing)
-    os.read(reading, 1)  # until the daemon has ended
+    os.read(reading, 1)  # until the daemon ended
 
 
 def held_by_a_thread_of_a_dead_leader() -> None:
@@ -156,15 +156,15 @@ def hidden_by_a_program_that_nobody_reads() -> None:
 
 
 def hidden_by_one_process_after_another() -> None:
-    """Each is too young to be suspected; the first one, which everybody sees, waits for them."""
+    """Hides the disk space by successive processes, each too young for suspicion; the visible first process waits."""
     global total
     if len(sys.argv) == 2:
         if fork() == 0:
             _run_as_a_program_that_nobody_reads()
         time.sleep(6.0)
-        with open("held") as said:
-            if time.time() - os.fstat(said.fileno()).st_mtime < 1.5:  # by one that is still there
-                total = int(said.read())
+        with open("held") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < 1.5:  # written by a live process
+                total = int(file.read())
         return
     keep_nameless()
     end = time.monotonic() + 7

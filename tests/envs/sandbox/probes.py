@@ -1,7 +1,8 @@
-"""What a hostile program tries in one go. Run inside the sandbox: stdin says what lies outside, stdout what came of it.
+"""Attacks of a hostile program in a single run inside the sandbox: stdin names the targets, stdout reports the
+outcomes.
 
-Every attack is a function that raises OSError, or returns a negative number, where it was refused. What it reaches all
-the same is for the host to see: it compares what lies outside before and after.
+Every attack is a function that raises OSError, or returns a negative number, if refused. The host detects successful
+attacks by comparing the targets before and after.
 """
 
 # ruff: noqa: SIM115  (an attack is over once its call is refused)
@@ -26,7 +27,7 @@ BUFFER = ctypes.create_string_buffer(4096)
 
 
 def call(number: int, *arguments: Any) -> int:
-    """A system call by its number on x86-64; on others it is left out."""
+    """Makes a system call by its x86-64 number; other architectures skip the call."""
     if not X86:
         raise OSError(errno.ENOSYS, "not tried here")
     given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
@@ -189,7 +190,7 @@ def files(folder: str) -> Iterator[Attack]:
 
 
 def readable(path: str) -> Iterator[Attack]:
-    """A file that is given to be read."""
+    """Yields attacks on a file passed in as readable."""
 
     def opened(act: Callable[[int], Any]) -> Callable[[], Any]:
         return lambda: act(os.open(path, os.O_RDONLY))

@@ -1,6 +1,7 @@
-"""Every attack of `attacks.py`, as root with namespaces, as a plain user with, and as a plain user without.
+"""Every attack of `attacks.py`: as root and as a plain user with namespaces, and as a plain user without.
 
-The table in docs/sandbox.md says what holds where; `python -m tests.envs.sandbox.test_attacks` prints it.
+The table in docs/sandbox.md lists the confinements per setting; `python -m tests.envs.sandbox.test_attacks` prints the
+table.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ SETTINGS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "plain user": (False, ()),
     "plain user, no namespaces": (False, ("namespaces",)),
 }
-"""Setting → whether it is root, and what is switched off."""
+"""Root or not, and the disabled confinements, by name of the setting."""
 
 
 class Settings:
-    """All settings under attack at once; each in a process of its own, as its own user."""
+    """All settings under attack in parallel; each in a separate process with a separate user."""
 
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o755)
@@ -74,21 +75,21 @@ class Settings:
 
     @functools.cache  # noqa: B019  (one object for the whole module)
     def told(self, name: str) -> dict[str, Any]:
-        """What holds in a setting and what came of each attack."""
-        said, errors = self.running[name].communicate(timeout=300)
+        """Returns the active confinements of a setting and the outcome of each attack."""
+        output, errors = self.running[name].communicate(timeout=300)
         assert self.running[name].returncode == 0, errors[-3000:]
-        found: dict[str, Any] = json.loads(said)
-        return found
+        results: dict[str, Any] = json.loads(output)
+        return results
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends the running processes."""
         for process in self.running.values():
             process.kill()
             process.wait()
 
 
 def why_not(name: str) -> str | None:
-    """Why a setting cannot be tried here; None where it can."""
+    """Returns the reason why this machine cannot try a setting, or None."""
     root, disabled = SETTINGS[name]
     if not SYSTEM.exists():
         return f"no {SYSTEM}, which every user may run"
@@ -105,7 +106,7 @@ def why_not(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[Settings]:
-    folder = Path(tempfile.mkdtemp())  # pytest's own lie in a folder that only its user may enter
+    folder = Path(tempfile.mkdtemp())  # pytest's folders lie in a folder closed to other users
     made = Settings(folder)
     yield made
     made.close()
@@ -125,7 +126,7 @@ def test_every_attack_is_contained(settings: Settings, name: str) -> None:
     }
     missing = [confinement for confinement in CONFINEMENTS if confinement not in told["active"]]
     assert not broke and not missing
-    # Landlock alone holds neither where the user is the trainer's: that is said by name.
+    # Landlock alone contains neither if the user is the trainer's; the report names this gap.
     alone = bool({"files", "processes"} & told["without_filter"].keys())
     assert alone == ("namespaces" not in SETTINGS[name][1])
     assert sum(map(len, told["results"].values())) >= 230
@@ -141,7 +142,7 @@ def test_the_document_has_the_table(settings: Settings) -> None:
 
 
 def table(told: dict[str, dict[str, Any]]) -> str:
-    """Which confinement holds where and by what; then the attacks, contained of tried."""
+    """Returns the table: the means of each confinement per setting, then contained attacks of tried attacks."""
     lines = [["", *told], ["---"] * (len(told) + 1)]
     for confinement in CONFINEMENTS:
         lines.append([f"`{confinement}`", *(", ".join(t["active"].get(confinement, ["–"])) for t in told.values())])

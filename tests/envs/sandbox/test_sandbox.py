@@ -1,4 +1,4 @@
-"""Programs that mean harm: each is contained and told apart, and leaves nothing running."""
+"""Harmful programs: each is contained, gets the right status, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYSTEM = "/usr/bin/python3"
 
 
 def machines() -> list[tuple[str, ...]]:
-    """This machine as it is, and as one without namespaces where its system's Python can serve."""
+    """Returns the disabled confinements to test: none, and namespaces if the system's Python is available."""
     return [(), *([("namespaces",)] if Path(SYSTEM).exists() else [])]
 
 
@@ -48,8 +48,8 @@ def play(
 
 
 def running(mark: str) -> list[str]:
-    """Command lines of live processes that contain the mark."""
-    found = []
+    """Returns the command lines of live processes with the mark."""
+    lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -57,8 +57,8 @@ def running(mark: str) -> list[str]:
             except OSError:
                 continue
             if mark in line:
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines
 
 
 def test_an_honest_program(box: Sandbox) -> None:
@@ -215,7 +215,7 @@ def test_the_host_dies_and_nothing_stays(tmp_path: Path) -> None:
         "Sandbox(Limits(wall_s=100), without=('files', 'processes', 'network')).run("
         f"[*python('-c')[:-1], '-c', 'import time; time.sleep(100)', {mark!r}])"
     )
-    env = {**os.environ, "TMPDIR": str(tmp_path)}  # a host that is killed leaves its temporary folder behind
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed host leaves its temporary folder behind
     host = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], env=env)
     deadline = time.monotonic() + 180
     while not any("sleep(100)" in line and "run(" not in line for line in running(mark)):
@@ -325,7 +325,7 @@ def test_what_runs_inside_lets_the_trainer_go_first(box: Sandbox) -> None:
 
 @pytest.mark.parametrize("handed_on", [True, False], ids=["below a group that hands memory on", "elsewhere"])
 def test_a_group_bounds_memory_where_one_can_be_made(tmp_path: Path, handed_on: bool) -> None:
-    """Against a copy of what a kernel shows in /sys/fs/cgroup."""
+    """Uses a copy of the files shown by a kernel in /sys/fs/cgroup."""
     parent = tmp_path / "job"
     own = parent / "step"
     own.mkdir(parents=True)
@@ -358,9 +358,9 @@ def test_what_is_ended_for_memory_is_counted() -> None:
     ("code", "rises", "status"),
     [
         ("import os\nos.kill(os.getpid(), 9)", True, "memory"),
-        ("import sys\nsys.exit(137)", True, "memory"),  # what a shell says of its child
+        ("import sys\nsys.exit(137)", True, "memory"),  # a shell's message about its child
         ("import os\nos.kill(os.getpid(), 9)", False, "failed"),
-        ("import sys\nsys.exit(1)", True, "failed"),  # it was another one
+        ("import sys\nsys.exit(1)", True, "failed"),  # another process was killed
         ("pass", True, "ok"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A command that scores is run again where something else may have ended it, and not where it has ended itself."""
+"""A scoring command runs again if an external cause may have ended it, and not after ending by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes of a node share what an environment's programs may have, and the driver hears of all of them."""
+"""Several processes of a node share the limits of an environment's programs, and the driver collects their counts."""
 
 from __future__ import annotations
 

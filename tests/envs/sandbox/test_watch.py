@@ -1,5 +1,4 @@
-"""What a plain user's looks at a running command see: which of its processes hide, and which cannot be looked at yet or
-any more."""
+"""A plain user's view of a running command: hidden processes, and processes that cannot be inspected yet or anymore."""
 
 from __future__ import annotations
 
@@ -34,32 +33,32 @@ for _ in range(int(count)):
 child.kill()
 print(json.dumps(found))
 """
-"""A plain user's program: looks at a command that it started."""
+"""A plain user's program to inspect a command started by the program itself."""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With the watch, where every user may read it; pytest's own lie in a folder that only its user may enter."""
-    found = Path(tempfile.mkdtemp())
+    """Yields a folder with the watch, readable by every user; pytest's folders are closed to other users."""
+    path = Path(tempfile.mkdtemp())
     for name in ("watch.py", "tree.py"):
-        shutil.copy(Path(run.__file__).with_name(name), found / name)
-    (found / "looks.py").write_text(LOOKS)
-    (found / "held").mkdir()
-    subprocess.run(["chmod", "-R", "a+rX", found], check=True)
-    yield found
-    shutil.rmtree(found)
+        shutil.copy(Path(run.__file__).with_name(name), path / name)
+    (path / "looks.py").write_text(LOOKS)
+    (path / "held").mkdir()
+    subprocess.run(["chmod", "-R", "a+rX", path], check=True)
+    yield path
+    shutil.rmtree(path)
 
 
 def looks(folder: Path, program: str, command: str, hidden_s: float, count: int, pause: float) -> list[str | None]:
-    """What so many looks at a command say, which may have hidden processes for so long."""
+    """Returns the results of `count` inspections of a command, tolerating hidden processes for `hidden_s` seconds."""
     if not Path(SYSTEM).exists():
         pytest.skip(f"no {SYSTEM}, which every user may run")
     user = USER if os.geteuid() == 0 else None
     arguments = [SYSTEM, "looks.py", program, command, str(hidden_s), str(count), str(pause)]
-    said = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, user=user, group=user)
-    assert said.returncode == 0, said.stderr
-    found: list[str | None] = json.loads(said.stdout)
-    return found
+    completed = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, user=user, group=user)
+    assert completed.returncode == 0, completed.stderr
+    reports: list[str | None] = json.loads(completed.stdout)
+    return reports
 
 
 def test_one_that_waits_to_be_reaped_hides_nothing(folder: Path) -> None:
@@ -67,7 +66,7 @@ def test_one_that_waits_to_be_reaped_hides_nothing(folder: Path) -> None:
 
 
 def test_many_short_ones_hide_nothing(folder: Path) -> None:
-    """One that ends may not be looked at, though it has not ended yet."""
+    """Runs many short processes: an ending process may refuse inspection before its end."""
     loop = "while true; do echo a | cat | cat >/dev/null; done"
     assert looks(folder, "/bin/sh", loop, 0.02, 300, 0.01) == [None] * 300
 

@@ -1,4 +1,4 @@
-"""One trajectory of a task that is made here: files that the policy writes, then the tests."""
+"""A trajectory of a task created by a test: files written by the policy, then the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENT = {"command_timeout_s": 600, "test_timeout_s": 300, "session_options": {
 
 
 def written(folder: Path, files: Mapping[str, str]) -> Path:
-    """Writes the files into the folder, and returns it."""
+    """Writes the files into the folder and returns the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(textwrap.dedent(text))
@@ -24,7 +24,7 @@ def written(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def played(task: Path, work: Mapping[str, str], command: str, names: Iterable[str] = (), **options: Any) -> Any:
-    """Submits the work on a task, and returns what the environment says."""
+    """Submits the work on a task and returns the environment's output."""
     settings = {"swe": {"tasks": str(task.parent), **PATIENT, **options}}
     info = {"task": task.name, "FAIL_TO_PASS": [*names]}
     row = {"reward_spec": {"ground_truth": command}, "extra_info": info}

@@ -1,4 +1,4 @@
-"""Honest work on tasks of many kinds is paid, and what the judge makes of a task."""
+"""Honest work on tasks of many kinds earns its reward, and the judge's handling of tasks."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ EDITS = [
 
 
 class Last(Random):
-    """Draws the last of what there is, and the smallest number."""
+    """A random generator that chooses the last element and the smallest number."""
 
     def choice(self, seq: Any) -> Any:
         return seq[-1]

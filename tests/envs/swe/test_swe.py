@@ -1,4 +1,4 @@
-"""Software tasks: a repository made here, worked on through a session, judged by its tests."""
+"""Software tasks: a repository created by the test, edited through a session, judged by its tests."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ END = "printf 'Name: x\\nVersion: 1\\n' > X.DIST-INFO/METADATA; echo 'import os;
         (PYTEST, f"mkdir X.DIST-INFO; printf '[pytest11]\\nx = x' > X.DIST-INFO/entry_points.txt; {END}", 0.0),
         ("make test", REPAIR, 1.0),
         ("make test", "printf 'test:\\n\\ttrue\\n' > Makefile", 0.0),
-        ("true", "true", 1.0),  # nothing fails and nothing ran in Python: its exit code is all that there is
+        ("true", "true", 1.0),  # nothing fails and nothing ran in Python: only the exit code counts
     ],
 )
 def test_what_decides_what_is_run_is_the_tasks_own(tasks: Path, command: str, done: str, reward: float) -> None:
@@ -216,7 +216,7 @@ def test_a_source_of_tasks(tasks: Path, tmp_path: Path) -> None:
 
 
 class Remote:
-    """A session as a user would write one: it keeps the contract and records what is asked of it."""
+    """A session in a user's style: implements the contract and records the calls."""
 
     log: list[str] = []  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Code under test that makes its tests pass without being right, at import, collection, in a test and at teardown."""
+"""Wrong code that makes its tests pass at import, at collection, in a test or at teardown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EITHER = {
             open('test_shop.py', 'w').write(text)
             os.execve(sys.executable, sys.orig_argv, {**os.environ, 'AGAIN': '1'})""",
 }
-"""Under either runner; `total` is wrong where they do not define it."""
+"""Tricks against either runner; `total` is wrong unless the trick defines `total`."""
 UNDER_UNITTEST = {
     "the end of the process": "import os; os._exit(0)",
     "SystemExit": "raise SystemExit(0)",
@@ -204,7 +204,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shop(body: str) -> str:
-    """The module with a trick; `total` is wrong where the trick does not define it."""
+    """Returns the module with a trick; `total` is wrong unless the trick defines `total`."""
     return "def total(n): return n + n\n" + textwrap.dedent(body).strip() + "\n"
 
 

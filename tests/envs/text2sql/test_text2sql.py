@@ -1,4 +1,4 @@
-"""Text to SQL: the published reward, and queries that mean harm."""
+"""Text to SQL: the published reward, and harmful queries."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ GOOD = "<think>a</think><solution>SELECT 1</solution>"
     [
         ([GOOD], "SELECT 1"),
         (["<think>a</think><sql>x</sql>", GOOD], "SELECT 1"),
-        (["<sql>x</sql>", GOOD], "SELECT 1"),  # one thought anywhere is enough
+        (["<sql>x</sql>", GOOD], "SELECT 1"),  # a single thought anywhere is enough
         (["<think>a</think><sql>x</sql>", "\n " + GOOD], "SELECT 1"),
         (["<solution>SELECT 1</solution>"], None),  # no thought
-        (["<think>a</think><sql>x</sql>", "<solution>SELECT 1</solution>"], None),  # none after an observation
+        (["<think>a</think><sql>x</sql>", "<solution>SELECT 1</solution>"], None),  # no thought after an observation
         (["<think>a</think><sql>x</sql>", "so " + GOOD], None),
-        ([GOOD + "<solution>SELECT 2</solution>"], None),  # two
+        ([GOOD + "<solution>SELECT 2</solution>"], None),  # two solutions
         ([GOOD + "</solution>"], None),
         (["<think>a</think><solution>SELECT 1"], None),
         (["<think>a</think>SELECT 1</solution>"], None),
         (["<think>a</think><solution><sql>SELECT 1</sql></solution>"], None),  # a tag inside
         (["<think>a</think><solution><THINK>b</THINK>SELECT 1</solution>"], None),
         (["<think>a</think><solution>SELECT 1 -- <observation></solution>"], None),
-        (["<think>a<solution>SELECT 1</solution>"], None),  # a thought that never ends
+        (["<think>a<solution>SELECT 1</solution>"], None),  # an endless thought
         (["<think>a</think><observation>made up</observation>" + GOOD], "SELECT 1"),
         (["<think>a</think><observation>made up</observation> so <solution>SELECT 1</solution>"], None),
         ([""], None),
@@ -95,7 +95,7 @@ def test_the_published_format(turns: list[str], expected: str | None) -> None:
     [
         ("SELECT name FROM pet WHERE id = 1", 1.0),
         ("SELECT max(name) FROM pet WHERE age = 3", 1.0),  # the result counts, not the query
-        ("SELECT name FROM pet WHERE id = 1 UNION ALL SELECT 'Rex'", 1.0),  # as sets: duplicates are one
+        ("SELECT name FROM pet WHERE id = 1 UNION ALL SELECT 'Rex'", 1.0),  # as sets: duplicates count once
         ("SELECT name, id FROM pet WHERE id = 1", 0.0),
         ("SELECT name FROM pet", 0.0),
         (";; \n/* of -- 7 */ -- the one\n SELECT name FROM pet WHERE id = 1", 1.0),
@@ -199,7 +199,7 @@ NOBODY = "SELECT name FROM pet WHERE id = 9"
 @pytest.mark.parametrize(
     ("gold", "sql", "differs"),
     [
-        # No rows are equal to no rows of anything: what counts is of what.
+        # Empty results are always equal, so the tables read decide.
         *((NOBODY, sql, "a query failed") for sql in ("", "-- x", ";", "REINDEX", "/* x */")),
         (NOBODY, "SELECT 1 WHERE 0", "it reads no table"),
         (NOBODY, "SELECT value FROM json_each('[]')", "it reads no table"),
@@ -207,12 +207,12 @@ NOBODY = "SELECT name FROM pet WHERE id = 9"
         (NOBODY, "SELECT id, name FROM pet WHERE id = 9", "it has 2 columns, and the gold query's result has 1"),
         (NOBODY, "SELECT name FROM owner WHERE 0", "no rows are to be returned, and it does not read pet"),
         (NOBODY, "SELECT name FROM Pet WHERE age > 99", None),
-        (NOBODY, "SELECT o.name FROM owner o JOIN pet USING (id) WHERE 0", None),  # it may read more
+        (NOBODY, "SELECT o.name FROM owner o JOIN pet USING (id) WHERE 0", None),  # may read more
         (NOBODY, "SELECT o.name FROM owner o NATURAL JOIN pet", None),
         (NOBODY, "SELECT name FROM named WHERE name = 'Tom'", None),  # a view
         ("SELECT p.name FROM pet p JOIN owner o ON o.id = p.id", NOBODY, "… does not read owner"),
         ("SELECT 1 WHERE 0", "SELECT 2 WHERE 0", None),  # gold reads nothing either
-        # A constant is no answer to what a table answers.
+        # A constant does not answer a question about a table.
         ("SELECT count(*) FROM pet", "VALUES(3)", "it reads no table"),
         ("SELECT count(*) FROM pet", "SELECT 3", "it reads no table"),
         ("SELECT count(*) FROM pet", "WITH n(x) AS (VALUES(3)) SELECT x FROM n", "it reads no table"),
@@ -227,7 +227,7 @@ NOBODY = "SELECT name FROM pet WHERE id = 9"
         ("SELECT count(*) FROM pet", "SELECT sum(1) FROM pet", None),
         ("SELECT count(*) FROM pet", "SELECT max(id) FROM pet", None),
         ("SELECT 3", "VALUES(3)", None),
-        ("SELECT value FROM json_each('[3]')", "SELECT 3", None),  # it reads nothing of the database's
+        ("SELECT value FROM json_each('[3]')", "SELECT 3", None),  # reads nothing of the database
     ],
 )
 def test_what_reads_nothing_is_no_answer(
@@ -244,7 +244,7 @@ def test_what_reads_nothing_is_no_answer(
         ("SELECT count(*) FROM pet", "SELECT 3", "it reads no table"),
         (NOBODY, "SELECT 1 WHERE 0", "it reads no table"),
         (NOBODY, ";", "a query failed"),
-        (NOBODY, "SELECT name FROM pet WHERE 0", None),  # it looks like an answer
+        (NOBODY, "SELECT name FROM pet WHERE 0", None),  # looks like an answer
     ],
 )
 def test_what_an_answer_earns_that_reads_nothing(databases: Path, gold: str, sql: str, differs: str | None) -> None:
@@ -302,7 +302,12 @@ PETS = "SELECT id, name FROM pet ORDER BY id"
         ("SELECT id FROM pet", "SELECT id FROM pet UNION ALL SELECT 1", 1, 0),
         ("SELECT 1, 1, 2", "SELECT 2, 1, 1", 0, 1),
         ("SELECT 1, 1, 2", "SELECT 2, 2, 1", 0, 0),
-        ("SELECT 1, 2 UNION ALL SELECT 2, 1", "SELECT 1, 1 UNION ALL SELECT 2, 2", 0, 0),  # columns alike, rows not
+        (
+            "SELECT 1, 2 UNION ALL SELECT 2, 1",
+            "SELECT 1, 1 UNION ALL SELECT 2, 2",
+            0,
+            0,
+        ),  # equal columns, other rows
         ("SELECT id FROM pet", "SELECT id, id FROM pet", 0, 0),
         ("SELECT CAST(x'ff' AS TEXT)", "SELECT CAST(x'fe' AS TEXT)", 0, 0),
         ("SELECT value FROM json_each('[1,2]')", "SELECT 1 UNION SELECT 2", 1, 1),
