@@ -1,4 +1,4 @@
-"""Answers as the references of losses see them, token by token, and as a loss does: one packed row."""
+"""Answers in the form of the reference losses, token by token, and in the form of a loss: one packed row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from skyrl_mega.algorithms.losses import LossInputs
 
 Answer = tuple[list[Tensor], list[float], float]
-"""Log-probs (scalars with a gradient), old log-probs, advantage."""
+"""Log-probs (scalars with a gradient), old log-probs and advantage of an answer."""
 
 
 def some_answers(lengths: list[int], seed: int, spread: float = 0.5) -> list[Answer]:
-    """Random ones of these lengths, float64; `spread` is the standard deviation of their log-ratios."""
+    """Returns random float64 answers of these lengths; `spread` is the standard deviation of the log-ratios."""
     g = torch.Generator().manual_seed(seed)
     answers: list[Answer] = []
     for n in lengths:
@@ -26,7 +26,7 @@ def some_answers(lengths: list[int], seed: int, spread: float = 0.5) -> list[Ans
 
 
 def packed(answers: list[Answer], prompts: list[int], mean: str) -> tuple[Tensor, LossInputs]:
-    """A row with prompts before the answers, whose entries hold NaN, and weights by the definition of the mean."""
+    """Returns a row of prompts (NaN entries) and answers, with weights by the definition of the mean."""
     parts: dict[str, list[float]] = {name: [] for name in ("now", "old", "advantage", "weight", "answer")}
     total = sum(len(tokens) for tokens, _, _ in answers)
     for number, (prompt, (tokens, old, advantage)) in enumerate(zip(prompts, answers, strict=True)):

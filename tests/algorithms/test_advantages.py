@@ -26,20 +26,20 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 REWARDS = st.sampled_from([-1.0, 0.0, 0.1, 0.5, 1.0])
 SAMPLES = st.lists(st.tuples(REWARDS, st.integers(-3, 5), st.integers(1, 9)), min_size=1, max_size=40)
-"""Reward, group, tokens."""
+"""Samples of (reward, group, tokens)."""
 
 
 GREEDY = [0.1, None, 1.0, -1.0, 0.5, 0.0]
-"""What a group's greedy answer earned; None: its environment failed."""
+"""Reward of each group's greedy answer; None if its environment failed."""
 
 
 def by_loop(samples: list[tuple[float, int, int]], kind: str) -> list[float]:
-    """(reward, group, tokens) of each trajectory → its advantage, as the papers have it."""
+    """Returns each trajectory's advantage by the papers' definitions, from (reward, group, tokens)."""
     rewards = [r for r, _, _ in samples]
     out = []
     for i, (reward, group, _) in enumerate(samples):
-        own = [(r, n) for r, g, n in samples if g == group]
-        earned = [r for r, _ in own]
+        group_samples = [(r, n) for r, g, n in samples if g == group]
+        earned = [r for r, _ in group_samples]
         others = [r for j, (r, g, _) in enumerate(samples) if g == group and j != i]
         mean = statistics.fmean(earned)
         if kind == "remax":
@@ -53,7 +53,7 @@ def by_loop(samples: list[tuple[float, int, int]], kind: str) -> list[float]:
         elif kind == "rloo":
             out.append(reward - statistics.fmean(others))
         elif kind == "opo":
-            out.append(reward - sum(r * n for r, n in own) / sum(n for _, n in own))
+            out.append(reward - sum(r * n for r, n in group_samples) / sum(n for _, n in group_samples))
         elif kind == "pass_at_k":
             out.append(max(earned) - max(others))
         elif kind == "gpg":
@@ -76,11 +76,11 @@ def by_loop(samples: list[tuple[float, int, int]], kind: str) -> list[float]:
 
 
 KINDS = [name for name in ADVANTAGES if name not in ("gae", "optimal_token_baseline")]
-"""`test_gae.py` and `test_token_baseline.py` have those that need more than rewards."""
+"""Estimators based on rewards alone. `test_gae.py` and `test_token_baseline.py` test the other estimators."""
 
 
 def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
-    """One answer each, whose reward is at its last token."""
+    """Returns inputs with one answer per trajectory and the reward at the last token."""
     rewards, groups, tokens = zip(*samples, strict=True) if samples else ((), (), ())
     by_token = [[0.0] * (n - 1) + [r] for r, _, n in samples]
     greedy = [GREEDY[g % len(GREEDY)] for g in groups]
@@ -98,14 +98,14 @@ def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.
 
 
 def of_trajectories(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Advantages of trajectories of one answer each, whose tokens then have all the same."""
-    found = advantages(inputs, config)
+    """Returns one advantage per trajectory of a single answer, after checking for equal advantages of all tokens."""
+    estimate = advantages(inputs, config)
     if not is_per_token(config):
-        return found
-    last = torch.ones(len(found), dtype=torch.bool)
+        return estimate
+    last = torch.ones(len(estimate), dtype=torch.bool)
     last[:-1] = inputs.token.trajectory_T.diff() != 0
-    assert torch.equal(found, found[last][inputs.token.trajectory_T])
-    return found[last]
+    assert torch.equal(estimate, estimate[last][inputs.token.trajectory_T])
+    return estimate[last]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "centred"])
@@ -129,7 +129,7 @@ def test_varied_is_a_group_with_two_different_rewards(samples: list[tuple[float,
 @pytest.mark.parametrize("size", [7, 10, 31])
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"reinforce"}))
 def test_equal_rewards_give_exactly_zero(kind: str, size: int) -> None:
-    # Ten times 0.1 do not sum to 1 in floating point: without care the residue would be divided by a tiny deviation.
+    # Ten times 0.1 is not exactly 1 in floating point: without care, the residue is divided by a tiny deviation.
     inputs = inputs_of([(0.1, 0, 3 + i) for i in range(size)])
     assert advantages(inputs, AlgorithmConfig(advantage=kind)).eq(0).all()
 

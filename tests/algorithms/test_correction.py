@@ -1,4 +1,4 @@
-"""The correction of the engine's mismatch against loops over tokens, and by which metric each part of it is seen."""
+"""The correction of the engine's mismatch against loops over tokens, and the metrics of each part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
 def with_engine(inputs: LossInputs, gaps: list[list[float]]) -> LossInputs:
-    """The engine's log-probs: so far below the old ones."""
+    """Returns the inputs with engine log-probs below the old log-probs by these gaps."""
     engine = inputs.old_L.clone()
     engine[inputs.active_L] -= torch.tensor([d for gap in gaps for d in gap], dtype=torch.float64)
     return replace(inputs, rollout_L=engine)
@@ -37,7 +37,7 @@ def some_gaps(lengths: list[int], seed: int) -> list[list[float]]:
 def test_the_engines_mismatch_is_corrected_by_token_or_answer(
     level: str, rejected: str, lengths: list[int], seed: int
 ) -> None:
-    """REINFORCE at ratio 1, times min(ratio, 1.5), and 0 outside [0.6, 1.8]."""
+    """Compares REINFORCE at ratio 1, times min(ratio, 1.5), and 0 outside [0.6, 1.8]."""
     g = torch.Generator().manual_seed(seed)
     answers: list[Answer] = []
     gaps: list[list[float]] = []
@@ -84,7 +84,7 @@ def test_the_engines_mismatch_is_corrected_by_token_or_answer(
 def test_a_weight_outside_its_bounds_is_truncated_or_masked(
     level: str, outside: str, lengths: list[int], seed: int
 ) -> None:
-    """REINFORCE at ratio 1 with A = 2: TIS brings the weight to [0.7, 1.4], MIS makes it 0 outside."""
+    """Compares REINFORCE at ratio 1 with A = 2: TIS limits the weight to [0.7, 1.4], MIS sets weights outside to 0."""
     gaps, total = some_gaps(lengths, seed), sum(lengths)
     slopes, weights, clipped = [], [], 0
     for gap in gaps:
@@ -132,7 +132,7 @@ def test_one_token_that_is_far_off_takes_its_answer_with_it(lengths: list[int], 
 @given(lengths=LENGTHS, seed=st.integers(0, 9999))
 @settings(max_examples=40, deadline=None)
 def test_bad_answers_of_another_policy_are_left_out(lengths: list[int], seed: int) -> None:
-    """DeepSeek-V3.2: M = 0 where A < 0 and the mean of log(π_engine / π) over the answer is above δ = 0.1."""
+    """Compares with DeepSeek-V3.2: M = 0 if A < 0 and the answer's mean of log(π_engine / π) is above δ = 0.1."""
     gaps, total = some_gaps(lengths, seed), sum(lengths)
     answers = some_answers(lengths, seed)
     slopes, left_out = [], 0
@@ -156,7 +156,7 @@ def test_bad_answers_of_another_policy_are_left_out(lengths: list[int], seed: in
 
 
 def test_what_is_rejected_keeps_the_kl_term() -> None:
-    """Half of the mean of k3 to the old policy, and its gradient, whatever the advantages are."""
+    """Compares with half of the mean of k3 to the old policy and its gradient, independent of the advantages."""
     answers = some_answers([3, 2], 1)
     logprobs, inputs = packed(answers, [1, 1], "tokens")
     inputs = replace(with_engine(inputs, [[9.0] * 3, [9.0] * 2]), reference_L=inputs.old_L)
@@ -173,21 +173,23 @@ def test_what_is_rejected_keeps_the_kl_term() -> None:
 
 
 def test_ratios_to_the_engine_leave_the_mismatch_the_policys() -> None:
-    """With `old_logprobs=engine` the old log-probs of the loss are the engine's; what is measured stays the distance
-    between the two programs."""
+    """Uses the engine's log-probs as old log-probs (`old_logprobs=engine`); the measured mismatch stays unchanged."""
     answers = some_answers([3, 4], 7)
     _, inputs = packed(answers, [1, 1], "tokens")
     gaps = some_gaps([3, 4], 7)
     inputs = with_engine(inputs, gaps)
     assert inputs.rollout_L is not None
-    _, found = objectives.objective("ppo", AlgorithmConfig(old_logprobs="engine"))(inputs)
-    _, usual = objectives.objective("ppo", AlgorithmConfig())(inputs)
+    _, metrics = objectives.objective("ppo", AlgorithmConfig(old_logprobs="engine"))(inputs)
+    _, default_metrics = objectives.objective("ppo", AlgorithmConfig())(inputs)
     expected = [
         (now.item(), engine)
         for now, engine in zip(
             (t for tokens, _, _ in answers for t in tokens), inputs.rollout_L[inputs.active_L].tolist(), strict=True
         )
     ]
-    assert found["ratio"].item() == pytest.approx(sum(math.exp(a - b) for a, b in expected) / 7, rel=1e-9)
+    assert metrics["ratio"].item() == pytest.approx(sum(math.exp(a - b) for a, b in expected) / 7, rel=1e-9)
     apart = sum(abs(d) for gap in gaps for d in gap)
-    assert (found["mismatch_abs"].item(), usual["mismatch_abs"].item()) == (pytest.approx(apart), pytest.approx(apart))
+    assert (metrics["mismatch_abs"].item(), default_metrics["mismatch_abs"].item()) == (
+        pytest.approx(apart),
+        pytest.approx(apart),
+    )

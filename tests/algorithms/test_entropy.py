@@ -36,7 +36,10 @@ def test_a_bonus_without_the_entropy_is_an_error() -> None:
 
 
 def test_the_coefficient_moves_towards_the_target_and_rests_above_it() -> None:
-    """Skywork-OR1: c grows by the step where the entropy is at most the target, else it falls, and acts only there."""
+    """Compares with Skywork-OR1: the coefficient grows by the step if the entropy is at most the target, else falls.
+
+    The coefficient applies only at or below the target.
+    """
     control = EntropyCoefficient(EntropyConfig(coefficient=0.0, target=0.5, step=0.01, most=0.025))
     seen = []
     for entropy in (0.6, 0.5, 0.4, 0.3, 0.2, 0.7, 0.7, 0.1):
@@ -48,7 +51,7 @@ def test_the_coefficient_moves_towards_the_target_and_rests_above_it() -> None:
         (0.02, 0.02),
         (0.025, 0.025),  # never above most
         (0.025, 0.025),
-        (0.015, 0.0),  # above the target it rests
+        (0.015, 0.0),  # inactive above the target
         (0.005, 0.0),
         (0.015, 0.015),
     ]

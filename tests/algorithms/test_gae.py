@@ -1,4 +1,4 @@
-"""GAE equals its paper's sum, token by token in plain Python, over ragged trajectories of several answers."""
+"""GAE against the paper's sum, token by token in plain Python, over ragged trajectories of several answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, GaeConfig
 
 
 def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Equation 16 of arXiv:1506.02438 of one trajectory: A_t = Σ_l (γλ)^l δ_{t+l}, as a sum and not as a recursion."""
+    """Returns equation 16 of arXiv:1506.02438 of one trajectory, A_t = Σ_l (γλ)^l δ_{t+l}, without recursion."""
     deltas = []
     for t in range(len(rewards)):
         following = values[t + 1] if t + 1 < len(values) else 0.0
@@ -33,19 +33,21 @@ def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float)
 
 
 def carried_over(rewards: list[float], values: list[float], mask: list[int], gamma: float, lam: float) -> list[float]:
-    """A trajectory with observations between answers, as verl has it: one that is masked out hands on the value and the
-    advantage that follow it as they are, and what it was given is not looked at."""
-    found, following, carried = [0.0] * len(mask), 0.0, 0.0
+    """Returns the advantages of a trajectory with observations between answers, by verl's convention.
+
+    A masked token passes the following value and advantage on unchanged, and its own inputs are ignored.
+    """
+    advantage, following, carried = [0.0] * len(mask), 0.0, 0.0
     for t in range(len(mask) - 1, -1, -1):
         delta = rewards[t] + gamma * following - values[t]
-        found[t] = delta + gamma * lam * carried
+        advantage[t] = delta + gamma * lam * carried
         following = mask[t] * values[t] + (1 - mask[t]) * following
-        carried = mask[t] * found[t] + (1 - mask[t]) * carried
-    return found
+        carried = mask[t] * advantage[t] + (1 - mask[t]) * carried
+    return advantage
 
 
 def inputs(lengths: list[int], rewards: np.ndarray, values: np.ndarray) -> AdvantageInputs:
-    """Trajectories of so many tokens; one without a token is in no column of tokens."""
+    """Returns inputs of trajectories with these token counts; empty trajectories are absent from all token columns."""
     trajectory = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     token = TokenInputs(
         trajectory_T=trajectory,
@@ -74,7 +76,7 @@ def test_gae_is_the_sum_of_the_paper(gamma: float, lam: float, seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_observations_take_no_time(seed: int) -> None:
-    """The token before an observation looks at the first one after it, wherever observations are: verl's convention."""
+    """Compares with verl's convention: the token before an observation uses the first token after it."""
     rng = np.random.default_rng(seed)
     gamma, lam = rng.uniform(0.8, 1, 2)
     algorithm = AlgorithmConfig(advantage="gae", gamma=float(gamma), gae=GaeConfig(lam=float(lam)))
@@ -83,14 +85,14 @@ def test_observations_take_no_time(seed: int) -> None:
         length = int(rng.integers(1, 30))
         mask = (rng.random(length) < rng.uniform(0.1, 0.9)).astype(int)
         values, rewards = rng.normal(size=length), rng.normal(size=length) * (rng.random(length) < 0.3)
-        found = carried_over(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
+        carried = carried_over(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
         at = np.flatnonzero(mask)
         lengths.append(len(at))
         own_rewards.append(rewards[at])
         own_values.append(values[at])
-        expected.append(np.array(found)[at])
-    found = gae(inputs(lengths, np.concatenate(own_rewards), np.concatenate(own_values)), algorithm)
-    np.testing.assert_allclose(found.numpy(), np.concatenate(expected), rtol=1e-9, atol=1e-9)
+        expected.append(np.array(carried)[at])
+    carried = gae(inputs(lengths, np.concatenate(own_rewards), np.concatenate(own_values)), algorithm)
+    np.testing.assert_allclose(carried.numpy(), np.concatenate(expected), rtol=1e-9, atol=1e-9)
 
 
 def test_with_lambda_1_returns_are_what_was_earned_from_the_token_on() -> None:
@@ -106,8 +108,10 @@ def test_no_tokens_have_no_advantages() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whitening_is_over_the_tokens_that_have_a_value(seed: int) -> None:
-    """Those of filtered trajectories, which have none, are neither in the mean nor in the deviation. What returns are
-    made from is as it was."""
+    """Whitens values with filtered trajectories: tokens without a value count neither for the mean nor the deviation.
+
+    The inputs of the returns stay unchanged.
+    """
     rng = np.random.default_rng(seed)
     lengths = [3, 0, 9, 1, 7, 30]
     known = np.repeat([1, 1, 0, 1, 1, 0], lengths).astype(bool)
@@ -129,9 +133,9 @@ def test_whitening_is_over_the_tokens_that_have_a_value(seed: int) -> None:
 
 
 def test_an_own_estimator_cannot_ask_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only gae brings a critic with it."""
+    """Rejects an own estimator with values: only gae adds a critic."""
     check(AlgorithmConfig(advantage="gae"))
-    own = per_token("values")(lambda given, _: given.token.rewards_T)
-    monkeypatch.setitem(ADVANTAGES, "own", own)  # type: ignore[arg-type]
+    estimator = per_token("values")(lambda given, _: given.token.rewards_T)
+    monkeypatch.setitem(ADVANTAGES, "own", estimator)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"algorithm\.advantage = own: it needs a critic's values"):
         check(AlgorithmConfig(advantage="own"))

@@ -1,4 +1,4 @@
-"""GSPO against the paper's equation 5 (arXiv:2507.18071), written down sequence by sequence in float64."""
+"""GSPO against equation 5 of the paper (arXiv:2507.18071), computed sequence by sequence in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = AlgorithmConfig(loss="gspo", gspo=GspoConfig(clip_low=0.05, clip_high=0
 
 
 def by_hand(now: list[Tensor], old: list[Tensor], advantages: list[float]) -> tuple[Tensor, float]:
-    """-1/G Σ_i min(s_i A_i, clip(s_i) A_i), and the share of answers whose term is clipped."""
+    """Returns -1/G Σ_i min(s_i A_i, clip(s_i) A_i), and the share of answers with a clipped term."""
     terms: list[Tensor] = []
     clipped = 0
     for now_Y, old_Y, advantage in zip(now, old, advantages, strict=True):
@@ -33,7 +33,7 @@ def by_hand(now: list[Tensor], old: list[Tensor], advantages: list[float]) -> tu
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 999))
 @settings(max_examples=50, deadline=None)
 def test_loss_gradient_and_clip_fraction_are_the_papers(lengths: list[int], seed: int) -> None:
-    """Answers after prompts of random lengths, whose entries hold NaN."""
+    """Compares answers after prompts of random lengths with NaN entries."""
     g = torch.Generator().manual_seed(seed)
     now = [(-torch.rand(n, generator=g, dtype=torch.float64)).requires_grad_() for n in lengths]
     old = [(row + torch.randn(len(row), generator=g, dtype=torch.float64) * 0.2).detach() for row in now]
@@ -69,7 +69,7 @@ def test_loss_gradient_and_clip_fraction_are_the_papers(lengths: list[int], seed
 
 
 def test_a_sequence_without_a_token_of_this_rank_does_no_harm() -> None:
-    """A context rank may have none of a short answer's tokens."""
+    """Computes the loss of a context rank without any token of a short answer."""
     one = torch.zeros(1, dtype=torch.float64)
     inputs = LossInputs(
         logprobs_L=one,

@@ -11,7 +11,7 @@ VOCABULARY = 7
 
 
 def expected_estimate_and_gradient(estimator: str, logits: torch.Tensor, reference: torch.Tensor):
-    """Exact expectation over the vocabulary: Σ p(x) k(x) and Σ p(x) ∇k(x), the sampling distribution held fixed."""
+    """Returns exact expectations over the vocabulary: Σ p(x) k(x) and Σ p(x) ∇k(x), sampling distribution fixed."""
     logits = logits.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     estimate = (logprobs.detach().exp() * kl(logprobs, reference, estimator)).sum()

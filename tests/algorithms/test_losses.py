@@ -26,7 +26,7 @@ CASES = {"plain": PLAIN, "dapo": DAPO, **WITH_KL}
 def by_hand(
     logprob: float, old: float, advantage: float, rollout: float, reference: float, c: AlgorithmConfig
 ) -> tuple[float, float]:
-    """One token's loss and its derivative with respect to logprob, by cases."""
+    """Returns one token's loss and its derivative with respect to logprob, by cases."""
     ratio = math.exp(logprob - old)
     low, high = 1 - c.clip_low, 1 + c.clip_high
     if advantage >= 0:
@@ -46,7 +46,7 @@ def by_hand(
 
 
 def batch(tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens, wide enough that every branch of the loss is taken."""
+    """Returns random tokens, spread widely enough to reach every branch of the loss."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_loss_and_gradient_equal_the_scalar_reference(case: str) -> None:
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
     mode: str, lengths: list[int], seed: int, cuts: int
 ) -> None:
-    """Cut anywhere, also inside a sequence as context parallelism does: sums are the same."""
+    """Compares sums over random cuts, cuts inside a sequence (as in context parallelism) included."""
     tokens = sum(lengths)
     b = batch(tokens, seed)
     weights = token_weights(b["mask"], torch.tensor(lengths), mode).double()
@@ -120,8 +120,9 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
 
 
 def published(b: dict[str, torch.Tensor], lengths: list[int], samples: int, c: AlgorithmConfig) -> tuple[float, float]:
-    """As a run computes it that takes the token mean of each micro-batch and the KL term's mean over its sequences, and
-    then divides by the number of micro-batches: the loss, and the KL term's mean."""
+    """Returns the loss and the KL term's mean as computed by a run with a token mean per micro-batch, a KL mean over
+    its sequences, and a final division by the number of micro-batches.
+    """
     ends = list(itertools.accumulate(lengths))
     sequences = [range(end - n, end) for end, n in zip(ends, lengths, strict=True)]
     without = dataclasses.replace(c, kl=KlConfig(coefficient=0.0))
@@ -153,7 +154,7 @@ def published(b: dict[str, torch.Tensor], lengths: list[int], samples: int, c: A
 def test_a_mean_over_micro_batches_is_that_of_the_run_which_had_them(
     groups: int, samples: int, seed: int, empty: list[int], cuts: int
 ) -> None:
-    """However it is cut here; also where no token of a micro-batch counts."""
+    """Compares with `published` under any cut, micro-batches without a counted token included."""
     rng = random.Random(seed)
     lengths = [rng.randint(1, 9) for _ in range(groups * samples)]
     tokens, ends = sum(lengths), list(itertools.accumulate(lengths))
@@ -166,7 +167,7 @@ def test_a_mean_over_micro_batches_is_that_of_the_run_which_had_them(
     weights = token_weights(b["mask"], torch.tensor(lengths), "micro_batches", samples).double()
     edges = sorted({0, tokens, *(rng.randrange(tokens + 1) for _ in range(cuts))})
     loss, kl_mean = published(b, lengths, samples, c)
-    # Every sequence counts in SkyRL's mean of the KL term, also one without a token.
+    # Every sequence counts in SkyRL's mean of the KL term, sequences without a token included.
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     count = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, sequence, b["mask"]).clamp(min=1)
     every = b["mask"] / (len(lengths) * count[sequence])
@@ -281,7 +282,7 @@ def test_metrics_are_the_means_of_the_batch() -> None:
 
 
 def test_how_far_the_step_has_moved_is_measured_without_bias() -> None:
-    """The expectation over every token of the distribution that drew, by its own formula."""
+    """Compares with the exact expectation over all tokens of the sampling distribution."""
     generator = torch.Generator().manual_seed(1)
     old, new = torch.randn(2, 50, generator=generator, dtype=torch.float64).mul(1.5).log_softmax(-1)
     inputs = LossInputs(logprobs_L=new, old_L=old, advantages_L=torch.zeros(50), weights_L=old.exp())

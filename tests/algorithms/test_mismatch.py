@@ -1,4 +1,4 @@
-"""The engine's mismatch against numpy, on ragged micro-batches; NaN where a token does not count or was not drawn."""
+"""The engine's mismatch against numpy, on ragged micro-batches with NaN for uncounted and unsampled tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_mega.algorithms.mismatch import EDGES, ERROR, WITHIN, mismatch, misma
 
 
 def summed(found: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """What an optimizer step gives the driver of its micro-batches."""
+    """Returns the totals of micro-batches as sent to the driver by an optimizer step."""
     totals: dict[str, float] = {}
     for sums in found:
         for name, tensor in sums.items():
@@ -38,25 +38,25 @@ def of_micro_batch(engine: np.ndarray, policy: np.ndarray, weights: np.ndarray, 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_figure_equals_numpys(seed: int) -> None:
-    """Steps of several mini-batches; distances over up to ten orders of magnitude, some of them none."""
+    """Compares steps of several mini-batches with distances over up to ten orders of magnitude, zero included."""
     rng = np.random.default_rng(seed)
     scale, width = 10.0 ** rng.uniform(-7, 0), rng.uniform(0.1, 4)
     steps, distances = [], []
     for _ in range(rng.integers(1, 4)):
-        found = []
+        micro_batches = []
         for tokens in rng.integers(0, 400, rng.integers(1, 5)):
             policy = -rng.random(tokens)
             apart = scale * rng.lognormal(0, width, tokens) * rng.choice([-1, 1], tokens) * (rng.random(tokens) < 0.9)
             engine, weights, drawn = policy + apart, (rng.random(tokens) < 0.5) * 0.1, rng.random(tokens) < 0.9
-            found.append(mismatch_sums(of_micro_batch(engine, policy, weights, drawn)))
+            micro_batches.append(mismatch_sums(of_micro_batch(engine, policy, weights, drawn)))
             distances.append((engine - policy)[(weights != 0) & drawn])
-        steps.append(summed(found))
+        steps.append(summed(micro_batches))
     got, d = mismatch(steps), np.concatenate(distances)
     assert got["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(d).mean())
     assert got["mismatch/logprob_abs_max"] == pytest.approx(np.abs(d).max())
     assert got["mismatch/kl_k1"] == pytest.approx(d.mean())
     assert got["mismatch/far_fraction"] == pytest.approx((np.abs(d) > math.log(2)).mean())
-    if np.abs(d).max() < 20:  # beyond, k3 takes the bound for the distance
+    if np.abs(d).max() < 20:  # beyond, k3 replaces the distance by its bound
         assert got["mismatch/kl"] == pytest.approx((np.expm1(-d) + d).mean(), rel=1e-6)
     exact = np.quantile(np.abs(d), 0.99, method="inverted_cdf")
     if exact <= EDGES[0]:

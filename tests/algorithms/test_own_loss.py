@@ -1,4 +1,4 @@
-"""A loss by name or by import path, and what is said of one that cannot be found."""
+"""A loss by name or by import path, and the message if the loss does not exist."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_what_the_settings_bring_is_there(own: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted({*losses.LOSSES} - {"clip_cov", "kl_cov"}))
 def test_every_loss_with_a_name_passes_as_ones_own(name: str) -> None:
-    """But for those that need a column that is made for them by name."""
+    """Loads every loss by path, except the losses with a column created by name."""
     function = losses.LOSSES[name]
     algorithm = AlgorithmConfig(loss=f"{function.__module__}:{function.__name__}")
     algorithm.kl.coefficient, algorithm.entropy.coefficient = 0.1, 0.1

@@ -1,4 +1,4 @@
-"""docs/own-loss.md as a reader would follow it: files pasted, tested, launched, and its mistakes made."""
+"""docs/own-loss.md as followed by a reader: files pasted, tested and launched, and its mistakes repeated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def section(title: str) -> str:
 
 
 def first_cells(text: str) -> list[str]:
-    """The names in backticks in the first cell of every row."""
+    """Returns the names in backticks in the first cell of every row."""
     cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
 
@@ -106,7 +106,7 @@ MISTAKES = {
     ),
     "a mean over the micro-batch": ("total(inputs, losses_L,", "total(inputs, losses_L.mean(),"),
 }
-"""The first cell of a row → what is changed in the file."""
+"""Replacements in the file, by the first cell of a row."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -137,13 +137,13 @@ class Even(BaseTextEnv):
     def step(self, action):
         return BaseTextEnvStepOutput(observations=[], reward=float(len(action) % 2), done=True, metadata={})
 """
-"""Rewards that differ, whatever a model says that has hardly been warmed up."""
+"""An environment with unequal rewards for any text of a barely warmed-up model."""
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pages_run(folder: Path) -> None:
-    """Its command at the size of a test; its metrics are those that the page names."""
+    """Runs the page's command at the size of a test and checks the metrics named by the page."""
     (command,) = re.findall(r"^    python -m skyrl_mega\.launch (.*\\\n.*)$", section("3. The run"), re.MULTILINE)
     _, config, *settings = shlex.split(command.replace("\\\n", " "))
     assert config == "configs/quickstart.yaml" and {LOSS, ADVANTAGE} <= set(settings)

@@ -1,4 +1,4 @@
-"""Whatever the settings: no NaN, and nothing is learned from a group without a signal."""
+"""Invariants under any settings: no NaN, and no gradient from a group without a signal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CORRECTION = st.one_of(
 
 
 def repaired(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """Without the refusals that most random settings would meet."""
+    """Returns the settings adjusted to avoid the errors of most random settings."""
     if algorithm.loss in WITHOUT_DUAL_CLIP:
         algorithm.dual_clip = None
     algorithm.kl.unbiased &= bool(algorithm.kl.coefficient) and algorithm.kl.estimator in ("k1", "k3")
@@ -112,7 +112,7 @@ ALGORITHMS = st.builds(
 
 
 def passes(algorithm: AlgorithmConfig) -> bool:
-    """Whether the checks before a start take these settings."""
+    """Returns True if the checks before a start accept these settings."""
     config = Config(algorithm=algorithm)
     config.data.epochs_per_step = 2
     config.model.path, config.data.train, config.policy.ranks = "m", ["d"], 7
@@ -138,14 +138,14 @@ def group_of(number: int, played: list[tuple[float, int, Status]], g: torch.Gene
 
 
 def add_distributions(batch: Batch, g: torch.Generator) -> None:
-    """What each token was drawn from: certain, nearly uniform, or anything between."""
+    """Adds the sampling distribution of each token: certain, nearly uniform, or anything between."""
     spread = torch.tensor([0.1, 1.0, 1e3])[torch.randint(3, (len(batch.tokens), 1), generator=g)]
     probs = (spread * torch.randn(len(batch.tokens), 3, generator=g)).softmax(-1)
     batch["old_logprobs"], batch["old_squares"] = probs[:, 0].log().clamp(min=-1e3), probs.square().sum(-1)
 
 
 def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Generator) -> tuple[Any, Any, Any]:
-    """With log-probs that have nothing to do with one another, some of them far apart."""
+    """Returns loss and gradient for unrelated log-probs, some of them far apart."""
     mini["old_logprobs"] = -3 * torch.rand(len(mini.tokens), generator=g)
     mini["old_entropy"] = torch.rand(len(mini.tokens), generator=g)
     for name, parts in token_selections([mini], algorithm, [0]).items():
@@ -192,7 +192,7 @@ def test_settings_that_pass_the_checks_never_give_nan(
             batch[name] = -1e3 * torch.rand(len(batch.tokens), generator=g)
         KlReward(algorithm.kl).penalize(batch)
     add_distributions(batch, g)
-    batch["values"] = torch.randn(len(batch.tokens), generator=g)  # a critic's
+    batch["values"] = torch.randn(len(batch.tokens), generator=g)  # a critic's values
     batch["advantages"] = token_advantages(batch, algorithm).whitened
     assert batch["advantages"].isfinite().all()
     for mini in mini_batches(batch, 2, algorithm):
@@ -206,9 +206,10 @@ def test_settings_that_pass_the_checks_never_give_nan(
 def test_a_group_without_a_signal_has_no_gradient(
     algorithm: AlgorithmConfig, played: list[list[tuple[float, int, Status]]], seed: int, reward: float
 ) -> None:
-    """The first group's rewards are all the same. Whitening over a step gives even those an advantage, and by answer
-    even equal sums may be earned in different turns; a critic may have expected others, and a greedy answer earned
-    another."""
+    """Gives all trajectories of the first group the same reward and expects no gradient.
+
+    Excluded are settings with a signal even then: whitening over a step, rewards of turns, a critic, a greedy answer.
+    """
     algorithm.kl.coefficient, algorithm.entropy = 0.0, EntropyConfig()
     assume(passes(algorithm) and not algorithm.advantage.startswith(("reinforce", "gae", "remax")))
     assume(algorithm.whiten != "batch")

@@ -1,6 +1,6 @@
 """Losses against their papers' equations, answer by answer and token by token in float64.
 
-The references know nothing of packing, masks or weights: lists of log-probs, an advantage for each answer.
+The references do without packing, masks and weights: lists of log-probs and an advantage for each answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 def cispo(answers: list[Answer]) -> Tensor:
-    """MiniMax-M1 (4): the mean over all tokens of sg(clip(r, 0.4, 1.7)) A log π, negated."""
+    """Returns MiniMax-M1 (4): the mean over all tokens of sg(clip(r, 0.4, 1.7)) A log π, negated."""
     terms = [
         min(max(math.exp(now.item() - before), 0.4), 1.7) * advantage * now
         for tokens, old, advantage in answers
@@ -37,7 +37,7 @@ def cispo(answers: list[Answer]) -> Tensor:
 
 
 def sapo(answers: list[Answer]) -> Tensor:
-    """SAPO (5, 6): mean over answers of the mean over tokens of 4/τ · 1/(1 + e^(-τ(r - 1))) · A, negated."""
+    """Returns SAPO (5, 6): mean over answers of the mean over tokens of 4/τ · 1/(1 + e^(-τ(r - 1))) · A, negated."""
     means = []
     for tokens, old, advantage in answers:
         tau = 1.3 if advantage > 0 else 2.1
@@ -49,7 +49,7 @@ def sapo(answers: list[Answer]) -> Tensor:
 
 
 def gmpo(answers: list[Answer]) -> Tensor:
-    """GMPO (4): mean over answers of (Π of |min(r A/|A|, clip(r) A/|A|)|)^(1/|y|) · A, negated."""
+    """Returns GMPO (4): mean over answers of (Π of |min(r A/|A|, clip(r) A/|A|)|)^(1/|y|) · A, negated."""
     means = []
     for tokens, old, advantage in answers:
         product = torch.ones((), dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_value_and_gradient_are_the_papers(name: str, lengths: list[int], seed: 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_on_policy_the_gradient_is_reinforces(name: str) -> None:
-    """Where the policy has not moved every one of them is -A · the gradient of log π, token by token."""
+    """Compares each gradient at ratio 1 with -A · the gradient of log π, token by token."""
     for advantage in (2.0, -0.5):
         tokens = [torch.tensor(-0.3 * i, dtype=torch.float64, requires_grad=True) for i in range(1, 5)]
         answers: list[Answer] = [(tokens, [t.item() for t in tokens], advantage)]
@@ -127,7 +127,7 @@ def test_a_ratio_that_overflows_stays_finite(name: str) -> None:
 
 
 def test_kl_estimates() -> None:
-    """abs and k3+ by their definitions; the gradient of k3+ is that of k2."""
+    """Compares abs and k3+ with their definitions; the gradient of k3+ equals the gradient of k2."""
     g = torch.Generator().manual_seed(0)
     reference = -torch.rand(50, generator=g, dtype=torch.float64)
     values = -torch.rand(50, generator=g, dtype=torch.float64)
@@ -136,16 +136,18 @@ def test_kl_estimates() -> None:
         ("k3+", lambda d: math.exp(d) - 1 - d, lambda d: -d),
     ):
         policy = values.clone().requires_grad_()
-        found = kl(policy, reference, name)
-        found.sum().backward()
+        estimate = kl(policy, reference, name)
+        estimate.sum().backward()
         distances = (reference - values).tolist()
         assert policy.grad is not None
-        torch.testing.assert_close(found, torch.tensor([value(d) for d in distances], dtype=torch.float64))
+        torch.testing.assert_close(estimate, torch.tensor([value(d) for d in distances], dtype=torch.float64))
         torch.testing.assert_close(policy.grad, torch.tensor([slope(d) for d in distances], dtype=torch.float64))
 
 
 def test_an_unbiased_kl_is_kl_and_has_its_gradient() -> None:
-    """DeepSeek-V3.2 (7): expected over what the old policy draws, value and gradient are KL(policy ‖ reference)'s."""
+    """Compares with DeepSeek-V3.2 (7): the expectation over the old policy equals KL(policy ‖ reference) and its
+    gradient.
+    """
     g = torch.Generator().manual_seed(3)
     logits, old_logits, reference = torch.randn(3, 40, generator=g, dtype=torch.float64)
     old = old_logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Tokens that a loss treats apart, against loops over a mini-batch, and the losses that do."""
+"""Selected tokens of a loss, against loops over a mini-batch, and the losses with a selection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def mini_batch(lengths: list[int], seed: int) -> Sequences:
-    """Prompts of one token, and NaN wherever a token does not count."""
+    """Returns a mini-batch with prompts of one token and NaN for every uncounted token."""
     g = torch.Generator().manual_seed(seed)
     mini = Sequences.of([range(n + 1) for n in lengths])
     counts = torch.rand(len(mini.tokens), generator=g) < 0.7
@@ -33,7 +33,7 @@ def mini_batch(lengths: list[int], seed: int) -> Sequences:
 
 
 def covariances(mini: Sequences) -> dict[int, float]:
-    """By token: (A - mean A)(log π - mean log π) over those that count."""
+    """Returns (A - mean A)(log π - mean log π) of each counted token."""
     rows = zip(mini["weights"].tolist(), mini["advantages"].tolist(), mini["old_logprobs"].tolist(), strict=True)
     kept = {t: (a, p) for t, (w, a, p) in enumerate(rows) if w}
     if not kept:
@@ -90,7 +90,7 @@ def test_the_tokens_of_highest_entropy_are_learned_from(lengths: list[int], seed
 @given(lengths=LENGTHS, seed=st.integers(0, 9999))
 @settings(max_examples=40, deadline=None)
 def test_chosen_tokens_are_left_out_or_held_where_they_were(name: str, lengths: list[int], seed: int) -> None:
-    """Clip-Cov: PPO, and 0 for the chosen. KL-Cov: -r A, and |log r| times 0.7 for the chosen."""
+    """Compares Clip-Cov (PPO, 0 for chosen tokens) and KL-Cov (-r A, plus 0.7 · |log r| for chosen tokens)."""
     answers = some_answers(lengths, seed)
     g = torch.Generator().manual_seed(seed)
     picked = iter((torch.rand(sum(lengths), generator=g) < 0.4).tolist())
@@ -108,7 +108,7 @@ def test_chosen_tokens_are_left_out_or_held_where_they_were(name: str, lengths: 
     expected = sum(terms, torch.zeros(())) / len(terms)
     slopes = torch.autograd.grad(expected, [t for tokens, _, _ in answers for t in tokens])
     logprobs, inputs = packed(answers, [2] * len(lengths), "tokens")
-    column = torch.ones(len(inputs.old_L), dtype=torch.bool)  # true where no token counts, too
+    column = torch.ones(len(inputs.old_L), dtype=torch.bool)  # true for uncounted tokens, too
     column[inputs.active_L] = torch.tensor(flags)
     config = AlgorithmConfig(loss=name, kl_cov=KlCovConfig(coefficient=0.7))
     loss, metrics = find(name)(replace(inputs, high_covariance_L=column), config)
@@ -122,7 +122,10 @@ def test_chosen_tokens_are_left_out_or_held_where_they_were(name: str, lengths: 
 
 
 def test_only_tokens_of_high_entropy_have_a_policy_loss() -> None:
-    """PPO's term of the marked ones; k3 to the reference and the bonus of all, over as many tokens."""
+    """Compares with PPO's term of the marked tokens, and k3 to the reference and the bonus of all tokens.
+
+    All terms are divided by the number of all tokens.
+    """
     answers = some_answers([3, 4], 2)
     logprobs, inputs = packed(answers, [1, 1], "tokens")
     marked = torch.tensor([False, True, False, True, False, False, True, True, False])
@@ -157,7 +160,7 @@ def test_only_tokens_of_high_entropy_have_a_policy_loss() -> None:
 @given(lengths=LENGTHS, seed=st.integers(0, 9999))
 @settings(max_examples=40, deadline=None)
 def test_importance_weights_are_divided_by_their_mean(level: str, lengths: list[int], seed: int) -> None:
-    """Over the mini-batch, weighed as its tokens are, however it is cut; an answer is a run of tokens that count."""
+    """Compares with the weighted mean over the mini-batch under any cut; an answer is a run of counted tokens."""
     mini = mini_batch(lengths, seed)
     config = AlgorithmConfig(importance_cap=1.3, importance_level=level, importance_normalize=True)
     weights, gaps = mini["weights"].tolist(), (mini["old_logprobs"] - mini["rollout_logprobs"]).tolist()
@@ -186,7 +189,7 @@ def test_importance_weights_are_divided_by_their_mean(level: str, lengths: list[
 
 
 def test_a_token_that_no_engine_drew_has_the_importance_weight_1() -> None:
-    """The end of a message has NaN for the engine's log-prob (`rollout.conversation: one_message`)."""
+    """Checks the end of a message, a token without an engine log-prob (`rollout.conversation: one_message`)."""
     mini = Sequences.of([[5, 6, 7, 8]])
     mini["weights"] = torch.tensor([0.0, 0.25, 0.25, 0.5])
     mini["old_logprobs"] = torch.tensor([torch.nan, -1.0, -1.0, -3.0])

@@ -1,4 +1,4 @@
-"""DAPO's length shaping against equation 13, written out by cases."""
+"""DAPO's length shaping against equation 13, computed by cases."""
 
 from __future__ import annotations
 

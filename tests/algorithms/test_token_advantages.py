@@ -19,7 +19,7 @@ REWARDS = (0.0, 0.1, 0.5, 1.0, -1.0)
 
 
 class Played(NamedTuple):
-    """A trajectory: its group, and tokens and reward of each answer; a silent one has none."""
+    """A trajectory: its group, and tokens and reward of each answer; an empty answer has no tokens."""
 
     group: int
     answers: list[tuple[int, float]]
@@ -35,15 +35,17 @@ class Played(NamedTuple):
 
 
 def some(rng: random.Random, equal: bool = False) -> list[Played]:
-    """Up to four groups of up to four; with equal, all answers earn the same."""
-    found = []
+    """Returns up to four groups of up to four trajectories; with `equal`, all answers earn the same."""
+    trajectories = []
     for group in range(rng.randint(1, 4)):
         same = rng.choice(REWARDS)
         for _ in range(rng.randint(1, 4)):
             spoken = [rng.randint(1, 4) for _ in range(rng.randint(0, 3))]
-            found.append(Played(group, [(n, same if equal or group == 0 else rng.choice(REWARDS)) for n in spoken]))
-    rng.shuffle(found)
-    return found
+            trajectories.append(
+                Played(group, [(n, same if equal or group == 0 else rng.choice(REWARDS)) for n in spoken])
+            )
+    rng.shuffle(trajectories)
+    return trajectories
 
 
 def inputs_of(played: list[Played], named: dict[str, torch.Tensor] | None = None) -> AdvantageInputs:
@@ -63,7 +65,7 @@ def inputs_of(played: list[Played], named: dict[str, torch.Tensor] | None = None
 
 
 def whitened(values: list[float], of: list[float] | None = None) -> list[float]:
-    """Over `of`, which are the values themselves unless given."""
+    """Returns the values whitened by the mean and variance of `of`, by default the values themselves."""
     of = values if of is None else of
     if len(set(of)) < 2:
         return [0.0] * len(values)
@@ -76,9 +78,10 @@ def compare(found: torch.Tensor, expected: list[float]) -> None:
 
 
 def by_turn(played: list[Played], normalize: bool = True) -> list[float]:
-    """Section 4.1.3 of GRPO's paper, with an answer in the place of its step: for each token, how much better its
-    answer and those after it are; 0 where all earned alike, turn by turn."""
-    found = []
+    """Returns section 4.1.3 of GRPO's paper with answers as steps: each token's sum of advantages of its answer and all
+    later answers, or 0 if all trajectories earned the same, turn by turn.
+    """
+    advantages_of_tokens = []
     for t in played:
         each = [[reward for _, reward in other.answers] for other in played if other.group == t.group]
         every = [reward for rewards in each for reward in rewards]
@@ -86,17 +89,17 @@ def by_turn(played: list[Played], normalize: bool = True) -> list[float]:
         absent = statistics.fmean(every) if every else 0.0
         differ = any(len(set(turn)) > 1 for turn in zip_longest(*each, fillvalue=absent))
         better = [(r - statistics.fmean(every)) / scale if differ else 0.0 for _, r in t.answers]
-        found += [sum(better[answer:]) for answer, _ in t.tokens]
-    return found
+        advantages_of_tokens += [sum(better[answer:]) for answer, _ in t.tokens]
+    return advantages_of_tokens
 
 
 def leave_one_out(played: list[Played]) -> list[float]:
-    """RLOO: the reward less the mean of the others' of the group; 0 where none differs."""
-    found = []
+    """Returns RLOO: the reward minus the mean of the group's other rewards; 0 if all are equal."""
+    advantages_of_trajectories = []
     for i, t in enumerate(played):
         others = [other.reward for j, other in enumerate(played) if other.group == t.group and j != i]
-        found.append(t.reward - statistics.fmean(others) if {*others} - {t.reward} else 0.0)
-    return found
+        advantages_of_trajectories.append(t.reward - statistics.fmean(others) if {*others} - {t.reward} else 0.0)
+    return advantages_of_trajectories
 
 
 ESTIMATED: dict[str, Callable[[list[Played]], list[float]]] = {
@@ -104,7 +107,7 @@ ESTIMATED: dict[str, Callable[[list[Played]], list[float]]] = {
     "reinforce": lambda played: [t.reward for t in played],
     "grpo_turns": by_turn,
 }
-"""Advantages before they are whitened, in plain Python."""
+"""Estimators without whitening, in plain Python."""
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5, 0.0])
@@ -179,7 +182,7 @@ def test_whitening_is_over_the_tokens_that_have_an_advantage(how: str, advantage
             whitened([value], [a for g, a in by_token if how == "batch" or g == group])[0] for group, value in every
         ]
         found = advantages(inputs, AlgorithmConfig(advantage=advantage, whiten=how))
-        # A trajectory that said nothing has no token, and what it has goes nowhere.
+        # An empty trajectory has no token, so its advantage is unused.
         spoke = [True] * len(every) if advantage == "grpo_turns" else [bool(t.tokens) for t in played]
         compare(found[spoke], [value for value, said in zip(expected, spoke, strict=True) if said])
         assert not found[[not said for said in spoke]].any()

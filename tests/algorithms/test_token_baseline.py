@@ -1,4 +1,4 @@
-"""The optimal token baseline equals plain Python loops over ragged groups, token by token."""
+"""The optimal token baseline against plain Python loops over ragged groups, token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "optimal_token_baseline"
 
 
 class Played(NamedTuple):
-    """A trajectory: its group, whether anything is known of it, and each token's reward, probability and Σ π²."""
+    """A trajectory: its group, True if its distributions are known, and each token's reward, probability and Σ π²."""
 
     group: int
     known: bool
@@ -24,7 +24,7 @@ class Played(NamedTuple):
 
 
 def distribution(rng: random.Random) -> tuple[float, float]:
-    """The probability of a drawn token and the sum of all squared ones; sometimes the token was certain."""
+    """Returns the probability of a sampled token and the sum of all squared probabilities; sometimes both are 1."""
     if rng.random() < 0.15:
         return 1.0, 1.0
     weights = [math.exp(rng.gauss(0, 2)) for _ in range(rng.randint(2, 6))]
@@ -33,8 +33,8 @@ def distribution(rng: random.Random) -> tuple[float, float]:
 
 
 def some(rng: random.Random) -> list[Played]:
-    """Up to four groups of up to five, of 0 to 7 tokens each, with rewards at some of them."""
-    found = []
+    """Returns up to four groups of up to five trajectories of 0 to 7 tokens, with rewards at some tokens."""
+    trajectories = []
     for group in range(rng.randint(1, 4)):
         for _ in range(rng.randint(1, 5)):
             length = rng.randint(0, 7)
@@ -42,9 +42,9 @@ def some(rng: random.Random) -> list[Played]:
             rewards = last if rng.random() < 0.5 else [rng.choice([0.0, 0.0, 0.5, -1.0]) for _ in range(length)]
             known = rng.random() < 0.8
             tokens = [(r, *(distribution(rng) if known else (1.0, 0.0))) for r in rewards[:length]]
-            found.append(Played(group, known, tokens))
-    rng.shuffle(found)
-    return found
+            trajectories.append(Played(group, known, tokens))
+    rng.shuffle(trajectories)
+    return trajectories
 
 
 def inputs_of(played: list[Played]) -> AdvantageInputs:
@@ -65,8 +65,8 @@ def inputs_of(played: list[Played]) -> AdvantageInputs:
 
 
 def by_loop(played: list[Played]) -> list[float]:
-    """A_t = G_t - Σ G_t W_t / Σ W_t over those of the group that have a t-th token."""
-    found = []
+    """Returns A_t = G_t - Σ G_t W_t / Σ W_t over the trajectories of the group with a t-th token."""
+    advantages_of_tokens = []
     for one in played:
         for t in range(len(one.tokens)):
             pairs = [
@@ -76,19 +76,19 @@ def by_loop(played: list[Played]) -> list[float]:
             ]
             total = math.fsum(w for _, w in pairs)
             if not one.known or total == 0 or len({g for g, _ in pairs}) == 1:
-                found.append(0.0)
+                advantages_of_tokens.append(0.0)
             else:
-                found.append(later(one, t) - math.fsum(g * w for g, w in pairs) / total)
-    return found
+                advantages_of_tokens.append(later(one, t) - math.fsum(g * w for g, w in pairs) / total)
+    return advantages_of_tokens
 
 
 def later(one: Played, t: int) -> float:
-    """G_t."""
+    """Returns G_t."""
     return sum(reward for reward, _, _ in one.tokens[t:])
 
 
 def moved(one: Played, t: int) -> float:
-    """W_t."""
+    """Returns W_t."""
     return math.fsum(1 - 2 * p + squares for _, p, squares in one.tokens[: t + 1])
 
 
@@ -104,7 +104,7 @@ def test_it_equals_loops() -> None:
 
 
 def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> None:
-    """W_t by autograd: the squared length of the gradient of a trajectory's first t log-probs by all their logits."""
+    """Compares with W_t by autograd: the squared norm of the gradient of the first t log-probs by all their logits."""
     g = torch.Generator().manual_seed(1)
     for lengths in ((1, 1), (4, 4, 2), (1, 5, 3, 3)):
         rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64).tolist()
@@ -123,7 +123,7 @@ def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> No
             played.append(Played(0, True, list(tokens)))
         expected = []
         for n, reward in zip(lengths, rewards, strict=True):
-            for t in range(n):  # the one reward is the last token's: G_t is it, at each token
+            for t in range(n):  # the only reward is at the last token: G_t equals this reward at each token
                 there = [(r, w[t]) for r, w in zip(rewards, weights, strict=True) if len(w) > t]
                 baseline = math.fsum(r * w for r, w in there) / math.fsum(w for _, w in there)
                 expected.append(reward - baseline if len(there) > 1 else 0.0)
@@ -134,23 +134,23 @@ def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> No
 
 @pytest.mark.parametrize("size", [7, 10, 31])
 def test_equal_rewards_give_exactly_zero(size: int) -> None:
-    """Ten times 0.1 over ten is not 0.1 in floating point."""
+    """Uses ten rewards of 0.1, with a mean different from 0.1 in floating point."""
     rng = random.Random(size)
     played = [Played(0, True, [(0.0, *distribution(rng))] * i + [(0.1, *distribution(rng))]) for i in range(size)]
     assert not advantages(inputs_of(played), AlgorithmConfig(advantage=NAME)).any()
 
 
 def test_nothing_is_said_where_no_other_is_as_long() -> None:
-    """There is nothing to compare with; neither is there for a group of one, nor where nothing is known."""
+    """Compares tokens without a baseline: longest trajectory, group of one trajectory, unknown distributions."""
     token = (0.5, 0.4)
     long, short = [(0.0, *token), (0.0, *token), (1.0, *token)], [(0.0, *token)]
     played = [Played(0, True, long), Played(0, True, short), Played(0, False, long), Played(1, True, long)]
-    found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
-    assert found.tolist() == pytest.approx([0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0], abs=1e-12)
+    estimate = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+    assert estimate.tolist() == pytest.approx([0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0], abs=1e-12)
 
 
 def test_a_token_that_was_certain_has_no_weight_in_float32() -> None:
-    """1 - 2 π + Σ π² may be a little below 0 there: a weight is not."""
+    """Uses a token with 1 - 2 π + Σ π² slightly below 0: its weight is 0."""
     played = [Played(0, True, [(1.0, 1.0, 1.0 - 6e-8)]), Played(0, True, [(0.0, 0.5, 0.5)])]
     assert advantages(inputs_of(played), AlgorithmConfig(advantage=NAME)).tolist() == [1.0, 0.0]
 

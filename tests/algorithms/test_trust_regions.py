@@ -20,7 +20,7 @@ CONFIG = AlgorithmConfig(
 
 
 def distance(name: str, now: float, before: float) -> float:
-    """Binary total variation, or KL of the old one from the present one, of this token against all others."""
+    """Returns the binary total variation, or the KL of old from current policy, of this token against all others."""
     p, q = math.exp(before), math.exp(now)
     if name == "dppo_tv":
         return abs(p - q)
@@ -29,7 +29,7 @@ def distance(name: str, now: float, before: float) -> float:
 
 
 def by_hand(name: str, now: Tensor, before: float, advantage: float) -> tuple[Tensor, bool]:
-    """A token's loss, and whether it is left out."""
+    """Returns a token's loss, and True if the token is left out."""
     if name == "dro":
         return -advantage * now + 0.7 / 2 * (now - before) ** 2, False
     low, high = (0.1, 0.15) if name == "dppo_tv" else (0.02, 0.03)
@@ -64,8 +64,10 @@ def test_value_and_gradient_are_the_papers(name: str, lengths: list[int], seed: 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_rare_token_may_rise_further_than_its_ratio_lets_it(name: str) -> None:
-    """Its probability of 1e-4 grows tenfold: PPO clips it, DPPO does not. A frequent one that falls from 0.99 to 0.75
-    is the other way around."""
+    """Compares PPO and DPPO: a probability of 1e-4 grows tenfold, clipped by PPO only.
+
+    A frequent token with a fall from 0.99 to 0.75 is clipped by DPPO only.
+    """
     rare: Answer = ([torch.tensor(math.log(1e-3), dtype=torch.float64)], [math.log(1e-4)], 1.0)
     frequent: Answer = ([torch.tensor(math.log(0.75), dtype=torch.float64)], [math.log(0.99)], -1.0)
     for answer, by_dppo, by_ppo in ((rare, False, True), (frequent, True, False)):
