@@ -1,4 +1,4 @@
-"""Files and folders appear whole, where links and mount points lead, and replace nothing that somebody else wrote."""
+"""Atomic output: files and folders appear whole, follow links and mount points, and never replace foreign files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run computes on GPUs: what tells of them, and what torch says."""
+"""The choice between GPUs and the CPU: signs of GPUs on a machine, and torch's answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_signs_of_this_machine() -> None:
     [
         ("auto", SEES, EIGHT, False, 0, "cuda"),
         ("auto", CPU, GpuEvidence(), False, 0, "cpu"),
-        ("cpu", CPU, EIGHT, True, 32, "cpu"),  # it was asked for
+        ("cpu", CPU, EIGHT, True, 32, "cpu"),  # explicitly set
         ("cuda", SEES, EIGHT, False, 0, "cuda"),
         ("cuda", BLIND, GpuEvidence(), True, 0, "cuda"),  # the driver of a cluster, on a node without a GPU
         ("cuda", CPU, GpuEvidence(), True, 0, "cuda"),
         ("auto", BLIND, GpuEvidence(), True, 32, "cuda"),
         ("auto", CPU, GpuEvidence(), True, 0, "cpu"),
-        # … and on a machine with GPUs of its own, which are not the cluster's
+        # … and on a machine with local GPUs outside the cluster
         ("cuda", CPU, GpuEvidence(1, "470.1"), True, 32, "cuda"),
         ("cuda", BLIND, GpuEvidence(1, "470.1"), True, 0, "cuda"),
         ("auto", BLIND, GpuEvidence(1, "470.1"), True, 32, "cuda"),

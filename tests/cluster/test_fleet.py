@@ -1,4 +1,4 @@
-"""Actors that fail and come back: who may be asked meanwhile, and what remains of the old ones."""
+"""Actors that fail and restart: availability during the restart, and the end of the old processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skyrl_mega.trainer.start_actors import release_policy_cache
 
 
 class Server:
-    """Answers once it has been started; `trouble` is a folder where a file of its number keeps it from starting."""
+    """An actor that answers after its start; a file of its number in the folder `trouble` prevents the start."""
 
     def __init__(self, number: int, trouble: str) -> None:
         self.number, self.trouble = number, Path(trouble)
@@ -120,7 +120,7 @@ def test_one_that_fails_is_replaced_and_stays_stale(fleet: Fleet, what: signal.S
 
 
 def test_one_that_is_started_again_is_given_what_the_first_found_and_room(fleet: Fleet) -> None:
-    """Room is made after the old one has ended, and before the new one starts."""
+    """Restarts an actor: room is made after the end of the old process and before the start of the new process."""
     fleet.serve([0, 1])
     old = fleet.group.where[1].pid
     asked: list[tuple[int, bool, bool]] = []
@@ -141,17 +141,19 @@ def test_one_that_is_started_again_is_given_what_the_first_found_and_room(fleet:
 
 
 def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
-    """Engine 1 with one worker has rank 1, engine 0 with two has ranks 0 and 1. One that is busy is not
-    waited for longer than it is given."""
-    group, said = fleet.group, []
-    with release_policy_cache(group, 1, 60.0, said.append, engine=1):
+    """Frees memory of the policy ranks on an engine's GPUs, and waits for a busy rank only up to the timeout.
+
+    Engine 1 with one worker uses rank 1, engine 0 with two workers uses ranks 0 and 1.
+    """
+    group, messages = fleet.group, []
+    with release_policy_cache(group, 1, 60.0, messages.append, engine=1):
         pass
     assert group.call_all("gave", timeout=120) == [0, 1]
     busy = group.submit(0, "pause", 9.0)
-    with release_policy_cache(group, 2, 3.0, said.append, engine=0):
+    with release_policy_cache(group, 2, 3.0, messages.append, engine=0):
         pass
     gather([busy], 120)
-    assert said == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]
+    assert messages == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]
     assert group.call_all("gave", timeout=120) == [1, 2]
 
 
@@ -191,7 +193,7 @@ def test_who_fails_to_make_room_is_the_cause_and_costs_no_restart(fleet: Fleet) 
     fleet.make_room = room
     fleet.serve([0, 1])
     fleet.retire(1, "a reason")
-    for _ in range(2):  # nobody has brought it up since
+    for _ in range(2):  # not brought up to date since the restart
         with pytest.raises(ActorFailed, match="policy-0"):
             back(fleet, 1)
         assert fleet.up == [0]
@@ -236,7 +238,9 @@ def test_nobody_is_asked_while_parts_are_asleep(fleet: Fleet) -> None:
 
 
 def test_one_that_fails_asleep_starts_when_all_parts_are_awake(fleet: Fleet) -> None:
-    """Its process is ended at once, as its memory is another's; it takes none before."""
+    """Kills a sleeping actor: its process ends at once because its memory belongs to another process, and the restart
+    waits until all parts are awake.
+    """
     fleet.serve([0, 1])
     fleet.sleep(["kv_cache", "engine_weights"])
     old = fleet.group.where[1].pid

@@ -1,4 +1,4 @@
-"""Actors that die, raise or hang; and what remains of them."""
+"""Groups of actors that die, raise or hang, and their remains."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from skyrl_mega.config.errors import UserError
 
 
 def mapped(name: str) -> mmap.mmap:
-    """A segment of shared memory, made where there is none, without the help of Python's resource tracker."""
+    """Returns a segment of shared memory, created if missing, without Python's resource tracker."""
     with Path(reaper.SHARED, name).open("ab+") as file:
         file.truncate(64)
         return mmap.mmap(file.fileno(), 64)
 
 
 class Worker:
-    """Does what a test asks for."""
+    """An actor with the faults and actions of the tests."""
 
     def __init__(self, number: int = 0, fault: str | None = None) -> None:
         if fault == "user":
@@ -56,30 +56,30 @@ class Worker:
         time.sleep(seconds)
 
     def fail(self, rank: int) -> None:
-        """Rank `rank` dies; the others notice at once, as peers of a collective do."""
+        """Kills rank `rank`; other ranks raise at once, like the peers of a collective."""
         if self.number == rank:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         raise ConnectionError("connection closed by peer")
 
     def children(self) -> tuple[int, int]:
-        """Starts a child with a child of its own; returns this process's group and the child."""
+        """Starts a child and a grandchild; returns this process's group and the child."""
         child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"])
         return os.getpgrp(), child.pid
 
     def share(self, names: list[str]) -> None:
-        """Has these in shared memory."""
+        """Maps these names in shared memory."""
         self.mapped = [mapped(name) for name in names]
 
     def fork(self) -> None:
-        """Makes a process that has all open that this one has, Ray's sockets too."""
+        """Forks a process with all open descriptors of this process, Ray's sockets included."""
         if os.fork() == 0:
             time.sleep(300)
             os._exit(0)
 
 
 class Quick:
-    """Concurrent methods."""
+    """An actor with concurrent methods."""
 
     async def sleep(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
@@ -88,7 +88,7 @@ class Quick:
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
-    with session(actors=8, gpus=4):  # Ray deals out numbers; no device need be there
+    with session(actors=8, gpus=4):  # Ray assigns numbers without real devices
         yield
 
 
@@ -97,7 +97,7 @@ def spawn(n: int, **kwargs: object) -> ActorGroup:
 
 
 def gone(group: int, seconds: float = 60.0) -> bool:
-    """Whether no process of the group is left, or soon."""
+    """Returns True if all processes of the group end within these seconds."""
     deadline = time.monotonic() + seconds
     while reaper.members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -173,7 +173,9 @@ def test_children_of_a_killed_actor_do_not_outlive_it(ray: None) -> None:
 
 
 def test_a_death_is_known_though_a_fork_holds_on_to_what_was_open(ray: None) -> None:
-    """So it is with a policy rank that dies while Megatron's forked writers write its checkpoint."""
+    """Kills an actor with a living fork, like a policy rank that dies while Megatron's forked writers write a
+    checkpoint.
+    """
     group = spawn(1)
     try:
         group.call_one(0, "fork", timeout=120)
@@ -270,7 +272,7 @@ def test_nothing_outlives_a_killed_driver() -> None:
     assert driver.stdout is not None
     pgid = int(driver.stdout.readline().split()[0])
     assert reaper.members(pgid)
-    # Ray's own processes share the driver's group; it leads one here.
+    # Ray's own processes share the driver's group, led by the driver here.
     assert len(reaper.members(driver.pid)) > 2
     driver.kill()
     driver.wait()
@@ -287,7 +289,10 @@ def test_an_address_where_nobody_answers_is_refused_in_one_line(monkeypatch: pyt
 
 
 def test_no_other_user_may_enter_rays_folder(ray: None) -> None:
-    """Ray opens its own folder to everybody; the one above is closed. What the workers leave lies there too."""
+    """Checks the parent of Ray's folder, which is closed to other users. Ray's own folder is open to everybody.
+
+    The workers' temporary files are in the closed folder, too.
+    """
     import ray as connected
 
     opened = Path(connected._private.worker._global_node.get_temp_dir_path())
@@ -304,7 +309,7 @@ def test_no_other_user_may_enter_rays_folder(ray: None) -> None:
 
 
 def test_one_that_has_been_ended_is_not_ended_again(ray: None) -> None:
-    """Its process's number may be another program's by now."""
+    """Ends an actor twice: the process id may belong to another program by then."""
     group = spawn(1)
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
         try:
@@ -350,10 +355,10 @@ OUTSIDE = """
 
 
 def test_ray_starts_nothing_for_who_has_no_session() -> None:
-    """By itself it would start a cluster that listens on all interfaces."""
+    """Calls Ray without a session: by default, Ray would start a cluster listening on all interfaces."""
     root = Path(__file__).parents[2]
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OUTSIDE)], capture_output=True, text=True, cwd=root, timeout=240
     )
-    assert ended.returncode == 1
-    assert "ray.init" in ended.stderr.splitlines()[-1]
+    assert completed.returncode == 1
+    assert "ray.init" in completed.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""An error that only points to a log brings what the log says."""
+"""An error with a pointer to a log includes the error from the log."""
 
 from __future__ import annotations
 

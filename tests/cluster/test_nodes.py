@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster can hold actors, which answer, and what a fault is called where one is gone."""
+"""Nodes of a Ray cluster: nodes for actors, nodes that answer, and the error message after the loss of a node."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ RANK = ActorFailed("policy-1", 1, "train", "its process died")
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Somebody who answers at 127.0.0.1, up to a thousand times."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1000) as there:
-        yield there
+    """Yields a socket that accepts up to a thousand connections at 127.0.0.1."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
+        yield server
 
 
 def told(name: str, gpus: int = 0, *, address: str = "", port: int = 1, alive: bool = True) -> dict[str, Any]:
-    """As Ray tells of a node."""
+    """Returns a node in Ray's format."""
     resources = {"CPU": 8.0, "GPU": float(gpus)} if name != "head" else {}
     where = {"NodeManagerAddress": address or f"10.0.0.{name}", "NodeManagerPort": port}
     return {"NodeID": name, "Alive": alive, "Resources": resources, **where}
 
 
 def nodes_of(*gpus: int) -> list[dict[str, Any]]:
-    """With so many GPUs each; the last one only manages."""
+    """Returns nodes with these numbers of GPUs, plus a management node."""
     return [*(told(str(i), n) for i, n in enumerate(gpus)), told("head")]
 
 
 def unused() -> int:
-    """A port at which nobody listens."""
+    """Returns a port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -109,14 +109,14 @@ def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monke
 def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From when it fell silent on: the others may take long to come."""
+    """Measures the wait from a node's first silence on: other nodes may take long to come."""
     port, clock = listener.getsockname()[1], [0.0]
     listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused(), alive=False)]
 
     def later(seconds: float) -> None:
         clock[0] += seconds
         if clock[0] == 100:
-            listed[1]["Alive"] = True  # it came, and died at once
+            listed[1]["Alive"] = True  # the node came and died at once
             listed.append(told("c", address="127.0.0.1", port=port))
 
     monkeypatch.setattr("ray.nodes", lambda: listed)
@@ -145,16 +145,16 @@ def test_who_is_waited_for_is_said_beside_what_a_program_reads(
 
 
 def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that came later count too; those that were gone before do not."""
+    """Compares the nodes before and after: nodes joined later count, nodes lost earlier do not."""
     port = listener.getsockname()[1]
     listed = [told("a", address="127.0.0.1", port=port), told("old", alive=False)]
     monkeypatch.setattr("ray.nodes", lambda: listed)
     _, before = nodes.probe()
     assert nodes.lost_since(before) == UnavailableNodes([], [])
     listed += [told("new", address="127.0.0.2", port=unused()), told("newer", address="10.0.0.3", alive=False)]
-    found = nodes.lost_since(before)
-    assert found is not None
-    assert found.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
+    lost = nodes.lost_since(before)
+    assert lost is not None
+    assert lost.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
 
 
 def test_a_node_that_only_manages_takes_no_actor_along(
@@ -207,7 +207,7 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
 def test_a_fault_is_the_nodes_where_one_is_gone(
     fault: Exception, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the session of a cluster that was joined."""
+    """Raises faults in the session of a joined cluster."""
     listed = [told("a", address="127.0.0.1", port=listener.getsockname()[1])]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     for name, stand_in in (("init", lambda **_: None), ("shutdown", lambda: None), ("nodes", lambda: listed)):

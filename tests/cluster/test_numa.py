@@ -1,4 +1,4 @@
-"""A process is kept on the CPUs that are nearest to its GPUs, and on no others than it had."""
+"""Binding of a process to the CPUs nearest to its GPUs, within the CPUs allowed before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_cpus_of_devices() -> None:
 
 
 def bound(device: str) -> list[set[int]]:
-    """The CPUs of a thread that was there, of one that came later, and of a child, after `bind`."""
+    """Returns the CPUs of an earlier thread, a later thread and a child, after `bind`."""
     go, answers = threading.Event(), []
 
     def earlier() -> None:

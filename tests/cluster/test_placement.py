@@ -1,4 +1,4 @@
-"""Where actors go when nothing is reserved, and what an address of this machine is called."""
+"""Placement of actors without reservations, and the interface names of this machine's addresses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_units_stay_whole_in_order_and_are_dealt_evenly(units: list[int], count:
 
 @given(st.permutations(range(8)), st.permutations(range(8)), st.permutations(range(16)))
 def test_ranks_take_gpus_in_order_whatever_ray_has_dealt(a: list[int], b: list[int], mixed: list[int]) -> None:
-    """Rank r on GPU r mod 8 of node r // 8, the nodes by address."""
+    """Checks for rank r on GPU r mod 8 of node r // 8, with the nodes ordered by address."""
     far = [Location("m", gpu, "10.0.0.10", "far", (str(gpu),)) for gpu in a]
     near_ = [Location("m", gpu, "10.0.0.9", "near", (str(gpu),)) for gpu in b]
     where = [(far + near_)[i] for i in mixed]
@@ -55,7 +55,7 @@ def test_the_order_of_unlike_nodes_and_of_actors_without_gpus() -> None:
     def at(node: str, *gpus: str) -> Location:
         return Location("m", 1, f"10.0.0.{node}", node, gpus)
 
-    # The node that has fewer comes last, so that consecutive ranks share nodes; GPU 10 comes after GPU 9.
+    # The node with fewer GPUs comes last, so consecutive ranks share nodes; GPU 10 comes after GPU 9.
     where = [at("1", "0"), at("2", "10"), at("2", "9"), at("3", "1"), at("3", "0")]
     assert by_gpu(where) == [2, 1, 4, 3, 0]
     assert by_gpu([at("1", "4", "5"), at("1", "0", "1")]) == [1, 0]  # engines of two GPUs
@@ -66,6 +66,6 @@ def test_the_order_of_unlike_nodes_and_of_actors_without_gpus() -> None:
 def test_loopback_by_name_and_by_address() -> None:
     assert address_of("lo") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None  # kept for documentation: nobody has it
+    assert interface_of("192.0.2.1") is None  # reserved for documentation: absent everywhere
     with pytest.raises(OSError):
         address_of("no-such-interface")

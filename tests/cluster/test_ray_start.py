@@ -1,4 +1,4 @@
-"""A private Ray cluster whose node is late, or does not start."""
+"""A private Ray cluster with a late node, or without a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATE = "The current node timed out during startup.\nThis could happen because so
 
 
 class Starts:
-    """Stands for `ray.init`: fails so many times, as Ray does where its node is not up in 30 s."""
+    """A stand-in for `ray.init` that fails `failures` times, like Ray if its node is not up in 30 s."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.tries = failures, 0

@@ -1,4 +1,4 @@
-"""One placement: every process has a device, nodes are filled as Ray fills them, and reality takes the plan's place."""
+"""Placement of a run: a device for every process, nodes filled in Ray's order, and real placement over the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skyrl_mega.config.schema import (
 
 @st.composite
 def configs(draw: st.DrawFn, device: str | None = None) -> Config:
-    """Any sizes; with shared GPUs, engines that have GPUs of policy ranks in one node."""
+    """Draws settings of any size; with shared GPUs, each engine shares GPUs with policy ranks of a single node."""
     node = draw(st.integers(1, 8))
     tensor = draw(st.integers(1, node))
     where = device or draw(st.sampled_from(["cpu", "cuda", "auto"]))
@@ -79,7 +79,7 @@ def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
         for first in range(0, len(ranks), per_node):
             group = ranks[first : first + per_node]
             assert len({*map(found.node, group)}) == 1 and [*group] == [*range(group[0], group[0] + len(group))]
-    # A node takes engines until it is full; one of them may have room for more.
+    # A node takes engines until full; a single node may still have room.
     used = Counter(map(found.node, {*found.policy, *found.reference, *found.engines}))
     with_room = [node for node in {*map(found.node, found.engines)} if used[node] + size <= per_node]
     assert config.cluster.shared or len(with_room) <= 1
@@ -87,10 +87,10 @@ def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
 
 @given(configs("cuda"))
 def test_engines_are_numbered_as_they_are_once_they_are_up(config: Config) -> None:
-    """`by_gpu` gives the first numbers to the nodes that have most."""
+    """Compares with the order of `by_gpu`: the first numbers go to the nodes with the most engines."""
     assume(not config.cluster.shared)
-    found, size = plan_placement(config), engine_ranks(config.rollout)
-    nodes = [found.node(device) for device in found.engines[::size]]
+    placement, size = plan_placement(config), engine_ranks(config.rollout)
+    nodes = [placement.node(device) for device in placement.engines[::size]]
     counts = Counter(nodes)
     assert nodes == sorted(nodes, key=lambda node: (-counts[node], node))
 
@@ -109,20 +109,20 @@ def test_engines_are_numbered_as_they_are_once_they_are_up(config: Config) -> No
 def test_as_ray_packed_four_nodes(
     policy: int, reference: int, engines: int, tensor: int, nodes: list[dict[int, int]]
 ) -> None:
-    """What Ray did on four nodes of 8 GPUs, for these sizes."""
+    """Compares with Ray's placement on four nodes of 8 GPUs for these sizes."""
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=4, gpus_per_node=8),
         policy=PolicyConfig(ranks=policy),
         reference=ReferenceConfig(layout=LayoutConfig(), ranks=reference) if reference else ReferenceConfig(),
         rollout=RolloutConfig(engines=engines, tensor=tensor),
     )
-    found = plan_placement(config)
-    every = (found.policy, found.reference, found.engines[::tensor])
-    assert [Counter(map(found.node, devices)) for devices in every] == nodes
+    placement = plan_placement(config)
+    every = (placement.policy, placement.reference, placement.engines[::tensor])
+    assert [Counter(map(placement.node, devices)) for devices in every] == nodes
 
 
 def refused(config: Config, training: bool = True) -> str:
-    """Why settings whose GPUs are enough have no place; empty where they have."""
+    """Returns the error message for settings with enough GPUs and no valid placement, or an empty text."""
     check_gpus(config, training)
     try:
         check_nodes(config, training)
@@ -134,7 +134,9 @@ def refused(config: Config, training: bool = True) -> str:
 @pytest.mark.parametrize("reference", [None, LayoutConfig()])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_policy_that_takes_every_node_is_refused_too(shared: bool, reference: LayoutConfig | None) -> None:
-    """`policy.ranks` and `reference.ranks` follow `cluster.nodes`: with more nodes there would be more ranks."""
+    """Rejects a policy on all nodes: `policy.ranks` and `reference.ranks` follow `cluster.nodes`, so more nodes mean
+    more ranks.
+    """
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=2, gpus_per_node=8, shared=shared),
         reference=ReferenceConfig(layout=reference),
@@ -149,7 +151,7 @@ def test_a_policy_that_takes_every_node_is_refused_too(shared: bool, reference: 
 
 
 def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_that_do() -> None:
-    """All sizes on up to three nodes of 4 GPUs. Nothing is refused whose pieces have one place after the other."""
+    """Tries all sizes on up to three nodes of 4 GPUs. An error means no room for all parts one after the other."""
     found = 0
     for nodes, policy, reference, engines, tensor in product(
         (1, 2, 3), range(1, 12), range(8), range(1, 6), range(1, 5)
@@ -187,7 +189,7 @@ def test_a_policy_and_a_reference_that_take_half_a_node_each_leave_none_for_an_e
 
 
 def test_an_evaluations_engines_need_nodes_that_hold_them_whole() -> None:
-    """Five engines of 3 GPUs are 15 GPUs, and a node of 8 holds two of them."""
+    """Rejects five engines of 3 GPUs on two nodes: 15 GPUs of 16, but a node of 8 holds only two engines."""
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=2, gpus_per_node=8), rollout=RolloutConfig(engines=5, tensor=3)
     )
@@ -205,22 +207,22 @@ def test_cpus_share_the_processes_evenly(config: Config) -> None:
     assert max(shares.values()) - min(shares.values()) <= 1
 
 
-def up(config: Config, found: RunPlacement, names: list[str]) -> tuple[list[Location], list[Location]]:
-    """Processes as they would say where they are; `names` are the nodes'."""
+def up(config: Config, placement: RunPlacement, names: list[str]) -> tuple[list[Location], list[Location]]:
+    """Returns the locations of processes placed as planned; `names` are the node names."""
     size, cpu = engine_ranks(config.rollout), config.cluster.device == "cpu"
 
     def at(devices: tuple[int, ...]) -> Location:
-        gpus = () if cpu else tuple(str(device % found.per_node) for device in devices)
-        return Location("m", 1, "10.0.0.1", names[found.node(devices[0])], gpus)
+        gpus = () if cpu else tuple(str(device % placement.per_node) for device in devices)
+        return Location("m", 1, "10.0.0.1", names[placement.node(devices[0])], gpus)
 
-    engines = [found.engines[i : i + size] for i in range(0, len(found.engines), size)]
-    policy = [at((device,)) for device in found.policy]
+    engines = [placement.engines[i : i + size] for i in range(0, len(placement.engines), size)]
+    policy = [at((device,)) for device in placement.policy]
     return policy, [replace(at(e), gpus=()) if config.cluster.shared else at(e) for e in engines]
 
 
 @given(configs(), st.randoms(use_true_random=False))
 def test_what_is_up_as_planned_is_the_plan(config: Config, order: random.Random) -> None:
-    """Whatever the nodes are called."""
+    """Compares real placement with the plan under any node names."""
     planned = plan_placement(config)
     names = [f"node{n}" for n in range(planned.nodes)]
     order.shuffle(names)
@@ -228,7 +230,7 @@ def test_what_is_up_as_planned_is_the_plan(config: Config, order: random.Random)
 
 
 def test_what_is_up_otherwise() -> None:
-    """Ray has put the engines into one another's places, and one of them beside the policy."""
+    """Places the engines in each other's places, one of them next to the policy."""
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=3, gpus_per_node=4),
         policy=PolicyConfig(ranks=2),
@@ -243,7 +245,7 @@ def test_what_is_up_otherwise() -> None:
     found = actual_placement(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
     assert found == RunPlacement((2, 3), (), (4, 5, 10, 11, 0, 1), 4)
     assert [found.node(device) for device in found.engines] == [1, 1, 2, 2, 0, 0]
-    # GPUs whose names are no small numbers are counted.
+    # GPUs without small numbers as names are counted.
     found = actual_placement(
         config, [at("b", "GPU-x"), at("b", "GPU-y")], [at("c", *"45"), at("c", *"67"), at("b", *"01")]
     )
@@ -251,7 +253,7 @@ def test_what_is_up_otherwise() -> None:
 
 
 def test_shared_gpus_on_cpus_of_several_nodes() -> None:
-    """Engines are beside their ranks; a worker whose rank is on another node has a device of its own."""
+    """Places engines next to their ranks; a worker gets a separate device if its rank is on another node."""
     config = Config(
         cluster=ClusterConfig(device="cpu", nodes=2, shared=True),
         policy=PolicyConfig(ranks=4),

@@ -1,4 +1,4 @@
-"""A command under its supervisor, whatever happens to either of them."""
+"""A command under its supervisor, through all ends of the command and of the supervisor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ with channel.removed_after_crash(folder / "partial"):
     os.wait()
     time.sleep(600)
 """
-"""Makes what a killed process leaves: a process, shared memory, a folder."""
+"""A program that creates typical remains of a killed process: a process, shared memory, a folder."""
 HEEDS = """
 with channel.polling_for_stop():
     print("ready", flush=True)
@@ -56,7 +56,7 @@ with channel.polling_for_stop():
 PATIENT = START.replace(
     "driver.start(", "from skyrl_mega.cluster import supervisor\nsupervisor.GRACE_S = 600.0\ndriver.start("
 )
-"""Gives a driver that looks ten minutes."""
+"""A program that gives a driver with signal checks ten minutes."""
 
 
 def start(folder: Path, program: str, beginning: str = START) -> subprocess.Popen[str]:
@@ -149,7 +149,7 @@ def test_without_a_signal_the_exit_code_is_the_drivers(tmp_path: Path, code: int
 def test_a_driver_that_ends_before_it_has_said_so_is_a_fault_with_the_step(
     tmp_path: Path, ends: str, where: str
 ) -> None:
-    """Whatever its exit status is, and also where another thread ends it."""
+    """Ends the driver early, with any exit status and from any thread."""
     program = f"""
 import ctypes, threading
 def command():
@@ -167,7 +167,7 @@ driver.run(command)
 
 
 def test_a_user_without_an_entry_in_the_system_has_a_name_and_a_home(tmp_path: Path) -> None:
-    """As with `docker --user`: libraries ask for both."""
+    """Runs as with `docker --user`: libraries ask for a user name and a home folder."""
     unknown = """
 import pwd
 def unknown(uid):
@@ -204,7 +204,7 @@ def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path
 
 
 def test_a_second_signal_hastens(tmp_path: Path) -> None:
-    """A driver that looks and does not end has its time; it ends at once when it is told twice."""
+    """Sends a second signal: a driver gets its time after the first signal and ends at once after the second."""
     for first in (signal.SIGUSR1, signal.SIGTERM):
         process = start(tmp_path, f"{HEEDS}\n    time.sleep(600)", PATIENT)
         process.send_signal(first)
@@ -220,7 +220,7 @@ def test_a_second_signal_hastens(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_tells_twice_does_not_hasten(tmp_path: Path) -> None:
-    """It tells every process of a job, some of which pass it on; a driver that has been asked goes on."""
+    """Sends several signals, like a scheduler to every process of a job: the driver still finishes its work."""
     process = start(tmp_path, f"{HEEDS}\n    time.sleep(0.5)\n    print(channel.asked().name)\ndriver.run(lambda: 75)")
     for _ in range(3):
         process.send_signal(signal.SIGUSR1)
@@ -242,7 +242,7 @@ ctypes.CDLL(None).pthread_exit(None)  # its first thread is a zombie, and it liv
 
 
 def test_what_looks_dead_and_holds_a_port_is_ended(tmp_path: Path) -> None:
-    """A process whose first thread has ended is shown as a zombie while its others go on."""
+    """Ends a process shown as a zombie: its first thread ended, other threads continue."""
     process = start(tmp_path, HOLDS)
     code, _, _ = end(process)
     assert code == 0
@@ -285,7 +285,7 @@ time.sleep(600)
 
 
 def test_in_a_terminal_a_debugger_reads(tmp_path: Path) -> None:
-    """It is in the background and has the foreground when it reads, as a debugger does."""
+    """Reads in a debugger: the driver runs in the background and gets the foreground while reading."""
     program = """
 print("tty", sys.stdout.isatty(), os.getpgrp() == os.getpid(), flush=True)
 breakpoint()
@@ -295,7 +295,7 @@ time.sleep(600)
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, once it has been in this process
+        os.environ.pop("PYTHONBREAKPOINT", None)  # set by Ray, if Ray ran in this process
         os.execv(sys.executable, [sys.executable, "-c", START + program, str(tmp_path)])
     seen = ""
 

@@ -1,4 +1,4 @@
-"""What lives as long as a block, and is cleared away after whoever was killed in one."""
+"""Temporary files that live as long as a block, and the clean-up after a killed process."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_the_next_one_clears_away_after_those_who_were_killed_and_no_others(tmp_
     assert len(there) == 4
     dead.send_signal(signal.SIGKILL)
     dead.wait()
-    (tmp_path / "kind-ofthekind").mkdir()  # another's: the name is no such name
+    (tmp_path / "kind-ofthekind").mkdir()  # a foreign folder: the name has another form
     with temporary_folder(tmp_path, "kind-") as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert len(list(tmp_path.glob("kind-*"))) == 3  # this one, the living one's, the other
+        assert len(list(tmp_path.glob("kind-*"))) == 3  # the new, the living process's, the foreign
     write_rows([{"a": 1}], tmp_path / "rows.parquet")
     assert len(set(tmp_path.iterdir()) & there) == 2
     assert alive.stdin is not None
