@@ -1,4 +1,4 @@
-"""What a tracker does on the network: whom it asks, and where a process and its children listen."""
+"""Network use of a tracker: requests, and listening sockets of a process and its children."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LISTENS = "0A"
 
 
 class Proxy(threading.Thread):
-    """What HTTP clients are told to ask: it counts who does."""
+    """An HTTP proxy that counts the clients' requests."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -34,28 +34,28 @@ class Proxy(threading.Thread):
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Returns a process and its descendants."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def listening(pid: int) -> list[str]:
-    """Addresses of TCP sockets that accept connections, of a process and all below it."""
-    mine = set()
+    """Returns the addresses of accepting TCP sockets of a process and its descendants."""
+    sockets = set()
     for one in family(pid):
-        with suppress(FileNotFoundError):  # the process has ended meanwhile
+        with suppress(FileNotFoundError):  # the process ended meanwhile
             for descriptor in Path(f"/proc/{one}/fd").iterdir():
-                with suppress(OSError):  # it was closed meanwhile
-                    mine.add(os.readlink(descriptor))
-    found = []
+                with suppress(OSError):  # the descriptor was closed meanwhile
+                    sockets.add(os.readlink(descriptor))
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in mine:
-                found.append(_address(fields[1].partition(":")[0]))
-    return found
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
+                addresses.append(_address(fields[1].partition(":")[0]))
+    return addresses
 
 
 def _address(digits: str) -> str:
-    """The kernel's form: words of 32 bits, each with its bytes turned."""
+    """Returns an address from the kernel's form: words of 32 bits with reversed bytes."""
     words = [struct.pack("<I", int(digits[i : i + 8], 16)) for i in range(0, len(digits), 8)]
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))

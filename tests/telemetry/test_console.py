@@ -1,4 +1,4 @@
-"""What a person and a program see."""
+"""Console output for a person and for a program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_columns_are_aligned_and_say_what_was_not_measured() -> None:
 
 
 def test_there_is_no_mean_over_sets_where_all_of_one_failed() -> None:
-    """It would be that of other sets than in the steps before."""
+    """Omits the mean over sets after a set failed: the mean would cover other sets than in earlier steps."""
     assert table._value("eval/*/mean", METRICS) == pytest.approx(0.6)
     assert table._value("eval/*/mean", {**METRICS, "eval/c/failed": 1.0}) is None
     assert table._value("eval/*/mean", {**METRICS, "eval/b/failed": 0.5}) == pytest.approx(0.6)

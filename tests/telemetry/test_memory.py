@@ -1,4 +1,4 @@
-"""Memory of a process, against what the test itself takes and gives back."""
+"""Memory of a process, compared with memory allocated and freed by the test."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TAKEN = 96 * MIB
 
 
 def take() -> None:
-    """Takes memory and gives it back."""
+    """Allocates memory and frees it."""
     held = np.ones(TAKEN, np.uint8)
     del held
 
 
 def peaks() -> list[int]:
-    """Before, with and after what is taken."""
+    """Returns the peaks before, during and after an allocation."""
     meter = MemoryMeter("cpu")
     meter.read()
     before = meter.read().peak
@@ -31,7 +31,7 @@ def peaks() -> list[int]:
 
 
 def test_the_most_since_the_last_reading_is_what_was_taken_in_between() -> None:
-    """In a process of its own: what this one's other threads give back meanwhile would count too."""
+    """Measures in a separate process: memory freed by other threads of this process would count too."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         before, during, after = pool.submit(peaks).result(timeout=120)
     assert during - before == pytest.approx(TAKEN, abs=4 * MIB)
@@ -39,8 +39,11 @@ def test_the_most_since_the_last_reading_is_what_was_taken_in_between() -> None:
 
 
 def test_where_no_new_mark_may_be_begun_it_is_what_there_is_now(tmp_path: Path) -> None:
-    """In some containers; the mark would be the whole life's."""
-    (tmp_path / "self" / "clear_refs").mkdir(parents=True)  # which nobody can write to
+    """Reads the current memory if the kernel refuses a new mark, as in some containers.
+
+    The old mark would cover the process's whole life.
+    """
+    (tmp_path / "self" / "clear_refs").mkdir(parents=True)  # not writable for anybody
     (tmp_path / "self" / "status").write_text("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  300 kB\nThreads:\t1\n")
     (tmp_path / "meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  400 kB\nHugePages_Total: 0\n"
@@ -51,7 +54,7 @@ def test_where_no_new_mark_may_be_begun_it_is_what_there_is_now(tmp_path: Path) 
 
 
 def test_a_gpus_reading_is_the_most_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own names; what counts up over the process's life is told by what was added."""
+    """Reads torch's own counters; cumulative counters are reported as differences."""
     import torch
 
     peaks = iter([(5, 7, 1, 10), (3, 7, 1, 12)])
@@ -61,7 +64,7 @@ def test_a_gpus_reading_is_the_most_since_the_last_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 80))
     meter = MemoryMeter("cuda")
-    first, then = meter.read(), meter.read()
+    first, second = meter.read(), meter.read()
     assert (first.peak, first.reserved, first.device, first.retries, first.allocations) == (5, 7, 60, 1, 10)
-    assert (then.peak, then.retries, then.allocations) == (3, 0, 2)
+    assert (second.peak, second.retries, second.allocations) == (3, 0, 2)
     assert len(resets) == 2

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard, written, killed and resumed."""
+"""metrics.jsonl and TensorBoard: written, killed and resumed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_resumed_run_writes_what_an_unbroken_one_does(tmp_path: Path) -> None:
         for end in [*breaks, 6]:
             tracker = JsonlTracker(tmp_path / name)
             tracker.start({}, step or None)
-            for number in range(step + 1, min(end + 2, 6) + 1):  # goes on past its last checkpoint, then is killed
+            for number in range(step + 1, min(end + 2, 6) + 1):  # continues past its last checkpoint, then is killed
                 tracker.log(number, {"x": number / 7})
             tracker.close()
             with (tmp_path / name / "metrics.jsonl").open("a") as file:
@@ -96,6 +96,6 @@ def test_a_broken_row_is_named(row: bytes, said: str, tmp_path: Path) -> None:
         read(file)
     assert said in str(caught.value)
     tracker = JsonlTracker(tmp_path)
-    tracker.start({}, 3)  # a resumed run leaves out what is no row
+    tracker.start({}, 3)  # a resumed run skips invalid rows
     tracker.close()
     assert [line["step"] for line in read(file)] == [1, 3]

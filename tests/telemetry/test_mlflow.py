@@ -1,4 +1,4 @@
-"""MLflow, with the real package and a store in the run's folder; what it holds is read by its own client."""
+"""MLflow with the real package and a store in the run's folder, read by MLflow's own client."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SETTINGS = (
     f"environment.options.mine.api_key={SECRET}",
 )
 ODD = {"eval/gsm8k (en)/mean": "eval/gsm8k _en_/mean", "../a": "__/a", "b//c": "b/_/c", "/d": "_/d", "100%": "100_"}
-"""Names that MLflow refuses, and what it is given."""
+"""Names rejected by MLflow, and their replacements."""
 
 
 class Store:
-    """The store of a run's folder, and the run that goes to it."""
+    """The store of a run's folder, and a run logging to the store."""
 
     def __init__(self, folder: Path, proxy: Proxy) -> None:
         self.folder, self.proxy, self.lines = folder, proxy, list[str]()
         self.tracker: MlflowTracker
 
     def start(self, resumed: int | None, *settings: str) -> None:
-        """A process of the run begins: settings and masking as in a run, calls made here one by one."""
+        """Starts a process of the run: settings and masking as in a run, calls made one by one by the test."""
         config = compose(None, [*SETTINGS, *settings])
         cls, options = registry.check(config.telemetry)["mlflow"]
         self.tracker = cls(self.folder, options)
@@ -69,7 +69,7 @@ class Store:
 
 
 def masked_settings(config: Config) -> Mapping[str, Any]:
-    """What a tracker is given of the settings."""
+    """Returns the settings passed to a tracker."""
     from dataclasses import asdict
 
     from skyrl_mega.config.secrets import masked
@@ -79,7 +79,7 @@ def masked_settings(config: Config) -> Mapping[str, Any]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A run that was killed after step 5 and resumed after step 2, with another setting, up to step 7."""
+    """Yields the store of a run killed after step 5, resumed after step 2 with another setting, up to step 7."""
     proxy = Proxy()
     proxy.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -87,13 +87,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             patch.setenv(name, proxy.url)
         for name in ("no_proxy", "NO_PROXY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
-        one = Store(tmp_path_factory.mktemp("mlflow") / "first", proxy)
-        one.start(None)
-        one.log(0, 5)
-        one.start(2, "run.seed=8")
-        one.log(3, 7)
-        one.tracker.close()
-        yield one
+        opened = Store(tmp_path_factory.mktemp("mlflow") / "first", proxy)
+        opened.start(None)
+        opened.log(0, 5)
+        opened.start(2, "run.seed=8")
+        opened.log(3, 7)
+        opened.tracker.close()
+        yield opened
     proxy.socket.close()
 
 
@@ -158,7 +158,7 @@ def test_a_call_whose_answer_is_lost_is_not_there_twice(store: Store, monkeypatc
     monkeypatch.setattr(store.tracker._client, "log_batch", lost)
     with pytest.raises(ConnectionError):
         store.log(1, 1)
-    store.log(1, 2)  # as guarded.py tries it again
+    store.log(1, 2)  # repeated, as by guarded.py
     store.tracker.close()
     assert store.history(store.runs[-1], "reward/mean") == [(1, 0.25), (2, 0.5)] and len(calls) == 3
 
@@ -174,26 +174,28 @@ def test_it_works_as_one_of_a_runs_trackers(store: Store) -> None:
 
 
 def test_metrics_go_on_where_files_cannot_be_stored(store: Store) -> None:
-    """The folder of the experiment's artifacts is a file, until somebody makes room."""
-    folder, said = store.folder.parent / "third", list[str]()
+    """Blocks the experiment's artifacts: a file is in place of their folder until removed by the test."""
+    folder, messages = store.folder.parent / "third", list[str]()
     artifacts = folder / "mlflow" / "artifacts"
     artifacts.parent.mkdir(parents=True)
     artifacts.write_text("in the way")
     config, rows = compose(None, [*SETTINGS]), [TrajectoryText("1+1=", "2", 1.0, "done", "addition")]
-    with open_trackers(config, folder, said.append) as trackers:
+    with open_trackers(config, folder, messages.append) as trackers:
         trackers.start(config, None)
         for step in (1, 2):
             trackers.log_trajectories(step, rows)
             trackers.log(step, {"reward/mean": step / 4})
-    there = Store(folder, store.proxy)
-    run = there.runs[0]
-    assert there.history(run, "reward/mean") == [(1, 0.25), (2, 0.5)] and run.info.status == "FINISHED"
-    assert len(said) == 1 and "; cannot store config.json: " in said[0] and "metrics go on" in said[0], said
+    third = Store(folder, store.proxy)
+    run = third.runs[0]
+    assert third.history(run, "reward/mean") == [(1, 0.25), (2, 0.5)] and run.info.status == "FINISHED"
+    assert len(messages) == 1 and "; cannot store config.json: " in messages[0] and "metrics go on" in messages[0], (
+        messages
+    )
 
     artifacts.unlink()
-    there.start(2)
-    there.log(3, 3)
-    assert there.history(run, "reward/mean")[-1] == (3, 0.75)
+    third.start(2)
+    third.log(3, 3)
+    assert third.history(run, "reward/mean")[-1] == (3, 0.75)
     assert (artifacts / run.info.run_id / "artifacts" / "trajectories" / "step_000003.json").is_file()
 
 

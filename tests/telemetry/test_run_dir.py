@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run at a time."""
+"""The folder of a run, locked for a single run at a time."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_file_that_a_person_wrote_stays(tmp_path: Path) -> None:
 def test_a_run_writes_over_its_own_and_those_of_former_versions(tmp_path: Path) -> None:
     file = tmp_path / "r" / "config.yaml"
     file.parent.mkdir()
-    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config(tmp_path))))  # as it was before it had a first line
+    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config(tmp_path))))  # the form before its first line existed
     for _ in range(2):
         with run_folder(config(tmp_path)):
             assert compose(file) == config(tmp_path)

@@ -1,4 +1,4 @@
-"""Every step passes once."""
+"""Steps sent to a tracker: each exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted while it happens, held to brute force at every tick of a clock."""
+"""Activity counts over time, compared with brute force at every tick of a clock."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from skyrl_mega.telemetry.timeline import MAX_POINTS, MAX_REPORTS, MOMENT_S, Act
 from skyrl_mega.telemetry.trace import Span
 
 TICK = 1 / 256
-"""Seconds: whole numbers of them add up without rounding."""
+"""Seconds per tick: multiples add up without rounding."""
 CHANGES = st.lists(st.tuples(st.integers(0, 400), st.integers(-3, 3)), max_size=60).map(sorted)
-"""(tick, change) in order; a count does not go below 0 (`never_below`)."""
+"""(tick, change) pairs in order; `never_below` limits the count to 0."""
 
 
 class Clock:
-    """Stands where it is put."""
+    """A clock under manual control."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ class Clock:
 
 
 def never_below(changes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same changes, each no further down than there is."""
+    """Returns the changes, reduced so that the count never falls below 0."""
     kept, count = [], 0
     for tick, change in changes:
         change = max(change, -count)
@@ -48,7 +48,7 @@ def never_below(changes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def ticks(changes: list[tuple[int, int]], end: int) -> np.ndarray:
-    """The count within each tick."""
+    """Returns the count within each tick."""
     counts = np.zeros(end, dtype=int)
     for tick, change in changes:
         counts[tick:] += change
@@ -95,7 +95,7 @@ def test_what_is_cut_joined_and_made_coarser_is_as_much(changes: list[tuple[int,
 
 @given(CHANGES, CHANGES)
 def test_counts_of_two_processes_add_up(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
-    """Exactly where changes are apart; where both have breaks within a moment, between what is possible."""
+    """Adds two series: exact if all changes are apart, within the possible bounds if both change within a moment."""
     left, right = ([(tick, change) for tick, change in never_below(side)] for side in (left, right))
     one, two = counted(left, 450), counted(right, 450)
     both, brute = one + two, ticks(left, 450) + ticks(right, 450)
@@ -135,7 +135,7 @@ def test_a_timeline_hands_over_what_was_since_the_last_time() -> None:
     assert first.engines[3].total(first.start, first.end) == pytest.approx(2.0)
     assert first.environments.total(first.start, first.end) == pytest.approx(4.0)
     clock.now = 6.0
-    timeline.requests(5, 1)  # an engine that is new
+    timeline.requests(5, 1)  # a new engine
     clock.now = 7.0
     second = timeline.take()
     assert second.start == pytest.approx(first.end, abs=10.0) and second.end - second.start == pytest.approx(3.0)
@@ -163,7 +163,7 @@ def test_what_another_process_has_counted_is_taken_in() -> None:
 
 
 def test_parts_of_many_processes_are_taken_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 16 processes told twice a second for a step of ten minutes: as much as all of it, and in no time."""
+    """Merges reports of 16 processes, two per second over ten minutes: equal to the total, in little time."""
     draw, zero = np.random.default_rng(0), 1000.0
     here = Timeline(iter([zero, zero + 600.0, zero + 600.0]).__next__)
     monkeypatch.setattr("skyrl_mega.telemetry.timeline.time.time", lambda: zero + 600.0)
@@ -184,8 +184,8 @@ def test_parts_of_many_processes_are_taken_in_at_once(monkeypatch: pytest.Monkey
 
 
 def test_threads_lose_nothing() -> None:
-    """The clock goes on at each look, so that every change has a point of its own."""
-    timeline, usual = Timeline(itertools.count(0.0, 1.0).__next__), sys.getswitchinterval()
+    """Counts from several threads; the clock advances at each look, so every change gets a separate point."""
+    timeline, switch_interval = Timeline(itertools.count(0.0, 1.0).__next__), sys.getswitchinterval()
 
     def work() -> None:
         for _ in range(3000):
@@ -203,21 +203,21 @@ def test_threads_lose_nothing() -> None:
             found = timeline.take().environments
             assert len(found.times) == len(found.sums) == len(found.busy) and (np.diff(found.times) > 0).all()
     finally:
-        sys.setswitchinterval(usual)
+        sys.setswitchinterval(switch_interval)
     assert timeline._engines[0].count == 0 and timeline._environments.count == 0
 
 
 # ---- of a step -----------------------------------------------------------------------------------------------------
 
 LONG = 1 / 16
-"""Seconds of a tick that is longer than a moment: all is exact."""
+"""Seconds of a tick longer than a moment: all results are exact."""
 PHASES = (("generate", 10), ("residency", 3), ("logprobs", 8), ("values", 4), ("train", 12), ("sync", 6), ("eval", 5))
 
 
 def made(
     engines: list[list[tuple[int, int]]], calls: list[tuple[int, int]], order: list[int], gap: int
 ) -> StepTimeline:
-    """A step of 450 ticks that begins at tick 20; its phases in some order, with gaps between them."""
+    """Returns a step of 450 ticks from tick 20 on, with phases in any order and gaps between them."""
     phases, at = [], 20 + gap
     for i in order:
         name, length = PHASES[i]

@@ -1,4 +1,4 @@
-"""Trackers by name and by import path; one that fails, hangs or is slow while a run goes."""
+"""Trackers by name and by import path; failing, hanging and slow trackers during a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TEXT = TrajectoryText("1+1=", "2", 1.0, "done", "addition")
 
 
 class Fake:
-    """A tracker that fails in the calls that `faults` names: (method, step), as often as it says."""
+    """A tracker that fails in the calls named by `faults`: (method, step), with a number of failures."""
 
     def __init__(self, faults: dict[tuple[str, int], int] | None = None) -> None:
         self.faults = faults or {}
@@ -128,7 +128,7 @@ def test_metrics_jsonl_is_always_there(named: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["mine.py:Lines", "own_lines:Lines"])
 def test_a_users_own_tracker(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By file and by module; options by its class's name; secrets masked."""
+    """Loads a user's tracker by file and by module, with options under its class name and masked secrets."""
     (folder / "own_lines.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("A_PASSWORD", "correct horse")
@@ -192,7 +192,7 @@ def test_a_wrong_option_of_a_users_own_is_one_line(folder: Path) -> None:
 
 
 def test_a_dry_run_looks_at_names_and_options_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that plans a run need not have the packages that the run needs."""
+    """Plans a run on a machine without the packages of the run."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for trackers, said in (("[wandb]", "model.path"), ("[wandbd]", "did you mean wandb?")):
         with pytest.raises(UserError) as caught:
@@ -213,17 +213,17 @@ def test_a_tracker_may_refuse_before_anything_starts(monkeypatch: pytest.MonkeyP
 
 
 def played(tracker: Fake, steps: int = 3, until: Callable[[list[str]], bool] = lambda said: True) -> list[str]:
-    """What is said while a tracker is given so many steps, and until its run ends: not before `until`."""
+    """Returns the messages of a tracker over these steps until the end of its run, which waits for `until`."""
     said: list[str] = []
-    one = Guarded("fake", tracker, said.append)
-    one.start({}, None)
+    guarded = Guarded("fake", tracker, said.append)
+    guarded.start({}, None)
     for step in range(1, steps + 1):
-        one.log_trajectories(step, [])
-        one.log(step, {"a": 1.0})
+        guarded.log_trajectories(step, [])
+        guarded.log(step, {"a": 1.0})
     deadline = time.monotonic() + 60
     while not until(said) and time.monotonic() < deadline:
         time.sleep(0.005)
-    one.close()
+    guarded.close()
     return said
 
 
@@ -276,7 +276,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_metrics_jsonl_does_end_the_run(tmp_path: Path) -> None:
-    """It is what resuming and the report read: a disk that is full is a fault."""
+    """Fills the disk of metrics.jsonl, the input of resuming and of the report: a full disk is a fault."""
     jsonl = JsonlTracker(tmp_path)
     fake = Fake()
     with Trackers(jsonl, [Guarded("fake", fake, print)]) as trackers:

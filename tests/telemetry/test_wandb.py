@@ -1,4 +1,4 @@
-"""Weights & Biases, offline, with the real package; what a run holds is read by its own `wandb leet inspect`."""
+"""Weights & Biases, offline, with the real package; a run is read by the package's own `wandb leet inspect`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ trackers.close()
 
 
 def started(folder: Path, proxy: Proxy, resumed: int, last: int, end: str, *settings: str) -> subprocess.Popen[str]:
-    """A process that logs the steps after `resumed`, and then waits to be killed or closes."""
+    """Starts a process that logs the steps after `resumed`, and then waits to be killed or closes."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NO_PROXY", "no_proxy"))}
     env |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), proxy.url)
     return subprocess.Popen(
@@ -69,29 +69,29 @@ def started(folder: Path, proxy: Proxy, resumed: int, last: int, end: str, *sett
 
 
 def records(piece: Path) -> list[dict[str, Any]]:
-    """What a folder of a run holds, as the package reads it."""
+    """Returns the records of a run's folder, read by the package."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(piece)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def history(piece: Path) -> list[dict[str, Any]]:
-    """The rows that a folder of a run holds."""
+    """Returns the rows of a run's folder."""
     return [record["history"] for record in records(piece) if record["type"] == "history"]
 
 
 def pieces(folder: Path) -> list[Path]:
-    """One for each start of the run, the oldest first."""
+    """Returns a folder for each start of the run, the oldest first."""
     return sorted((folder / "wandb").glob("offline-run-*"))
 
 
 @dataclass
 class Played:
-    """A run that was killed after step 5 and resumed after step 2, with another setting, up to step 7."""
+    """A run killed after step 5, resumed after step 2 with another setting, up to step 7."""
 
     folder: Path
     rows: list[list[dict[str, Any]]]
-    """Of each start."""
+    """Rows of each start."""
     last: list[dict[str, Any]]
     """All records of the second start."""
     printed: list[str]
@@ -150,7 +150,7 @@ def test_settings_and_trajectories_are_kept(run: Played) -> None:
 
 
 def test_no_secret_leaves_and_nobody_is_asked(run: Played) -> None:
-    """It is on the command line too, which the package would keep."""
+    """Searches all files for the secret, which is on the command line too; the package would keep it."""
     files = [file for file in run.folder.parent.rglob("*") if file.is_file()]
     assert len(files) > 10
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []

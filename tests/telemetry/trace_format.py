@@ -1,4 +1,4 @@
-"""The trace event format, as Perfetto reads it."""
+"""The trace event format, as read by Perfetto."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 PHASES = {"X", "M", "C", "s", "f", "i"}
 SLACK_US = 2.0
-"""Times have three decimals, and clocks are read one after another."""
+"""Tolerance in µs: times have three decimals, and clocks are read one after another."""
 
 
 def tracks(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """The spans of each track by its name; fails where the file is no trace."""
+    """Returns the spans of each track by name, and fails on an invalid trace."""
     with gzip.open(file) as text:
         trace = json.load(text)
     events = trace["traceEvents"]
@@ -28,16 +28,16 @@ def tracks(file: Path) -> dict[str, list[dict[str, Any]]]:
         if event["ph"] in "XCsfi":
             assert isinstance(event["ts"], int | float)
     assert len(set(names.values())) == len(names)
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    spans_by_track: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            found[names[event["pid"]]].append(event)
-    return dict(found)
+            spans_by_track[names[event["pid"]]].append(event)
+    return dict(spans_by_track)
 
 
 def properly_nested(spans: list[dict[str, Any]]) -> bool:
-    """Whether the spans of each line lie inside one another or apart, as a line can show them."""
+    """Returns True if the spans of each line are nested or apart, as required for a line."""
     lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for span in spans:
         lines[span["tid"]].append(span)
@@ -54,6 +54,6 @@ def properly_nested(spans: list[dict[str, Any]]) -> bool:
 
 
 def within(spans: list[dict[str, Any]], outer: dict[str, Any], slack_us: float = SLACK_US) -> bool:
-    """Whether all of them lie inside one."""
+    """Returns True if all spans lie inside the outer span."""
     end = outer["ts"] + outer["dur"]
     return all(outer["ts"] - slack_us <= s["ts"] and s["ts"] + s["dur"] <= end + slack_us for s in spans)
