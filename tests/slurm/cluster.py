@@ -1,4 +1,4 @@
-"""A real Slurm cluster on one machine: every node is a set of Linux namespaces, and nothing is a stand-in but the GPUs.
+"""A real Slurm cluster on one machine: every node is a set of Linux namespaces, and only the GPUs are stand-ins.
 
     if reason := unavailable():
         pytest.skip(reason)
@@ -6,9 +6,9 @@
         job = slurm.submit("slurm/run.sbatch", "--config", "configs/quickstart.yaml")
         slurm.wait(job, timeout=120)
 
-A node has a network address, host name, process ids, /tmp, /dev/shm and GPU device files of its own; the controller
-stands beside them. All of it hangs on one process, `controller.sh`: when that is killed, the kernel takes everything
-away. It is killed at the end of the block, and when the process of the tests dies.
+A node has a private network address, host name, process ids, /tmp, /dev/shm and GPU device files; the controller runs
+next to the nodes. Everything depends on one process, `controller.sh`: after its end, the kernel removes all the rest.
+It is killed at the end of the block, and after the death of the test process.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ TOOLS = {
     "slurmd": "slurm-wlm",
     "sbatch": "slurm-wlm",
 }
-"""Programs, and the Debian packages that have them."""
+"""Programs, and the Debian packages with these programs."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 BOOT_S = 180.0
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-"""Where programs are looked for: daemons are not on an ordinary user's path."""
+"""Search path of programs: daemons are not on an ordinary user's path."""
 
 
 class ClusterFault(RuntimeError):
-    """The cluster did not start, or a job did not do what was waited for; the message has what the logs say."""
+    """A cluster without a start, or a job with an unexpected course; the message includes the logs."""
 
 
 def unavailable() -> str | None:
-    """Why no cluster can be made here, in one line for a test's skip; None where it can."""
+    """Returns why this machine cannot run a cluster, in one line for a test's skip, or None."""
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=SEARCHED) is None})
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: apt-get install --no-install-recommends slurm-wlm munge)"
     if os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs root"
-    tried = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
         capture_output=True,
         text=True,
     )
-    return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+    return f"namespaces are not allowed here: {completed.stderr.strip()}" if completed.returncode else None
 
 
 @dataclass
 class Slurm:
-    """A cluster that is up. `folder` is shared by all nodes and holds its logs."""
+    """A running cluster. `folder` is shared by all nodes and holds the logs."""
 
     folder: Path
     controller: int
-    """Process 1 of the outer namespaces, as this machine counts."""
+    """Process 1 of the outer namespaces, by this machine's numbers."""
     environment: Mapping[str, str]
 
     def run(
         self, *command: str, node: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
     ) -> str:
-        """Runs a command beside the controller, or on a node; returns its standard output.
+        """Runs a command next to the controller, or on a node; returns its standard output.
 
         Raises:
-            ClusterFault: It failed.
+            ClusterFault: The command failed.
         """
         inside = ["nsenter", "-t", str(self.controller), "-n", "-m", "-u", "-i", "-p"]
         if node is not None:
@@ -97,23 +97,23 @@ class Slurm:
         return done.stdout
 
     def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> int:
-        """`sbatch`; returns the job's number."""
+        """Runs `sbatch` and returns the job's number."""
         return int(self.run("sbatch", "--parsable", *arguments, env=env))
 
     def job(self, job: int) -> dict[str, str]:
-        """What `scontrol show job` says, by its own names."""
+        """Returns the fields of `scontrol show job`, by Slurm's names."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(job))))
 
     def output(self, job: int) -> str:
-        """What the job has written so far."""
+        """Returns the job's output so far."""
         file = Path(self.job(job)["StdOut"])
         return file.read_text() if file.exists() else ""
 
     def wait(self, job: int, *, timeout: float) -> dict[str, str]:
-        """Waits until the job has ended and all its nodes are free; returns `job(…)`.
+        """Waits until the job ended and all its nodes are free; returns `job(…)`.
 
         Raises:
-            ClusterFault: It did not end in time; with its output.
+            ClusterFault: The job did not end in time; includes its output.
         """
 
         def ended() -> dict[str, str] | None:
@@ -123,22 +123,22 @@ class Slurm:
         return self.until(ended, job, timeout=timeout)
 
     def wait_for(self, job: int, text: str, *, timeout: float) -> None:
-        """Waits until the job's output has `text`.
+        """Waits until the job's output contains `text`.
 
         Raises:
-            ClusterFault: It ended without, or did not have it in time; with its output.
+            ClusterFault: The job ended, or the time passed, without the text; includes the output.
         """
 
         def there() -> bool:
-            found = text in self.output(job)
-            if not found and self.job(job)["JobState"] in ENDED:
+            written = text in self.output(job)
+            if not written and self.job(job)["JobState"] in ENDED:
                 raise ClusterFault(f"job {job} ended without {text!r}:\n{self.output(job)}")
-            return found
+            return written
 
         self.until(there, job, timeout=timeout)
 
     def until(self, condition, job: int, *, timeout: float):  # type: ignore[no-untyped-def]
-        """Waits for a condition that becomes true, and returns its value."""
+        """Waits for a true condition and returns its value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if value := condition():
@@ -147,65 +147,65 @@ class Slurm:
         raise ClusterFault(f"job {job} after {timeout:g} s: {self.job(job)}\n{self.output(job)}")
 
     def power_off(self, node: str) -> None:
-        """The node's processes and its cable are gone at once, as with a power failure."""
+        """Removes the node's processes and its cable at once, like a power failure."""
         first = (self.folder / f"{node}.pid").read_text().strip()
         subprocess.run(["nsenter", "-t", str(self.controller), "-m", "-p", "kill", "-KILL", first], check=True)
 
     def power_on(self, node: str) -> None:
-        """Boots it again; returns when Slurm has it back."""
+        """Boots the node again; returns as soon as Slurm accepts the node."""
         self.run(str(HERE / "node_on.sh"), node.removeprefix("node"))
         deadline = time.monotonic() + BOOT_S
-        while self.run("sinfo", "-h", "-n", node, "-o", "%T").strip() != "idle":  # `idle*` is one that is silent
+        while self.run("sinfo", "-h", "-n", node, "-o", "%T").strip() != "idle":  # `idle*` means a silent node
             if time.monotonic() > deadline:
                 raise ClusterFault(f"{node} does not come back: {self.run('sinfo')}")
             time.sleep(0.3)
 
     def cancel_all(self) -> None:
-        """Ends all jobs; returns when Slurm knows of none."""
+        """Ends all jobs; returns as soon as Slurm's queue is empty."""
         deadline = time.monotonic() + BOOT_S
         while jobs := self.run("squeue", "-h", "-o", "%i").split():
             if time.monotonic() > deadline:
                 raise ClusterFault(f"jobs do not end: {self.run('squeue')}")
-            with suppress(ClusterFault):  # one may have ended since
+            with suppress(ClusterFault):  # a job may have ended since
                 self.run("scancel", *jobs)
             time.sleep(0.3)
 
     def on(self, node: str) -> bool:
-        """Whether the node has power, whatever Slurm knows of it."""
+        """Returns True if the node has power, independent of Slurm's state."""
         with suppress(ClusterFault):
             self.run("true", node=node)
             return True
         return False
 
     def processes(self, node: str) -> list[str]:
-        """Command lines on a node, without those that belong to the node itself."""
-        own = r"(\S*/)?(slurmd -N|bash \S+/node\.sh|sleep 3600$|ps -eo)"
+        """Returns the command lines on a node, without the node's own processes."""
+        pattern = r"(\S*/)?(slurmd -N|bash \S+/node\.sh|sleep 3600$|ps -eo)"
         listed = self.run("ps", "-eo", "args=", "ww", node=node).splitlines()
-        return [line for line in listed if not re.match(own, line)]
+        return [line for line in listed if not re.match(pattern, line)]
 
     def listening(self, node: str) -> list[int]:
-        """TCP ports that somebody listens on, on a node, without slurmd's own."""
+        """Returns the TCP ports with a listener on a node, without slurmd's own."""
         text = self.run("cat", "/proc/net/tcp", "/proc/net/tcp6", node=node)
-        ports = {int(found, 16) for found in re.findall(r":\s\S+:([0-9A-F]{4}) \S+ 0A ", text)}
+        ports = {int(digits, 16) for digits in re.findall(r":\s\S+:([0-9A-F]{4}) \S+ 0A ", text)}
         return sorted(ports - {6818})
 
 
 @contextmanager
 def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
-    """A cluster whose nodes are all idle; gone at the end of the block, whatever happens in it.
+    """Yields a cluster of idle nodes, removed at the end of the block in every case.
 
     Args:
-        folder: Empty or absent; all nodes share it.
-        nodes: Called node1, node2, ….
-        gpus: Of each node: declared, with device files, but nothing behind them.
+        folder: Empty or absent; shared by all nodes.
+        nodes: Number of nodes, called node1, node2, ….
+        gpus: GPUs per node: declared, with device files, but without hardware.
 
     Raises:
-        ClusterFault: It did not come up.
+        ClusterFault: The cluster did not start.
     """
     _write_etc(folder, nodes, gpus)
     (folder / "state").mkdir()
     shared = {str(folder), str(ROOT), sys.prefix, sys.base_prefix}
-    # Settings of Slurm, Ray or this project around the tests are none of the cluster's.
+    # Settings of Slurm, Ray or this project outside the tests must not reach the cluster.
     environment = {k: v for k, v in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN|RAY|SKYRL)_", k)}
     environment |= {
         "PATH": SEARCHED,
@@ -218,7 +218,7 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     with (folder / "boot.log").open("w") as log:
         outer = subprocess.Popen(
             [
-                *("setpriv", "--pdeathsig=KILL"),  # also where this process is killed
+                *("setpriv", "--pdeathsig=KILL"),  # also if this process is killed
                 *("unshare", "--net", "--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL"),
                 *("--mount-proc", "--propagation", "private", str(HERE / "controller.sh")),
             ],
@@ -231,12 +231,12 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     try:
         yield _up(folder, outer, nodes, environment)
     finally:
-        outer.send_signal(signal.SIGKILL)  # `--kill-child` takes process 1 along, and the kernel all the rest
+        outer.send_signal(signal.SIGKILL)  # `--kill-child` ends process 1, and the kernel all the rest
         outer.wait()
 
 
 def _write_etc(folder: Path, nodes: int, gpus: int) -> None:
-    """What all nodes have of /etc in common: Slurm's settings, munge's key, and who is who."""
+    """Writes the files of /etc common to all nodes: Slurm's settings, munge's key, and host names."""
     etc = folder / "etc"
     etc.mkdir(parents=True)
     for name, values in (
@@ -253,12 +253,12 @@ def _write_etc(folder: Path, nodes: int, gpus: int) -> None:
     addresses = ["127.0.0.1 localhost", "10.77.0.254 controller"]
     addresses += [f"10.77.0.{n} node{n}" for n in range(1, nodes + 1)]
     (etc / "hosts").write_text("\n".join(addresses) + "\n")
-    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
+    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # no server answers for other names
     _container_plugin(etc)
 
 
 def _container_plugin(etc: Path) -> None:
-    """Compiles the stand-in for pyxis, where there is a compiler."""
+    """Compiles the stand-in for pyxis if a compiler is installed."""
     if compiler := shutil.which("cc"):
         controller = shutil.which("slurmctld", path=SEARCHED) or ""
         version = subprocess.run([controller, "-V"], capture_output=True, text=True, check=True).stdout

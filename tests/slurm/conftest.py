@@ -1,4 +1,4 @@
-"""One Slurm cluster for all tests of this folder, and a tiny run for it."""
+"""A single Slurm cluster for all tests of this folder, and a tiny run for the cluster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from tests.slurm.cluster import ROOT, ClusterFault, Slurm, cluster, unavailable
 
 PROMPTS, SAMPLES = 8, 2
-"""Of a step of the tiny run."""
+"""Prompts and samples in a step of the tiny run."""
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """5 nodes of 8 declared GPUs each: one to spare for jobs of 4."""
+    """Yields a cluster of 5 nodes with 8 declared GPUs each: one node to spare for jobs of 4."""
     if reason := unavailable():
         pytest.skip(reason)
     with cluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=5, gpus=8) as up:
@@ -30,13 +30,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def env() -> dict[str, str]:
-    """What a user of the cluster has in the environment."""
+    """Returns the environment variables of a user of the cluster."""
     return {"SKYRL_MEGA_HOME": str(ROOT), "SKYRL_MEGA_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="session")
 def tiny(slurm: Slurm) -> Callable[..., list[str]]:
-    """Launcher arguments of a run on CPUs: 3 policy ranks and an engine, of which each finds a node of its own."""
+    """Returns a function for the launcher arguments of a run on CPUs: 3 policy ranks and an engine, each on its own
+    node.
+    """
 
     def arguments(name: str, *settings: str) -> list[str]:
         work, gate = slurm.folder / "work", slurm.folder / "gate"
@@ -76,7 +78,7 @@ def tiny(slurm: Slurm) -> Callable[..., list[str]]:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A Ray cluster that was started by hand. Commands that use it need `env`."""
+    """A Ray cluster started by hand. Commands in the cluster need `env`."""
 
     address: str
     token: str
@@ -88,7 +90,9 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(slurm: Slurm, nodes: Sequence[str]) -> Iterator[RayCluster]:
-    """`ray start` on these nodes, with a token, the job server at port 8265 of the first; `ray stop` at the end."""
+    """Runs `ray start` on these nodes, with a token and the job server at port 8265 of the first; `ray stop` at the
+    end.
+    """
     ray, log = f"{sys.prefix}/bin/ray", slurm.folder / "ray.log"
     cluster = RayCluster("10.77.0.1:6379", secrets.token_hex(32))
     head = "--head --port=6379 --dashboard-host=0.0.0.0"
@@ -101,7 +105,7 @@ def ray_cluster(slurm: Slurm, nodes: Sequence[str]) -> Iterator[RayCluster]:
                 try:
                     slurm.run("sh", "-c", command, node=node, env=cluster.env, timeout=120)
                     break
-                except ClusterFault:  # Ray gives a node 30 s, which a busy machine may not have
+                except ClusterFault:  # Ray gives a node 30 s, too short on a busy machine
                     if tried == 2:
                         raise
         yield cluster
@@ -113,19 +117,19 @@ def ray_cluster(slurm: Slurm, nodes: Sequence[str]) -> Iterator[RayCluster]:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What became of the tiny run as a Ray job of 4 steps, which nothing disturbed."""
+    """The result of the tiny run as an undisturbed Ray job of 4 steps."""
 
     run: Path
     output: str
     driver: str
-    """Where the driver had its code from, and what was shipped."""
+    """The driver's source of code, and the shipped files."""
     left: list[str]
-    """Processes of the run that were still there on some node when the job had ended."""
+    """Processes of the run still alive on any node after the end of the job."""
 
 
 @pytest.fixture(scope="session")
 def submitted(slurm: Slurm, tiny: Callable[..., list[str]]) -> Submitted:
-    """`launch/ray_job.sh`, from a machine that is no node of the cluster."""
+    """Runs `launch/ray_job.sh` from a machine outside the cluster."""
     nodes = ["node1", "node2", "node3", "node4"]
     arguments = [argument for argument in tiny("job", "run.steps=4") if not argument.startswith("--directory")]
     work = slurm.folder / "work"

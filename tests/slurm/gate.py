@@ -1,4 +1,4 @@
-"""Addition that a test can hold up in the middle of an RL step."""
+"""Addition with a gate: a test can block the environment in the middle of an RL step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _answers = itertools.count()
 
 
 class GateEnv(AdditionEnv):
-    """Waits before the first answer after so many as the file `closed_after` says, until it says otherwise or is gone.
+    """An environment that waits before the first answer after the number in the file `closed_after`, until the number
+    changes or the file is removed.
 
-    While somebody waits, the folder has a file `waiting`. A file `driver` there says where the code is and what was
-    shipped.
+    During the wait, the folder contains a file `waiting`. Its file `driver` names the source of the code and the
+    shipped files.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {"folder": text(None, "where that file is")}
@@ -34,7 +35,7 @@ class GateEnv(AdditionEnv):
             (folder / "waiting").touch()
             time.sleep(0.1)
         output = super().step(action)
-        output["reward"] = float(sum(map(ord, action)) % 2)  # untrained answers are all wrong: nothing to learn from
+        output["reward"] = float(sum(map(ord, action)) % 2)  # untrained answers are all wrong: no signal to learn from
         return output
 
     def _closed(self, folder: Path, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""The cluster of the tests itself: real nodes, and nothing left of it, however its maker ends."""
+"""The cluster of the tests itself: real nodes, and no remains after any end of its owner."""
 
 from __future__ import annotations
 

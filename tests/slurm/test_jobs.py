@@ -1,5 +1,7 @@
-"""Jobs on a real Slurm cluster: every way they end, and what is left of them; and on its nodes a job of Ray, which
-nothing disturbs: what becomes of the others is compared with it."""
+"""Jobs on a real Slurm cluster: every way to end, and their remains.
+
+An undisturbed Ray job on the cluster's nodes is the reference for comparison.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Tiny = Callable[..., list[str]]
 SLOW = ["data.train=[rows/train.parquet]", "data.prepare=multiply --output rows --train 10000000"]
-"""Minutes of preparation: what a test wants to interrupt."""
+"""A data preparation of several minutes, for tests with interruptions."""
 
 
 def assert_released(slurm: Slurm, nodes: Iterable[str]) -> None:
-    """Nothing of a job is left on these nodes: process, port, shared memory, temporary file, but for torch's cache."""
+    """Checks these nodes for remains of a job: process, port, shared memory, temporary file, except torch's cache."""
     shared = {Path(path).parts[2] for path in slurm.environment["SHARED"].split(":") if path.startswith("/tmp/")}
     for node in nodes:
         assert slurm.processes(node) == []
@@ -33,7 +35,7 @@ def assert_released(slurm: Slurm, nodes: Iterable[str]) -> None:
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """All rows without what the clock decides."""
+    """Returns all rows without the values that depend on the clock."""
     rows = read(run / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/", "idle/"))} for row in rows]
 
@@ -57,8 +59,7 @@ def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None
 
 @pytest.fixture
 def gate(slurm: Slurm) -> Iterator[Path]:
-    """The folder that `gate.GateEnv` looks at; afterwards nobody is held up, no job is there, and node2 is, whatever
-    happened."""
+    """Yields the folder read by `gate.GateEnv`; afterwards opens the gate, powers node2 on and cancels all jobs."""
     folder = slurm.folder / "gate"
     yield folder
     for name in ("closed_after", "waiting"):
@@ -74,11 +75,11 @@ def gate(slurm: Slurm) -> Iterator[Path]:
 def test_a_run_survives_a_lost_node(
     slurm: Slurm, tiny: Tiny, env: dict[str, str], submitted: Submitted, gate: Path, limit: bool
 ) -> None:
-    """Two or three starts of one job: a node dies in step 2, the time limit comes in step 3, then the rest is done."""
+    """Starts a job two or three times: a node dies in step 2, the time limit comes in step 3, then the rest is done."""
     name = "limited" if limit else "hunted"
     run, waiting = slurm.folder / "work" / "runs" / name, gate / "waiting"
     arguments = tiny(name, "run.steps=4")
-    (gate / "closed_after").write_text(str(PROMPTS * SAMPLES))  # one step for each start
+    (gate / "closed_after").write_text(str(PROMPTS * SAMPLES))  # a step for each start
     output = f"--output={slurm.folder}/%j.out"
     job = slurm.submit("--time=30", output, "slurm/searchr1_30b.sbatch", *arguments, env=env)
 
@@ -150,7 +151,7 @@ def test_wrong_input_ends_the_job_before_ray_starts(slurm: Slurm, tiny: Tiny, en
 
 
 def test_srun_takes_the_words_for_a_container(slurm: Slurm, tiny: Tiny, env: dict[str, str]) -> None:
-    """The stand-in for pyxis says what it was given; the command then runs without a container."""
+    """Checks the words passed to pyxis: the stand-in prints its arguments and runs the command without a container."""
     if not (slurm.folder / "etc" / "plugstack.conf").exists():
         pytest.skip("no C compiler for the plugin that stands in for pyxis")
     image = {"SKYRL_MEGA_CONTAINER": "/images/skyrl.sqsh", "SKYRL_MEGA_MOUNTS": "/data:/data"}
@@ -162,7 +163,7 @@ def test_srun_takes_the_words_for_a_container(slurm: Slurm, tiny: Tiny, env: dic
 
 
 def test_scripts_differ_only_in_what_they_ask_for() -> None:
-    """All of them are a header and the same two lines."""
+    """Compares all scripts: a header and the same two lines."""
     scripts = sorted((ROOT / "slurm").glob("*.sbatch"))
     assert [script.stem for script in scripts] == ["dapo", "run", "searchr1_30b"]
     for script in scripts:

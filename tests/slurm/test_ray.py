@@ -1,4 +1,4 @@
-"""The launcher on a Ray cluster of several nodes that runs already, with a token."""
+"""The launcher on a running Ray cluster of several nodes, with a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tiny = Callable[..., list[str]]
 
 
 def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
-    """One cluster of two nodes: another token, and more nodes than there are."""
+    """Launches on a cluster of two nodes with a wrong token, and with too many nodes."""
     with ray_cluster(slurm, ["node1", "node2"]) as cluster:
         arguments = tiny("refused", "cluster.start_timeout_s=3")
 

@@ -1,4 +1,4 @@
-"""`launch/slurm.sh` by itself, with stand-ins for Slurm's commands and containers: what is called, with which words."""
+"""`launch/slurm.sh` alone, with stand-ins for Slurm's commands and containers: the calls and their arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ esac
 
 
 class Batch:
-    """A batch script's surroundings."""
+    """The surroundings of a batch script."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -43,7 +43,7 @@ class Batch:
         self.environment(".venv")
 
     def environment(self, name: str) -> Path:
-        """Makes a virtual environment's interpreter, and returns it."""
+        """Creates a virtual environment's interpreter and returns its path."""
         python = self.folder / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text("#!/bin/sh\n")
@@ -51,7 +51,7 @@ class Batch:
         return python
 
     def run(self, *arguments: str, code: int = 0, srun: int | None = None, **env: str) -> tuple[int, str]:
-        """Exit code and output of `run ARGUMENTS…` where the launcher ends with `code`, and srun with `srun`."""
+        """Returns exit code and output of `run ARGUMENTS…` if the launcher ends with `code` and srun with `srun`."""
         around = {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
             "CALLS": str(self.calls),
@@ -97,10 +97,10 @@ def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) ->
 
 
 def test_a_job_with_gpus_takes_the_environment_for_gpus(batch: Batch) -> None:
-    """And refuses, before anything starts, where it is not there: the one for CPUs would see no GPU."""
-    code, said = batch.run("--config=x", SLURM_GPUS_ON_NODE="8")
+    """Selects the GPU environment, or fails before any start if missing: the CPU environment would see no GPU."""
+    code, output = batch.run("--config=x", SLURM_GPUS_ON_NODE="8")
     assert code == 2 and batch.called("srun") == []
-    [error] = [line for line in said.splitlines() if "error" in line]
+    [error] = [line for line in output.splitlines() if "error" in line]
     assert f"{batch.folder}/.venv-cuda is not there, and this job has 8 GPUs" in error and "make cuda" in error
     python, other = batch.environment(".venv-cuda"), batch.environment("env")
     for env, expected in (
@@ -113,8 +113,8 @@ def test_a_job_with_gpus_takes_the_environment_for_gpus(batch: Batch) -> None:
         (batch.calls / "srun").unlink(missing_ok=True)
         assert batch.run("--config=x", **env)[0] == 0
         assert batch.called("srun")[-5] == expected
-    code, said = batch.run("--config=x", SKYRL_MEGA_VENV="nowhere")
-    assert code == 2 and "error: nowhere/bin/python is not there" in said
+    code, output = batch.run("--config=x", SKYRL_MEGA_VENV="nowhere")
+    assert code == 2 and "error: nowhere/bin/python is not there" in output
 
 
 def test_every_job_has_a_token_of_its_own(batch: Batch) -> None:
@@ -157,7 +157,9 @@ def test_75_queues_the_job_again(batch: Batch) -> None:
 
 
 def test_a_task_of_an_array_is_queued_again_and_no_other(batch: Batch) -> None:
-    """The number of an array's last task is that of the array: requeueing it would begin all tasks again."""
+    """Requeues a task of an array. The number of an array's last task is also the array's number: requeueing this
+    number would restart all tasks.
+    """
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     assert batch.run("--config=x", code=75, **array)[0] == 75
     assert batch.called("scontrol")[-2:] == ["--oneliner show job 7_3", "requeue 7_3"]
