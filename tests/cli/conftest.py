@@ -1,4 +1,4 @@
-"""A whole small run's inputs: a built model and real parquet files."""
+"""Inputs of a whole small run: a built model and real parquet files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ data: {{train: [{folder}/data/train.parquet], eval: [{folder}/data/test.parquet]
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `config.yaml`, `model/` (a 4-layer Qwen3-MoE) and `data/`; nobody writes into it."""
+    """Returns a read-only folder with `config.yaml`, `model/` (a 4-layer Qwen3-MoE) and `data/`."""
     folder = tmp_path_factory.mktemp("inputs")
     build(BuildConfig(layers=4, max_length=64), folder / "model")
     prepare(["addition", "--output", str(folder / "data"), "--train", "20", "--test", "5", "--demonstrations", "5"])
@@ -33,6 +33,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _searches_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow or busy machine must not decide what a search finds; it has processor time enough."""
+    """Gives searches ample processor time, so a slow or busy machine does not change their results."""
     for module in (search, fixes):
         monkeypatch.setattr(module, "SECONDS", 120.0)

@@ -1,4 +1,4 @@
-"""Settings of full-sized runs, for tests of what is said about them before they start."""
+"""Settings of full-sized runs, for tests of messages before the start of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUGE = [
 
 
 def write(folder: Path) -> Path:
-    """A configuration of Qwen3-30B-A3B on 32 GPUs and four engines on 32 others; neither model nor data are there."""
+    """Writes settings of Qwen3-30B-A3B on 32 GPUs and four engines on 32 other GPUs; model and data do not exist."""
     file = folder / "large.yaml"
     file.write_text(SETTINGS)
     return file

@@ -1,4 +1,4 @@
-"""The door as a process: exit codes, one line, nothing left behind."""
+"""The command line as a process: exit codes, one-line messages, no remains."""
 
 from __future__ import annotations
 
@@ -175,4 +175,4 @@ def test_a_run_whose_folder_is_gone_says_so_all_the_same(
     assert main(["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}"]) == 1
     said = capsys.readouterr()
     assert "fault: [Errno 2] No such file or directory" in said.out
-    assert "Traceback" in said.err  # where no log can take it
+    assert "Traceback" in said.err  # no log can receive the traceback

@@ -1,4 +1,4 @@
-"""What a dry run says of full-sized runs, where neither model nor data nor a GPU is there."""
+"""Dry runs of full-sized runs without model, data or GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Standard output of a dry run, which takes at most 20 s of one core; three times that on a busy one."""
+    """Returns standard output of a dry run of at most 20 s on one core; three times as much on a busy core."""
     start = time.process_time()
     assert main(["--config", str(file), *arguments]) == 0
     assert within(time.process_time() - start, 60)
@@ -49,15 +49,15 @@ def values(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> d
 
 
 def compose_text(out: str) -> Config:
-    """The settings that a dry run prints last."""
+    """Returns the settings printed at the end of a dry run."""
     given = OmegaConf.create(out.rpartition("\nsettings:\n\n")[2])
-    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
-    assert isinstance(found, Config)
-    return found
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    assert isinstance(config, Config)
+    return config
 
 
 def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings, one over the other."""
+    """Merges nested mappings, the second over the first."""
     return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
 
 
@@ -72,7 +72,7 @@ def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = values(file, capsys)
     assert v["model"]["parameters"] == 30_532_122_624
     assert len(v["policy"]) == 32
-    # 18 bytes for a parameter, of which 16 experts and half of the rest lie on a rank: those are 3.62 and 0.78 · 10⁹.
+    # 18 bytes for a parameter; a rank holds 16 experts and half of the rest, 3.62 and 0.78 · 10⁹ parameters.
     memory = v["policy"][0]["memory"]
     assert memory["weights"] == pytest.approx(2 * 4.4008e9, rel=1e-3)
     assert memory["gradients"] == 2 * memory["weights"]
@@ -148,7 +148,9 @@ def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_table_has_the_fullest_gpu_of_each_phase(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A first stage has an embedding and most micro-batches in flight, a last one head and logits."""
+    """Checks the fullest GPU of each phase: a first stage holds an embedding and most micro-batches in flight, a last
+    stage head and logits.
+    """
     layout = "policy.layout={tensor: 2, pipeline: 4, expert: 4}"
     v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.6", layout, FREE)
     s = v["shared"]
@@ -195,7 +197,7 @@ def test_a_tight_shared_gpu_is_said_to_be_tight(file: Path, capsys: pytest.Captu
 
 
 def test_the_first_line_is_about_what_lacks_most(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An engine that has a GPU for itself, or a critic, may lack memory where the policy has enough."""
+    """Checks the first line for an engine or a critic without enough memory next to a policy with enough memory."""
     v = values(file, capsys, "rollout.memory_fraction=0.982")
     assert dry_run_text.text(v).startswith("tight on 8 nodes: by the estimates an engine worker (")
     v = values(file, capsys)
@@ -216,7 +218,7 @@ def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.
 
 
 def test_a_critic_has_nodes_and_memory_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It trains as the policy does, and neither chooses among tokens nor sends weights to engines."""
+    """Plans a critic: trained like the policy, without a choice of tokens and without a weight sync."""
     settings = ["algorithm=gae", "cluster.nodes=9", "critic.layout={tensor: 2, expert: 8}", "critic.ranks=8"]
     v, without = values(file, capsys, *settings), values(file, capsys, "algorithm=gae", *LESS)
     assert v["nodes"][4]["critic"] == list(range(8)), "after the policy, before the engines"
@@ -263,10 +265,12 @@ def test_a_suggestion_leaves_room_for_a_critic(file: Path, capsys: pytest.Captur
 def test_what_the_critic_cannot_follow_is_not_suggested(
     file: Path, gpus: int, given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its layout or its ranks are the policy's, of which the search tries many that cannot be a critic's."""
-    found = json.loads(run(file, capsys, "algorithm=gae", *given, "--suggest", str(gpus), "--json"))
-    assert found["found"] and found["tried"] > len(found["found"])
-    for suggestion in found["found"][::20]:
+    """Checks every suggestion for a critic with the layout or ranks of the policy; many policy layouts are invalid
+    there.
+    """
+    result = json.loads(run(file, capsys, "algorithm=gae", *given, "--suggest", str(gpus), "--json"))
+    assert result["found"] and result["tried"] > len(result["found"])
+    for suggestion in result["found"][::20]:
         config = compose(file, ["algorithm=gae", *given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
@@ -288,7 +292,7 @@ def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture
 def test_what_engines_do_at_once_and_what_one_should_know_of_them(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four engines of eight workers, for 2560 trajectories and 4 key/value heads."""
+    """Plans four engines of eight workers for 2560 trajectories and 4 key/value heads."""
     v = values(file, capsys)
     engines = v["engines"]
     tokens = engines["workers"][0]["memory"]["tokens"]
@@ -304,7 +308,7 @@ def test_what_engines_do_at_once_and_what_one_should_know_of_them(
 
 
 def test_an_eager_engine_is_planned_slower(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By 300 µs more in each of 48 layers, for every token of the longest response at least."""
+    """Compares eager with graphs: 300 µs more in each of 48 layers, per token of the longest response or more."""
     graphs, eager = (values(file, capsys, f"rollout.eager={eager}")["seconds"]["generate"] for eager in (False, True))
     assert eager - graphs > 4 * 500 * 48 * 300e-6
     assert values(file, capsys)["seconds"]["generate"] == graphs
@@ -344,7 +348,7 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
     assert all(later > 0.97 * max(seconds[:i], default=0) - 0.1 for i, later in enumerate(seconds))
     assert len(table.rstrip().splitlines()) == 2 + 10
     assert max(map(len, table.splitlines())) <= 120
-    assert yaml.load(paste, get_yaml_loader())  # refuses keys that are there twice
+    assert yaml.load(paste, get_yaml_loader())  # raises for duplicate keys
     for text in re.split(r"# \d\n", paste)[1:]:
         text = re.sub(r"(?m)^# ", "", text)
         pasted = tmp_path / "pasted.yaml"
@@ -367,7 +371,7 @@ def test_what_fills_an_engine_is_named(file: Path, capsys: pytest.CaptureFixture
 
 
 def test_an_optimizer_is_streamed_where_nothing_fits_without(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A policy of 4 GPUs, each with 12 bytes of state for a quarter of the parameters; with 64 there is room."""
+    """Searches for a policy of 4 GPUs, with 12 bytes of state for a quarter of the parameters; 64 GPUs have room."""
     of_eight, of_many = (json.loads(run(file, capsys, "--suggest", n, "--json"))["found"] for n in ("8", "64"))
     streamed = "policy.optimizer.streamed=true"
     assert of_eight and all(streamed in found["overrides"] for found in of_eight)

@@ -1,4 +1,4 @@
-"""What a dry run notes: that what it says to change helps, and that it says so where it should."""
+"""Notes of a dry run: a suggested change helps, and each note appears in the right cases."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
     ("given", "offered"),
     [
         ([], [FULL, MOE, HALF, "policy.micro_tokens=7000", STREAMED, SELECTIVE]),
-        # The longest sequence has a micro-batch of its own, however few tokens one is to have.
+        # The longest sequence forms a micro-batch alone, however few tokens are set.
         (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], LONG),
     ],
     ids=["a full row", "a long sequence"],
@@ -128,7 +128,7 @@ def test_what_is_said_to_give_a_policy_of_its_own_room_gives_so_much(
 
 
 def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
-    """Around a GiB that is left while engines generate, where nothing of the policy computes."""
+    """Tries settings around a GiB of free memory during generation, a phase without computation of the policy."""
     for fraction, told in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
         config = compose(file, [*SHARED, "residency.keep=[]", f"rollout.memory_fraction={fraction}"])
         assert (left(config, "generate") < MIN_FREE) == told
@@ -145,7 +145,7 @@ def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) 
 
 
 def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) -> None:
-    """And what is told to be given is not told of again, and takes so much less."""
+    """Checks the note on GPUs without sharing: following the note removes it and the seconds of moving."""
 
     def moves(*given: str) -> tuple[float, list[str]]:
         config = compose(file, [*given])
@@ -260,13 +260,13 @@ def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None
     ],
 )
 def test_blocks_that_begin_elsewhere_in_an_engine_are_told_of(given: list[str], told: str | None) -> None:
-    """vLLM quantises what a worker has: of an expert's 768 columns, 96 are in the middle of one block of 128."""
+    """Checks FP8 blocks of an engine: vLLM quantises a worker's shard, 96 of an expert's 768 columns."""
     fp8 = ["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", "rollout.options.quantization=fp8_per_block"]
     notes = noted(compose(CONFIGS / "dapo.yaml", [*fp8, *given]))
-    found = [note for note in notes if "begin at a worker's own columns" in note]
-    assert [f"leaves {told} of an expert" in note for note in found] == ([True] if told else [])
+    matching = [note for note in notes if "begin at a worker's own columns" in note]
+    assert [f"leaves {told} of an expert" in note for note in matching] == ([True] if told else [])
     better = "with rollout.tensor=1, 2 or rollout.options.enable_expert_parallel=true with rollout.tensor="
-    assert all(better in note for note in found), "3 and 6 do not divide the heads"
+    assert all(better in note for note in matching), "3 and 6 do not divide the heads"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The dry run's expectations under the names of metrics."""
+"""Expected values of the dry run, under the names of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong models, data, environments and layouts are refused before anything starts."""
+"""Errors for wrong models, data, environments and layouts before any start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_mega.telemetry.console import Console
 
 
 def refusal(folder: Path, *arguments: str) -> str:
-    """The one line that a run with these arguments ends in."""
+    """Returns the one-line error message of a run with these arguments."""
     config = compose(folder / "config.yaml", arguments)
     check(config)
     with pytest.raises(UserError) as error:
@@ -198,7 +198,7 @@ def test_a_driver_without_a_gpu_leaves_the_devices_to_its_ray_cluster(
 def test_gpus_that_torch_does_not_see_are_never_left_for_the_cpu(
     asked: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU node with this project's environment for CPUs, before a model is built or data is prepared."""
+    """Runs with the CPU environment on a GPU node: an error before the model is built or data is prepared."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     build = [f"model.path={tmp_path / 'model'}", "model.build={experts: 8}"]
@@ -211,7 +211,9 @@ def test_gpus_that_torch_does_not_see_are_never_left_for_the_cpu(
 
 
 def test_a_model_that_was_built_with_other_sizes_is_refused(inputs: Path) -> None:
-    """It would be trained as it is, and config.yaml would say otherwise."""
+    """Changes the sizes of a built model: without an error, the run would train the old model and config.yaml would
+    differ.
+    """
     built = "model.build={layers: 4, max_length: 64}"
     check_inputs(compose(inputs / "config.yaml", [built]))
     for setting, parts in {
@@ -219,8 +221,8 @@ def test_a_model_that_was_built_with_other_sizes_is_refused(inputs: Path) -> Non
         "model.build.architecture=llama": ["model.build.architecture = llama", "has qwen3_moe"],
         "model.build.experts_per_token=4": ["model.build.experts_per_token = 4", "has 2"],
     }.items():
-        said = refusal(inputs, built, setting)
-        assert all(part in said for part in parts), said
+        message = refusal(inputs, built, setting)
+        assert all(part in message for part in parts), message
         with pytest.raises(UserError, match=setting.partition("=")[0]):
             planned_inputs(compose(inputs / "config.yaml", [built, setting]))
 
@@ -236,7 +238,7 @@ def test_a_head_that_no_engine_on_a_cpu_serves_is_refused(inputs: Path, tmp_path
 
 
 def test_these_are_the_heads_that_vllm_has_attention_for() -> None:
-    """Asked of vLLM's kernels."""
+    """Compares with the head sizes of vLLM's attention kernels."""
     import torch
     from vllm.platforms import current_platform
 
@@ -254,7 +256,7 @@ def test_these_are_the_heads_that_vllm_has_attention_for() -> None:
 
 
 def test_parameters_in_fp8_are_refused_where_a_cpu_is_what_there_is(inputs: Path) -> None:
-    """`auto` is taken for a GPU's until a run looks."""
+    """Sets FP8 parameters with `auto`, which counts as a GPU until the run inspects the machine."""
     fp8 = ["policy.precision.recipe=fp8_blockwise", "policy.precision.parameters=fp8", "weights.wire=fp8"]
     config = compose(inputs / "config.yaml", ["cluster.device=auto", *fp8])
     with pytest.raises(

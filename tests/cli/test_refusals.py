@@ -1,7 +1,7 @@
-"""What cannot run is refused with exit code 2 and a mend, and what is offered works.
+"""Impossible settings: exit code 2 and a suggested fix that works.
 
-The list follows what users of such programs report: memory that runs out, on GPUs and on hosts; sizes that do not
-divide; groups that hang; settings that are silently dropped; sequences that do not fit; engines larger than a node.
+The list follows reports of users of such programs: memory running out, on GPUs and on hosts; indivisible sizes; hanging
+groups; silently dropped settings; sequences without room; engines larger than a node.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ),
     # ---- memory of a host
     ("pinned references", "cluster.host_memory_gib=76", ["reference 65.6", "95% on Ray"]),
-    # ---- what does not divide
+    # ---- indivisible sizes
     ("heads", "policy.layout.tensor=8", ["4 key/value heads", "policy.layout.tensor=4"]),
     ("experts", "policy.layout.expert=6 policy.ranks=24", ["does not divide the model's 128 experts", ".expert=8"]),
     ("layers", "policy.layout.pipeline=32 policy.layout.tensor=1 policy.layout.expert=1", ["48 layers", ".pipeline="]),
@@ -106,7 +106,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ["leaves 96 columns of an expert", "multiples of 128; allowed is rollout.tensor 1, 2, or", "rollout.tensor=2"],
     ),
     ("mini-batches", "data.mini_batch_prompts=100", ["512", "data.mini_batch_prompts=128"]),
-    # ---- what would hang or train wrong
+    # ---- settings with a hang or wrong training
     (
         "experts replicated without their gradients summed",
         "policy.layout={tensor: 4, expert: 1, expert_tensor: 1} policy.layout.pipeline=4",
@@ -133,7 +133,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ),
     # ---- sequences
     ("longer than the model", "rollout.max_prompt_tokens=60000", ["40960", "rollout.max_prompt_tokens=30000"]),
-    # ---- values outside of their own range
+    # ---- values out of range
     (
         "no bucket",
         "weights.bucket_mib=0",
@@ -174,7 +174,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "cluster.nodes=8 policy.ranks=64 rollout.engines=16",
         ["policy.ranks=32 rollout.engines=4"],
     ),
-    # ---- settings that others drop in silence
+    # ---- settings dropped silently by other programs
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
     ("an unknown model", "model.path=models/GPT-5", ["Qwen3-30B-A3B", "config.json"]),
 ]
@@ -188,7 +188,7 @@ ALONE = (
     "config.json",
     "reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared",
 )
-"""What stands in place of settings to paste."""
+"""Fixes without settings to paste."""
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_it_is_refused_with_a_mend_that_works(
 
 
 def split(text: str) -> list[str]:
-    """`a=1 b={c: 2, d: 3}` → its settings."""
+    """Splits a text like `a=1 b={c: 2, d: 3}` into its settings."""
     parts: list[str] = []
     for word in text.split():
         if "=" in word:

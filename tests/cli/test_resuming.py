@@ -1,4 +1,4 @@
-"""What a resumed run is told of its settings, before anything starts."""
+"""Messages about changed settings of a resumed run, before any start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT = "model.build={hidden: 64}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of 4 steps that has a checkpoint of step 2: 8 of its 20 prompts are drawn."""
+    """Returns a run of 4 steps with a checkpoint of step 2: 8 of its 20 prompts are used."""
     run = tmp_path / "runs" / "r"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump(config(tmp_path)))
@@ -152,5 +152,5 @@ def test_other_rows_under_the_same_name_are_told(folder: Path) -> None:
     again = stream_of(given, 20)
     again.restore(stream.state())
     assert (again.position, again.state()["rows"]) == (8, fingerprint([file])) != (8, stream.state()["rows"])
-    file.unlink()  # `data.prepare` makes it again
+    file.unlink()  # `data.prepare` writes the file again
     assert resuming.changes(given) == []

@@ -1,4 +1,4 @@
-"""`--simulate`: its tables, its advice, and what it refuses."""
+"""`--simulate`: its tables, its advice, and its errors."""
 
 from __future__ import annotations
 
@@ -152,18 +152,18 @@ def test_where_the_given_engines_leave_the_policy_no_gpu_others_are_tried() -> N
 
 
 def test_other_engines_keep_the_blocks_of_fp8() -> None:
-    """Experts of 768 columns: of two workers each has three blocks of 128, of four one and a half."""
+    """Checks engine sizes for experts of 768 columns: three blocks of 128 per worker of two, one and a half of four."""
     options = "rollout.options={quantization: fp8_per_block}"
     for wire, expected in (("fp8", {2}), ("auto", {2, 4, 8})):
         config = compose(FILE, [*SMALL, "rollout.tensor=2", f"weights.wire={wire}", options])
         hf, _ = checked(config)
         split = simulate_choices.splits(config, hf)[0]
-        found = {dict(each)["rollout.tensor"] for each in simulate_choices.engines(config, split, hf)}
-        assert found - {1} == expected
+        tensor_sizes = {dict(each)["rollout.tensor"] for each in simulate_choices.engines(config, split, hf)}
+        assert tensor_sizes - {1} == expected
 
 
 def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
-    """The settings as they are, and others, with steps of so many seconds."""
+    """Returns a comparison of the given settings and other settings, with steps of these seconds."""
     config = compose(FILE)
     apart = (("cluster.shared", False), ("residency.keep", None), ("policy.ranks", 16), ("rollout.engines", 2))
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0, calls_filled=0.5)
@@ -206,7 +206,7 @@ def test_other_engines_are_among_what_is_advised() -> None:
 
 
 def asynchronous(c: Comparison, number: int) -> Comparison:
-    """A row's settings are those that were given, with asynchrony."""
+    """Returns the comparison with row `number` as the given settings, with asynchrony."""
     row = c.rows[number]
     config = changed(row.choice.config, (("asynchrony.mode", "full"), ("asynchrony.max_staleness", 3)))
     rows = [replace(each, choice=Choice("full", 3, config, ())) if each is row else each for each in c.rows]
@@ -247,7 +247,7 @@ def test_what_was_played_and_what_holds_it_up_is_said() -> None:
 
 
 def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
-    """Rows whose calls of environments take these shares of a step."""
+    """Returns rows whose environment calls fill these shares of a step."""
     given = tuple((f"environment.{key}", value) for key, value in environment.items())
     pairs = zip(c.rows, filled, strict=True)
     rows = [replace(row, outcome=replace(row.outcome, calls_filled=share)) for row, share in pairs]
@@ -332,7 +332,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
 def test_what_is_wrong_is_told_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_mega.cli.dry_run.checked", lambda config: ({}, []))  # seconds, for what is told before
+    monkeypatch.setattr("skyrl_mega.cli.dry_run.checked", lambda config: ({}, []))  # seconds, for the earlier messages
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert said in error and error.count("\n") == 0
@@ -347,7 +347,7 @@ def test_a_broken_file_of_a_run_is_told_in_one_line(capsys: pytest.CaptureFixtur
 
 
 def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_optimizer() -> None:
-    """The file has its experts over 8 ranks, which is all of them."""
+    """Splits a node of eight; the file spreads the experts over all 8 ranks."""
     given = [
         "cluster.nodes=1",
         "policy.ranks=8",
@@ -357,9 +357,11 @@ def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_op
     ]
     config = compose("configs/searchr1_30b.yaml", given)
     hf, _ = checked(config)
-    found = [dict(split) for split in simulate_choices.splits(config, hf)]
-    assert found and all(split["policy.layout.expert"] < 8 and split["policy.optimizer.streamed"] for split in found)
-    assert all(gpus_needed(changed(config, tuple(split.items()))) <= 8 for split in found)
+    split_settings = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert split_settings and all(
+        split["policy.layout.expert"] < 8 and split["policy.optimizer.streamed"] for split in split_settings
+    )
+    assert all(gpus_needed(changed(config, tuple(split.items()))) <= 8 for split in split_settings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A policy's layers are those that the settings ask for, or the run is refused before it starts."""
+"""The layer spec of a policy: as set, or an error before the start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_gpu_without_transformer_engine_is_refused_by_name(inputs: Path) -> No
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_with_transformer_engine_is_taken(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its compiled module lies in a folder that only its own import looks into: packages are what can be asked for."""
+    """Finds Transformer Engine by its packages: only its own import looks into the folder of its compiled module."""
     installed = [SimpleNamespace(name=name) for name in ("transformer_engine", "transformer_engine_torch")]
     monkeypatch.setattr("importlib.metadata.distributions", lambda: installed)
     devices = ["cluster.device=cuda", "policy.ranks=1", "rollout.engines=1"]
@@ -63,7 +63,9 @@ def test_transformer_engine_on_a_cpu_is_refused(inputs: Path) -> None:
 
 
 def test_an_environment_for_gpus_is_refused_on_a_cpu(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its vLLM finds no device there: every engine would end at its start, minutes later."""
+    """Runs the GPU environment on a CPU: without an error, every engine would end minutes later because vLLM finds no
+    device.
+    """
     versions: dict[str, str] = {}
 
     def version(name: str) -> str:
@@ -98,7 +100,7 @@ def test_an_environment_for_gpus_is_refused_on_a_cpu(inputs: Path, monkeypatch: 
 def test_a_rank_says_why_transformer_engine_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Whatever it raises: megatron-core would go on without it on an ImportError."""
+    """Fails the import with any error: megatron-core alone would continue after an ImportError."""
 
     def fail(name: str) -> None:
         assert name == "transformer_engine.pytorch"
@@ -107,8 +109,8 @@ def test_a_rank_says_why_transformer_engine_cannot_be_imported(
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(UserError) as refused:
         require_transformer_engine()
-    told = str(refused.value)
-    assert f"{type(error).__name__}: {error}" in told and "policy.spec=local" in told and "\n" not in told
+    message = str(refused.value)
+    assert f"{type(error).__name__}: {error}" in message and "policy.spec=local" in message and "\n" not in message
 
 
 def test_a_rank_on_cuda_asks_before_it_touches_the_device(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

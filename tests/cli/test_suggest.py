@@ -1,4 +1,4 @@
-"""What `--suggest` finds where policy and engines take turns, and how long it takes."""
+"""Results and duration of `--suggest` with policy and engines on shared GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 60
 
 
 def pipeline(overrides: list[str]) -> int:
-    """Stages of a suggestion."""
+    """Returns the pipeline stages of a suggestion."""
     return next(int(text.partition("=")[2]) for text in overrides if text.startswith("policy.layout.pipeline="))
 
 
@@ -36,7 +36,7 @@ def suggestion(seconds: float, stages: int, peak: int) -> Suggestion:
 
 
 def crowded(s: Suggestion) -> bool:
-    """By the peak that the test gave it."""
+    """Returns True if the test gave the suggestion a peak."""
     return s.peak > 0
 
 
@@ -111,21 +111,21 @@ ONE_NODE = [
 def test_an_optimizer_is_streamed_only_beside_parameters_that_take_it(
     capsys: pytest.CaptureFixture[str], parameters: str
 ) -> None:
-    """Of one node, where nothing fits with the optimizer on the GPUs."""
+    """Searches a node where nothing fits with the optimizer on the GPUs."""
     file, given = Path("configs/searchr1_30b.yaml"), [*ONE_NODE, f"policy.precision.parameters={parameters}"]
     code = main(["--config", str(file), *given, "--suggest", "8", "--json"])
-    found = json.loads(capsys.readouterr().out)["found"]
-    streamed = [s for s in found if "policy.optimizer.streamed=true" in s["overrides"]]
-    assert code == (0 if found else 2)
+    suggestions = json.loads(capsys.readouterr().out)["found"]
+    streamed = [s for s in suggestions if "policy.optimizer.streamed=true" in s["overrides"]]
+    assert code == (0 if suggestions else 2)
     assert bool(streamed) == (parameters == "model")
-    for suggestion in found:
+    for suggestion in suggestions:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
 
 
 def room(config: Config) -> str:
-    """How the dry run's note on memory begins."""
+    """Returns the beginning of the dry run's note on memory."""
     return next((note.split(":")[0] for note in noted(config) if note.startswith(("close:", "tight:"))), "")
 
 
@@ -188,15 +188,15 @@ SERVED = ["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", "rollout.
 def test_engines_have_the_blocks_of_the_policy_where_some_have(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Qwen3-4B an engine over eight GPUs, the fastest, has parts that are no multiple of a block."""
+    """Searches for Qwen3-4B: the fastest engine, over eight GPUs, has parts off the block size."""
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
     for settings, sizes in (([], {8}), (SERVED, {4})):
         assert main(["--config", "configs/dapo_4b.yaml", *settings, "--suggest", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        result = json.loads(capsys.readouterr().out)
         assert {f"rollout.tensor={size}" for size in sizes} == {
-            text for s in found["found"] for text in s["overrides"] if text.startswith("rollout.tensor=")
+            text for s in result["found"] for text in s["overrides"] if text.startswith("rollout.tensor=")
         }
-        assert found["notes"] == []
+        assert result["notes"] == []
 
 
 def test_engines_with_other_blocks_are_named(

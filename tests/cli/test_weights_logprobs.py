@@ -1,4 +1,6 @@
-"""`python -m skyrl_mega.weights logprobs`: pairs, verdict and worst tokens on made figures; then real processes."""
+"""`python -m skyrl_mega.weights logprobs`: pairs, verdict and worst tokens on artificial figures, then on real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -102,17 +104,17 @@ def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.Captu
 
 
 def of_transformers(path: Path, answers: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
-    """Log-probs of each sequence's tokens but the first: its logits, and the rest in plain Python."""
+    """Returns log-probs of each sequence's tokens except the first: logits of transformers, else plain Python."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = []
+    logprobs = []
     for tokens in answers:
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0].tolist()
-        found.append([])
+        logprobs.append([])
         for row, token in zip(logits[:-1], tokens[1:], strict=True):
             total = math.fsum(math.exp(logit / temperature) for logit in row)
-            found[-1].append(row[token] / temperature - math.log(total))
-    return found
+            logprobs[-1].append(row[token] / temperature - math.log(total))
+    return logprobs
 
 
 def test_transformers_is_asked_for_each_sequence_at_the_temperature(tmp_path: Path) -> None:
@@ -126,13 +128,13 @@ def test_transformers_is_asked_for_each_sequence_at_the_temperature(tmp_path: Pa
 
 
 def sequences(worst: list[dict[str, Any]], tokenizer: Any) -> dict[int, list[int]]:
-    """The tokens of each sample, of what is shown before its last one; a token that ends an answer is not shown."""
-    found = {}
+    """Returns the tokens of each sample from the texts shown before its last token; a final end token is not shown."""
+    tokens_by_sample = {}
     for last in sorted(worst, key=lambda w: w["position"]):
         tokens = tokenizer.encode(last["text"][1:-1].replace("\\n", "\n"), add_special_tokens=False)
-        found[last["sample"]] = [*tokens, tokenizer.eos_token_id][: last["position"] + 1]
-        assert len(found[last["sample"]]) == last["position"] + 1
-    return found
+        tokens_by_sample[last["sample"]] = [*tokens, tokenizer.eos_token_id][: last["position"] + 1]
+        assert len(tokens_by_sample[last["sample"]]) == last["position"] + 1
+    return tokens_by_sample
 
 
 @pytest.mark.nightly
@@ -165,7 +167,7 @@ def test_engine_policy_and_transformers_agree_in_float32(tmp_path: Path) -> None
         (ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)
     ]  # fmt: skip
     assert found["pairs"][-1]["most"] == 0 and found["agree"]
-    # All tokens are shown, so that every figure can be computed here.
+    # All tokens are shown, so every figure can be computed here.
     worst = found["worst"]
     told = sequences(worst, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
     assert sorted(told) == list(range(16)) and len(worst) > 50

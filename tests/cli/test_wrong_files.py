@@ -1,4 +1,4 @@
-"""Whatever a model's, a tokenizer's or a data file holds: one line that names the file, before any process starts."""
+"""Broken model, tokenizer and data files: a one-line message with the file's name before any process starts."""
 
 from __future__ import annotations
 
