@@ -1,7 +1,7 @@
-"""The formula of a layer's activations against what autograd saves in a real megatron-core layer.
+"""The formula of a layer's activations against the tensors saved by autograd in a real megatron-core layer.
 
-Attention and norm save here what the fused kernels of a GPU save (query, key, value, output and normaliser; input and
-scale), and everything else is megatron-core's own; so this proves the sum, not those kernels.
+Attention and norm save the tensors of a GPU's fused kernels (query, key, value, output and normaliser; input and
+scale); the rest is megatron-core's own. The tests therefore prove the sum, not these kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = {
 
 
 class Fused(torch.autograd.Function):
-    """Saves what flash attention saves."""
+    """A function that saves the tensors of flash attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Fused(torch.autograd.Function):
 
 
 class FusedNorm(torch.autograd.Function):
-    """Saves what a fused RMSNorm saves."""
+    """A function that saves the tensors of a fused RMSNorm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> int:
-    """Bytes that the second layer keeps for its backward pass, each storage once, without parameters."""
+    """Returns the bytes kept by the second layer for its backward pass, each storage once, without parameters."""
     layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
     options = {"bias_activation_fusion": True} if fused else {}
@@ -74,22 +74,22 @@ def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> i
     batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
     micro = pack(batch, context=1, context_rank=0, tensor=1)
     parameters = {p.untyped_storage().data_ptr() for p in opened.params.values()}
-    found: list[dict[int, int]] = []
-    alive: list[Tensor] = []  # so that no address is used twice
+    storages: list[dict[int, int]] = []
+    alive: list[Tensor] = []  # keeps addresses unique
 
     def keep(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if found and storage.data_ptr() not in parameters:
-            found[-1][storage.data_ptr()] = storage.nbytes()
+        if storages and storage.data_ptr() not in parameters:
+            storages[-1][storage.data_ptr()] = storage.nbytes()
         alive.append(t)
         return t
 
     model = opened.chunks[0].train()
     for part in (*unwrap_gpt(model).decoder.layers, unwrap_gpt(model).decoder.final_layernorm):
-        part.register_forward_pre_hook(lambda *_: found.append({}))
+        part.register_forward_pre_hook(lambda *_: storages.append({}))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)
-    return sum(found[1].values())
+    return sum(storages[1].values())
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> i
     [*((model, "none", False) for model in MODELS), ("experts", "moe", False), ("dense", "none", True)],
 )
 def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, fused: bool, tmp_path: Path) -> None:
-    """megatron-core's fused activation function is in its local layers too, where `policy.options` asks for it."""
+    """Compares a layer, also with megatron-core's fused activation function if set in `policy.options`."""
     build(MODELS[model], tmp_path / "model")
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
     kernels = frozenset({"swiglu"} if fused else ())
     formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute, fused=kernels)
-    found = run_ranks(1, saved, tmp_path / "model", recompute, fused)[0]
-    assert formula == pytest.approx(found, rel=0.05)
+    actual = run_ranks(1, saved, tmp_path / "model", recompute, fused)[0]
+    assert formula == pytest.approx(actual, rel=0.05)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_recomputed_needs_less_the_more_it_is(model: str) -> None:
-    """A dense layer of Transformer Engine's has no part that costs next to no time: selective is none there."""
+    """Compares the recompute settings: Transformer Engine's dense layer has no cheap part, so selective equals none."""
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
     none, selective, moe, full = (
@@ -122,7 +122,7 @@ def test_what_is_recomputed_needs_less_the_more_it_is(model: str) -> None:
 
 @pytest.mark.parametrize(("away", "there"), [(0, 6), (2, 5), (3, 4), (6, 2), (9, 2)])
 def test_what_layers_keep_in_host_memory_is_not_on_the_device(away: int, there: int) -> None:
-    """As many as `tests/megatron/test_activation_offload.py` counts."""
+    """Compares with the layers counted by `tests/megatron/test_activation_offload.py`."""
     model = replace(MODELS["experts"], layers=6)
     hf = hf_config(model)
     d = architecture(hf).describe(hf)

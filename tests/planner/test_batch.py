@@ -1,4 +1,4 @@
-"""Batch arithmetic against the balancer that deals real batches, and schedules against megatron-core's own."""
+"""Batch arithmetic against the balancer of real batches, and schedules against megatron-core's own."""
 
 from __future__ import annotations
 
@@ -49,23 +49,26 @@ def test_micro_batches_are_those_of_the_balancer(
 @pytest.mark.parametrize("recipe", ["model", "fp8_current", "fp8_blockwise"])
 @pytest.mark.parametrize("parallel", [ParallelDims(8, tensor=8), ParallelDims(8, tensor=2, context=4)], ids=str)
 def test_padding_is_that_of_the_packing(recipe: str, parallel: ParallelDims) -> None:
-    """Of rows of random lengths, on average; and no row is longer than the longest that memory is planned for."""
+    """Compares the mean padding of rows of random lengths; no row exceeds the planned longest row."""
     config = Config()
     config.cluster.device, config.policy.precision.recipe = "cuda", recipe
     config.data.prompts_per_step, config.data.samples_per_prompt = 64, 8
     config.policy.micro_tokens = 20_000
     config.rollout.max_prompt_tokens = config.rollout.sampling.max_tokens = 3000
-    made = batch(config, parallel)
+    planned = batch(config, parallel)
     rng = np.random.default_rng(0)
-    rows, each = row_multiple(config.policy.precision, "te"), round(made.trajectories / (made.data * made.usual))
+    rows, each = (
+        row_multiple(config.policy.precision, "te"),
+        round(planned.trajectories / (planned.data * planned.usual)),
+    )
     added = []
     for _ in range(1000):
-        lengths = torch.from_numpy(rng.integers(1, 2 * int(made.mean), each))
+        lengths = torch.from_numpy(rng.integers(1, 2 * int(planned.mean), each))
         padding = int((padded_lengths(lengths, parallel.context, parallel.tensor, rows)).sum() - lengths.sum())
-        if lengths.sum() <= made.budget:
-            assert lengths.sum() + padding <= made.row.tokens * parallel.context
+        if lengths.sum() <= planned.budget:
+            assert lengths.sum() + padding <= planned.row.tokens * parallel.context
         added.append(padding)
-    assert made.padding == pytest.approx(np.mean(added), rel=0.1)
+    assert planned.padding == pytest.approx(np.mean(added), rel=0.1)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -79,5 +82,5 @@ def test_micro_batches_in_flight_are_megatrons(stages: int, chunks: int, count: 
         total, all_in_warm_up, warm_up, _ = get_pp_rank_microbatches(
             count, chunks, stages, False, p2p_communicator=talk
         )
-        # The steady state goes one forward before it goes one backward.
+        # The steady state runs one forward before each backward.
         assert in_flight(parallel, pp, count) == (total if all_in_warm_up else warm_up + 1)

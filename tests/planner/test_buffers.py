@@ -58,17 +58,17 @@ CASES: list[tuple[str, int, dict[str, int], torch.dtype, bool]] = [
 def allocated(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """Bytes of the storages of parameters, gradients and optimizer state after an optimizer step."""
+    """Returns the storage bytes of parameters, gradients and optimizer state after an optimizer step."""
     return bytes_of(layouts.open_rank(rank, address, path, parallel, policy, dtype))
 
 
 def bytes_of(opened: ModelWorker) -> tuple[int, int, int]:
-    """The same of a rank."""
+    """Returns the storage bytes of an opened rank."""
     parameters = list(opened.params.values())
     gradients = [p.main_grad for p in parameters if p.requires_grad]  # type: ignore[attr-defined]
     for gradient in gradients:
-        gradient.fill_(1e-3)  # without one there is no step
-    opened.optimizer.step()  # Adam allocates its moments in the first one
+        gradient.fill_(1e-3)  # a step needs gradients
+    opened.optimizer.step()  # Adam allocates its moments in the first step
     state: list[torch.Tensor] = []
     for part in getattr(opened.optimizer, "chained_optimizers", [opened.optimizer]):
         for group in part.optimizer.param_groups:
@@ -81,7 +81,7 @@ def bytes_of(opened: ModelWorker) -> tuple[int, int, int]:
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Address → bytes of the memory behind the tensors, each once."""
+    """Returns the bytes of the storages behind the tensors by address, each storage once."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
@@ -118,14 +118,16 @@ def test_bytes_are_megatrons_own(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
 def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -> None:
-    """And of the parameter of which a rank trains most, as much as a step brings to the device at least."""
+    """Compares smaller moments, and the largest trained part of a parameter: a step moves at least this part to the
+    device.
+    """
     parallel, hf = layouts.layout(2, expert=2), hf_config(MODELS["moe"])
     policy = layouts.policy_config(optimizer=OptimizerConfig(moments="bfloat16", beta2=0.95))
     d = architecture(hf).describe(hf)
-    for rank, (*found, largest) in enumerate(run_ranks(2, with_largest, models["moe"], parallel, policy, dtype)):
+    for rank, (*actual, largest) in enumerate(run_ranks(2, with_largest, models["moe"], parallel, policy, dtype)):
         at = parallel.coordinates(rank)
         counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
-        assert [counted.weights, counted.gradients, counted.optimizer, counted.largest] == [*found, largest]
+        assert [counted.weights, counted.gradients, counted.optimizer, counted.largest] == [*actual, largest]
 
 
 def with_largest(rank: int, address: str, path: Path, parallel: ParallelDims, policy: Any, dtype: torch.dtype) -> Any:
@@ -136,7 +138,7 @@ def with_largest(rank: int, address: str, path: Path, parallel: ParallelDims, po
 
 
 def bucketed(rank: int, address: str, *args: Any) -> tuple[int, int, int]:
-    """`allocated`, with buckets of a thousand elements."""
+    """Runs `allocated` with buckets of a thousand elements."""
     small = partial(policy_build.DistributedDataParallelConfig, bucket_size=1000)
     with mock.patch.object(policy_build, "DistributedDataParallelConfig", small):
         return allocated(rank, address, *args)

@@ -1,4 +1,4 @@
-"""What each rank writes to a checkpoint: every element once, evenly, and as many bytes as real ranks write."""
+"""Bytes written to a checkpoint by each rank: every element once, evenly, and equal to real ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES: list[tuple[str, int, dict[str, int], bool]] = [
 
 
 def owned(d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, freeze: bool) -> tuple[dict[str, Run], ...]:
-    """The runs that megatron-core's distributed optimizer trains on a rank, and what is frozen, by parameter."""
+    """Returns the runs trained on a rank by megatron-core's distributed optimizer, and the frozen parameters."""
     at, trained, frozen = parallel.coordinates(rank), {}, {}
     for number in range(parallel.virtual_pipeline):
         names = np.array([name for name in shard.params if name.startswith(f"{number}.")])
@@ -71,7 +71,7 @@ def owned(d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, freeze: b
 
 
 def plan(d: Decoder, parallel: ParallelDims, rank: int, spec: Spec, freeze: bool) -> tuple[list[FlatPiece], set[str]]:
-    """The boxes that a rank writes, and which of its parameters are frozen."""
+    """Returns the boxes written by a rank, and the frozen parameters."""
     shard = megatron.shard(d, parallel, rank, spec, huggingface.tensors(d))
     trained, frozen = owned(d, parallel, rank, shard, freeze)
     return flat_pieces(shard, dist_checkpoint.runs_to_write(d, parallel, rank, shard, trained, frozen)), set(frozen)
@@ -80,7 +80,7 @@ def plan(d: Decoder, parallel: ParallelDims, rank: int, spec: Spec, freeze: bool
 @pytest.mark.parametrize("spec", ["local", "te"])
 @pytest.mark.parametrize(("model", "ranks", "sizes", "freeze"), CASES)
 def test_every_element_is_written_once(model: str, ranks: int, sizes: dict[str, int], freeze: bool, spec: Spec) -> None:
-    """Whatever names a layer spec gives its parameters; so a checkpoint of one is read by the other."""
+    """Counts writes for every layer spec: its parameter names vary, and each spec reads the other's checkpoint."""
     d = architecture(hf_config(MODELS[model])).describe(hf_config(MODELS[model]))
     parallel = layouts.layout(ranks, **sizes)
     count = {name: np.zeros(shape, int) for name, shape in huggingface.tensors(d).items()}
@@ -105,16 +105,16 @@ def published() -> Iterator[Any]:
 @pytest.mark.parametrize(("ranks", "tensor", "spec"), published())
 @pytest.mark.parametrize("freeze", [False, True])
 def test_thirty_billion_parameters_are_written_evenly(ranks: int, tensor: int, spec: Spec, freeze: bool) -> None:
-    """Within 5 % of an even share, each rank from its own memory: no byte goes to another rank, let alone a node."""
+    """Checks for an even share within 5 %, each rank writing from its own memory without traffic between ranks."""
     d, parallel = large("Qwen/Qwen3-30B-A3B", ranks, tensor=tensor, expert=8)
     shapes = huggingface.tensors(d)
     elements = dict.fromkeys(shapes, 0)
     size = []
     for rank in range(ranks):
         pieces, frozen = plan(d, parallel, rank, spec, freeze)
-        own = megatron.shard(d, parallel, rank, spec, shapes)
+        local_shard = megatron.shard(d, parallel, rank, spec, shapes)
         held: dict[str, list[Any]] = {}
-        for piece in own.pieces:
+        for piece in local_shard.pieces:
             held.setdefault(piece.tensor, []).append(piece.box)
         for piece in pieces:
             assert any(piece.box.intersect(box) == piece.box for box in held[piece.tensor])
@@ -132,7 +132,7 @@ def test_thirty_billion_parameters_are_written_evenly(ranks: int, tensor: int, s
 
 
 def test_the_index_of_thirty_billion_parameters_is_small_and_read_at_once(tmp_path: Path) -> None:
-    """Files with the headers of 32 ranks and holes where the data would be."""
+    """Reads files with the headers of 32 ranks and holes in place of the data."""
     d, parallel = large("Qwen/Qwen3-30B-A3B", 32, tensor=2, expert=8)
     shapes, files = huggingface.tensors(d), {}
     for rank in range(32):

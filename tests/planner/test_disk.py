@@ -1,4 +1,4 @@
-"""The size of a checkpoint against one that is really written, from two layouts."""
+"""The planned size of a checkpoint against a real checkpoint, from two layouts."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_a_checkpoint_is_as_large_as_it_is_said_to_be(
     assert said.kept == 3 * said.checkpoint
     config.algorithm.advantage = "gae"
     with_critic = disk(config, architecture(hf).describe(hf))
-    less = 12 * (VOCABULARY - 1) * MODEL.hidden  # one row in the place of the output projection
+    less = 12 * (VOCABULARY - 1) * MODEL.hidden  # a single row in place of the output projection
     assert with_critic.checkpoint == 2 * said.checkpoint - less and with_critic.export == said.export

@@ -1,4 +1,4 @@
-"""What dynamic sampling draws, and what it costs, by the planner's assumption."""
+"""Prompts and costs of dynamic sampling, by the planner's assumption."""
 
 from __future__ import annotations
 

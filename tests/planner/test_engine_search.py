@@ -1,4 +1,4 @@
-"""The engines that a search puts beside a policy, against trying every share of every cut with every choice."""
+"""The search for engines next to a policy, against trying every share of every cut with every choice."""
 
 from __future__ import annotations
 

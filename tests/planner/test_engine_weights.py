@@ -1,4 +1,4 @@
-"""What an engine worker holds in FP8, against the boxes of an FP8 wire, and what follows from it."""
+"""FP8 weights of an engine worker, against the boxes of an FP8 wire, and the consequences for memory and time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("given", [ONLINE, CHECKPOINT])
 def test_linear_layers_take_a_byte_and_their_scales(given: str) -> None:
-    """Counted from the parameters that an FP8 wire gives a worker, scales among them."""
+    """Compares with the parameters of a worker on an FP8 wire, scales included."""
     layout = architecture(HF).engine_layout(HF, 2)
     shard = with_scales(layout, quantised(layout.tensors)).shards[1]
     numbers = {piece.param for piece in shard.pieces if piece.tensor.endswith("_proj.weight")}
@@ -102,7 +102,7 @@ def test_a_cache_may_be_narrower_than_the_model() -> None:
 
 
 def test_decoding_reads_what_is_held() -> None:
-    """All of it where a step has so many tokens that they meet every expert."""
+    """Compares the bytes read with all weights: a step of this many tokens uses every expert."""
     for given in ((), (ONLINE,)):
         config = settings(*given)
         assert reads(config, D).weights(1e6) == pytest.approx(engine_bytes(config, D), rel=1e-9)

@@ -1,4 +1,4 @@
-"""Parameters in FP8 are refused where their blocks are not the wire's."""
+"""Errors for FP8 parameters with blocks other than the wire's."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def described(model: str) -> tuple[dict[str, Any], Any]:
     [(model, cut) for model in MODELS for cut, of in CUTS.items() if "moe" in model or of.expert == 1],
 )
 def test_two_sizes_decide_for_the_whole_layout(model: str, cut: str) -> None:
-    """As the layout of all ranks has it, stages and expert parallelism included."""
+    """Compares with the layout of all ranks, stages and expert parallelism included."""
     hf, d = described(model)
     parallel = CUTS[cut]
     layout = architecture(hf).megatron_layout(hf, parallel, "te")
-    found = fp8_blocks.differing_tensor(d, parallel.tensor, parallel.expert_tensor)
-    assert (found is None) == (without_own_blocks(layout, quantised(layout.tensors)) is None)
+    tensor = fp8_blocks.differing_tensor(d, parallel.tensor, parallel.expert_tensor)
+    assert (tensor is None) == (without_own_blocks(layout, quantised(layout.tensors)) is None)
 
 
 def test_both_are_found() -> None:
@@ -68,7 +68,7 @@ def test_parameters_in_fp8_are_refused_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_no_layout_is_offered_that_is_then_refused(model: str) -> None:
-    """`--suggest` finds those alone whose blocks are the wire's, and all of these."""
+    """Checks `--suggest` for exactly the layouts with the wire's blocks."""
     _, d = described(model)
     config = Config()
     config.cluster.device = "cuda"

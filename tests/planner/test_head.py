@@ -1,4 +1,4 @@
-"""The head's memory: which head a run has, and the bytes of either."""
+"""Memory of the output head: the choice of the head, and the bytes of either head."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_the_fused_heads_bytes(model: str, hidden: int, tensor: int) -> None:
     backward, forward = logits(d, parallel, tokens, 2, None)
     splits = -(-rows // (-(-rows // (33 * 256)) * 256))
     assert forward == 5 * 4 * splits * tokens
-    # A chunk as wide as the hidden states in bfloat16, their gradient in float32, and the weight's in bfloat16, or that
-    # twice where it is added to another.
+    # A chunk as wide as the hidden states in bfloat16, its gradient in float32, and the weight's gradient in bfloat16,
+    # twice if added to another gradient.
     work, weight = tokens * hidden * (2 + 4), rows * hidden * 2
     assert backward == max(work + weight, 2 * weight)
     chunked = logits(d, parallel, tokens, 2, 1024)

@@ -1,4 +1,4 @@
-"""`policy.micro_tokens=null`: the largest that is tried and fits, by the dry run and by the run alike."""
+"""`policy.micro_tokens=null`: the largest fitting value, chosen alike by dry run and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes from one layer against every box of whole models, and the published counts."""
+"""Sizes from a single layer against every box of whole models, and the published counts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int
 
 @pytest.mark.parametrize(("name", "active"), [("Qwen3-30B-A3B", 3.35e9), ("Qwen3-235B-A22B", 22.2e9)])
 def test_what_a_token_meets_is_what_the_names_promise(name: str, active: float) -> None:
-    """3.3 and 22 · 10⁹ with the embedding, by the model cards."""
+    """Compares with the model cards: 3.3 and 22 · 10⁹ active parameters with the embedding."""
     hf = known(name)
     d = architecture(hf).describe(hf)
     assert flops(d).matrices / 2 + d.vocab * d.hidden == pytest.approx(active, rel=0.01)

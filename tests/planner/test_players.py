@@ -1,4 +1,4 @@
-"""Processes that play trajectories, in the plan of a node's memory."""
+"""Rollout workers in the plan of a node's memory."""
 
 from __future__ import annotations
 

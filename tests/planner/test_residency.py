@@ -1,4 +1,4 @@
-"""Phases of a GPU against sums by hand: what `config.residency` says is there, and nothing else."""
+"""Memory of a GPU by phase against sums by hand: exactly the parts listed by `config.residency`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model() -> Decoder:
 
 
 def shared(keep: list[str] | None, fraction: float = 0.6, kl: float = 0.001) -> Config:
-    """The 30B on two nodes, policy and engines on the same GPUs."""
+    """Returns the settings of the 30B on two nodes, policy and engines on the same GPUs."""
     c = Config()
     c.cluster.nodes, c.cluster.shared, c.cluster.device, c.cluster.gpu_memory_gib = 2, True, "cuda", 79.1
     c.policy.ranks, c.policy.recompute = 16, "full"
@@ -65,22 +65,22 @@ def shared(keep: list[str] | None, fraction: float = 0.6, kl: float = 0.001) -> 
 
 
 def by_hand(c: Config, phase: str) -> int:
-    """A shared GPU's bytes in a phase, from the pieces and the table alone."""
+    """Returns a shared GPU's bytes in a phase, from the pieces and the table alone."""
     d, keep = model(), set(PARTS) if c.residency.keep is None else set(c.residency.keep)
-    here = keep | set(NEEDS[phase])
+    resident = keep | set(NEEDS[phase])
     rank = policy_memory(c, d, PARALLEL, 0)
     total = c.cluster.gpu_reserve_gib * GIB + GIB + 3 * 64 * 2**20  # reserve, gaps, buckets of the sync
-    total += rank.state.weights * ("parameters" in here) + rank.state.gradients * ("gradients" in here)
-    total += rank.state.optimizer * ("optimizer" in here)
+    total += rank.state.weights * ("parameters" in resident) + rank.state.gradients * ("gradients" in resident)
+    total += rank.state.optimizer * ("optimizer" in resident)
     if phase == "logprobs":
         total += rank.activations.forward + rank.activations.forward_logits + SWAP * (c.algorithm.kl.coefficient > 0)
     if phase == "train":
         total += rank.activations.train + rank.activations.train_logits
     worker = engine_memory(c, d)
     total += OUTSIDE_BUDGET
-    if {"engine_weights", "kv_cache"} <= here:
+    if {"engine_weights", "kv_cache"} <= resident:
         return int(total) + int(c.rollout.memory_fraction * int(79.1 * GIB))
-    total += LIBRARIES + GRAPHS + worker.weights * ("engine_weights" in here) + worker.kv * ("kv_cache" in here)
+    total += LIBRARIES + GRAPHS + worker.weights * ("engine_weights" in resident) + worker.kv * ("kv_cache" in resident)
     return int(total)
 
 
@@ -93,7 +93,7 @@ def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None
     left = {phase: size - by_hand(c, phase) for phase in STEP}
     assert {phase: gpu.free(phase) for phase in STEP} == left
     assert gpu.least_free == min(left.values())
-    ranks = PolicyRanks(c, model(), PARALLEL)  # what a search counts with
+    ranks = PolicyRanks(c, model(), PARALLEL)  # the form used by a search
     assert all(ranks.peak_in(phase, keep) == gpu.policy.totals[phase] for phase in STEP)
     if min(left.values()) >= 0:
         fit.check(c, REAL["30B"], strict=True)
@@ -105,7 +105,7 @@ def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None
 @settings(max_examples=30, deadline=None)
 @given(keep=KEEPS, fraction=st.sampled_from([0.5, 0.7, 0.9]), strict=st.booleans())
 def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: float, strict: bool) -> None:
-    """By the estimates at their face, also where the refusal itself takes them with their margin."""
+    """Follows the fix of an error message, by estimates without margin, even if the error itself used the margin."""
     c = shared(keep, fraction)
     gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.least_free)
     assume(not gpu.fits(strict))
@@ -131,7 +131,7 @@ def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: fl
 
 
 def refused(c: Config, strict: bool = False) -> str:
-    """What a refusal says."""
+    """Returns the error message."""
     with pytest.raises(UserError) as caught:
         fit.check(c, REAL["30B"], strict=strict)
     return str(caught.value)
@@ -150,7 +150,7 @@ def refused(c: Config, strict: bool = False) -> str:
 def test_the_fewest_parts_that_may_leave_are_offered(
     gib: float | None, options: dict[str, int], offered: str | None
 ) -> None:
-    """Against every choice, at a share that needs much to leave, for hosts with more memory and less."""
+    """Compares with every choice, at a share with many parts moved, for hosts with more and less memory."""
     c = shared(None, 0.6, kl=0.0)
     c.cluster.host_memory_gib, c.rollout.options = gib, options
     choices = [[p for p in PARTS[:5] if p not in leaves] for n in range(6) for leaves in combinations(PARTS[:5], n)]
@@ -162,7 +162,7 @@ def test_the_fewest_parts_that_may_leave_are_offered(
 
 
 def problem(c: Config) -> str | None:
-    """What is wrong, by the estimates at their face."""
+    """Returns the error message by estimates without margin, or None."""
     try:
         check_residency(c)
         fit.check(c, REAL["30B"], strict=True)
@@ -182,7 +182,7 @@ def test_the_largest_share_is_that_of_the_fullest_stage() -> None:
 
 
 def test_everything_stays_where_nothing_is_said() -> None:
-    """All of the policy in every phase, an engine's whole share, nothing in host memory, no time."""
+    """Checks the default: the whole policy in every phase, an engine's full share, no host memory, no time."""
     c, d = shared(None, 0.3), model()
     rank, worker = policy_memory(c, d, PARALLEL, 0), engine_memory(c, d)
     held = rank.state.weights + rank.state.gradients + rank.state.optimizer + rank.sync + rank.reserve + rank.gaps
@@ -241,7 +241,7 @@ def test_a_streamed_optimizer_is_on_the_device_in_pieces_and_in_host_memory_alwa
         c.policy.optimizer.streamed = True
         whole, rank = policy_memory(plain, d, PARALLEL, 0), policy_memory(c, d, PARALLEL, 0)
         assert rank.streamed == whole.state.optimizer > 20 * GIB, "12 bytes of each parameter that it trains"
-        # An embedding of 151,936 × 2,048, of which a tensor-parallel rank has half and a data-parallel one an eighth.
+        # An embedding of 151,936 × 2,048: a tensor-parallel rank holds half, a data-parallel rank an eighth.
         largest = 151936 * 2048 // 2 * 12
         assert whole.state.largest <= largest
         masters = whole.state.optimizer // 3
@@ -262,7 +262,10 @@ def test_streaming_takes_an_optimizer_steps_bytes_over_the_link_both_ways_at_onc
     plain, c, d = shared(None, kl=0.0), shared(None, kl=0.0), model()
     c.policy.optimizer.streamed = True
     state = policy_memory(plain, d, PARALLEL, 0).state.optimizer
-    for node_gb_s, rate in ((1e4, 50e9), (400.0, 25e9)):  # of the node's memory a GPU has an eighth, for two directions
+    for node_gb_s, rate in (
+        (1e4, 50e9),
+        (400.0, 25e9),
+    ):  # an eighth of the node's rate, for two directions
         for each in (plain, c):
             each.cluster.rates.host_node_gb_s = node_gb_s
         longer = step_time(c, d, PARALLEL).train - step_time(plain, d, PARALLEL).train
@@ -293,7 +296,7 @@ def test_a_critic_and_a_reference_on_gpus_of_their_own() -> None:
 
 
 def test_the_table_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that a phase needs, by the table, is counted in it."""
+    """Adds a part to a phase of the table and expects its bytes in this phase."""
     c, d = shared([]), model()
     held, before = policy_memory(c, d, PARALLEL, 0).state, policy_memory(c, d, PARALLEL, 0).totals
     monkeypatch.setattr("skyrl_mega.config.residency.NEEDS", {**NEEDS, "sync": NEEDS["sync"] | {"optimizer"}})
@@ -320,7 +323,7 @@ def test_the_fullest_of_the_stages_is_looked_at() -> None:
 
 
 def test_rounded_weights_of_a_pass_are_counted_in_it() -> None:
-    """Qwen3-30B-A3B's own sizes: all but embedding and head of a rank with TP2 EP8, a byte for each direction."""
+    """Compares with Qwen3-30B-A3B's sizes: a byte per direction for a rank with TP2 EP8, except embedding and head."""
     c, d = shared([], kl=0.0), model()
     before = policy_memory(c, d, PARALLEL, 0)
     c.policy.precision.recipe = "fp8_blockwise"

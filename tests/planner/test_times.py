@@ -1,4 +1,4 @@
-"""Times that follow from every layer, not from the largest one."""
+"""Times computed from every layer instead of the largest layer."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def test_messages_are_those_of_every_layer(parallel: ParallelDims) -> None:
 
 
 def test_padding_for_fp8_is_computed_on() -> None:
-    """Of 1,024 tokens a row, half of which are padding on average; the recipe's products are those of bfloat16 here."""
+    """Pads rows to 1,024 tokens, with half a row of padding on average; the recipe's products equal bfloat16's here."""
     hf, parallel = MODELS["qwen3"], ParallelDims(8, tensor=8)
     d, config = architecture(hf).describe(hf), Config()
     config.cluster.device, config.cluster.rates.layer_us = "cuda", 0.0
     plain, _ = policy_times(config, d, parallel, batch(config, parallel))
     config.policy.precision.recipe = "fp8_blockwise"
-    made = batch(config, parallel)
-    padded, _ = policy_times(config, d, parallel, made)
-    tokens = made.trajectories * made.mean / made.data / made.usual  # of a micro-batch
-    assert made.padding == (1024 - 1) / 2
-    assert padded / plain == pytest.approx(1 + (made.padding - 3.5) / (tokens + 3.5), rel=0.02)
+    planned = batch(config, parallel)
+    padded, _ = policy_times(config, d, parallel, planned)
+    tokens = planned.trajectories * planned.mean / planned.data / planned.usual  # of a micro-batch
+    assert planned.padding == (1024 - 1) / 2
+    assert padded / plain == pytest.approx(1 + (planned.padding - 3.5) / (tokens + 3.5), rel=0.02)
 
 
 def test_counting_the_choices_of_experts_is_a_forward_pass() -> None:
@@ -88,7 +88,7 @@ def test_a_pass_for_old_log_probs_is_planned_where_one_optimizer_step_needs_it(c
     assert one_pass > 0
     config.algorithm = replace(config.algorithm, **change)
     _, planned = policy_times(config, d, parallel, made)
-    config.algorithm = AlgorithmConfig(kl=replace(config.algorithm.kl, where="loss"))  # a reference has its own pass
+    config.algorithm = AlgorithmConfig(kl=replace(config.algorithm.kl, where="loss"))  # a reference runs its own pass
     assert planned == pytest.approx(one_pass + policy_times(config, d, parallel, made)[1])
     config.algorithm = AlgorithmConfig(old_logprobs="engine")
     assert policy_times(config, d, parallel, several)[1] == 0.0
@@ -112,23 +112,23 @@ def test_greedy_answers_are_a_round_of_their_own() -> None:
 
 
 def test_slots_of_environments_bound_what_engines_run_at_once() -> None:
-    """As that many places of the engines do."""
+    """Compares environment slots with an equal number of engine slots."""
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d, config = architecture(hf).describe(hf), Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = 64, 4
     config.rollout.engines, config.rollout.concurrency = 2, 1024
-    made = batch(config, parallel)
-    unbounded = generate_time(config, d, made)
+    planned = batch(config, parallel)
+    unbounded = generate_time(config, d, planned)
     config.environment.slots = 256
-    assert generate_time(config, d, made) == unbounded, "all of a step"
+    assert generate_time(config, d, planned) == unbounded, "all of a step"
     config.environment.slots = 20
-    bounded = generate_time(config, d, made)
+    bounded = generate_time(config, d, planned)
     config.environment.slots, config.rollout.concurrency = None, 10
-    assert bounded == generate_time(config, d, made) > 1.5 * unbounded
+    assert bounded == generate_time(config, d, planned) > 1.5 * unbounded
     config.rollout.engines, config.rollout.concurrency = 8, 1024
     seconds = []
     for config.environment.slots in (1, 2, 4, 8, 9, 17, 33):
-        seconds.append(generate_time(config, d, made))
+        seconds.append(generate_time(config, d, planned))
     assert seconds == sorted(seconds, reverse=True) and len({*seconds}) == len(seconds)
     assert seconds[0] > 3 * seconds[2], "more engines than slots help nobody"
 
@@ -148,7 +148,7 @@ def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:
 @pytest.mark.parametrize("moved", [1, 2, 4, 6, 12])
 @pytest.mark.parametrize("slow", [0.3, 0.9, 1.5, 4.0])
 def test_copies_are_waited_for_where_the_layers_between_take_less_time(moved: int, slow: float) -> None:
-    """Against a simulation of both streams; `slow`: a copy's time in forward passes of a layer."""
+    """Compares with a simulation of both streams; `slow`: a copy's time in forward passes of a layer."""
     hf, parallel, config = MODELS["qwen3_moe"], ParallelDims(), Config()
     one = architecture(hf).describe(hf)
     d = replace(one.of_one_layer(one.layer(0)), order=(0,) * 12)
@@ -157,14 +157,17 @@ def test_copies_are_waited_for_where_the_layers_between_take_less_time(moved: in
         config
     )
     forward = copy / slow
-    found = _offload_wait(config, d, parallel, 4096, (forward, 2 * forward))
+    estimate = _offload_wait(config, d, parallel, 4096, (forward, 2 * forward))
     waited = sum(stalls(12, spread(12, moved), copy, seconds) for seconds in (forward, 2 * forward))
-    assert waited - 2.5 * copy <= found <= waited + 2.5 * copy
+    assert waited - 2.5 * copy <= estimate <= waited + 2.5 * copy
 
 
 def stalls(layers: int, moving: set[int], copy: float, seconds: float) -> float:
-    """Seconds that the computing stream waits in a forward pass: at the end of each layer that moves, for the copy of
-    the one before. A backward pass is the same from behind."""
+    """Returns the seconds of waiting in the computing stream of a forward pass.
+
+    At the end of each moved layer, the stream waits for the copy of the previous moved layer. A backward pass is the
+    same in reverse.
+    """
     now = free = waited = 0.0
     before: float | None = None
     for i in range(layers):
