@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages: Chromium without a window, spoken to over two pipes (no port is opened)."""
+"""A real browser for the tests of pages: headless Chromium, controlled over two pipes (no open port)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ PATIENCE_S = 180.0
 
 
 class NoBrowser(Exception):
-    """Chromium is installed and does not start here; the text is what it said."""
+    """Chromium is installed and does not start here; the text is its error output."""
 
 
 def program() -> str | None:
-    """Where Chromium is, if it is here."""
+    """Returns the path of Chromium, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 def sandbox() -> tuple[str, ...]:
-    """What Chromium is told of its own sandbox: it has none for root, nor where the kernel gives it no namespaces."""
+    """Returns Chromium's sandbox flags: root and kernels without namespaces need `--no-sandbox`."""
     spaces = ["unshare", "--user", "--pid", "--net", "--fork", "true"]
-    there = os.geteuid() != 0 and shutil.which(spaces[0]) is not None
-    if there and subprocess.run(spaces, capture_output=True, timeout=60).returncode == 0:
+    available = os.geteuid() != 0 and shutil.which(spaces[0]) is not None
+    if available and subprocess.run(spaces, capture_output=True, timeout=60).returncode == 0:
         return ()
     return ("--no-sandbox",)
 
 
 class Browser:
-    """One page.
-
-    `errors` are what its program and its content security policy complained of, `requests` the addresses it asked for.
+    """A single page. `errors` lists errors of its script and its content security policy, `requests` the requested
+    URLs.
     """
 
     def __init__(self, write: int, read: int) -> None:
@@ -60,11 +59,11 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def open(self, file: Path, fragment: str = "", width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Loads a page and waits until it stands."""
+        """Loads a page and waits until the load is complete."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
-        # From a blank page: from another place in the same one it would only scroll.
+        # Starts from a blank page: a move within the same page would only scroll.
         for url in ("about:blank", f"{file.absolute().as_uri()}{fragment}"):
             self._arrived.clear()
             self._call("Page.navigate", url=url)
@@ -73,7 +72,7 @@ class Browser:
                 self._message(deadline)
 
     def value(self, expression: str) -> Any:
-        """What an expression is in the page; a promise is waited for."""
+        """Returns the value of an expression in the page, after waiting for a promise."""
         answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
@@ -97,12 +96,12 @@ class Browser:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, file: Path, whole: bool = False) -> None:
-        """Writes what is seen as PNG."""
+        """Writes the visible page, or the whole page, as PNG."""
         shot = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
-        """Asks the browser to end, its own processes first."""
+        """Asks the browser to end, its child processes first."""
         self._session = ""
         self._call("Browser.close")
 
@@ -141,13 +140,13 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a profile folder of its own; it ends with the context.
+    """Yields a browser with a private profile folder, closed at the end of the context.
 
     Raises:
-        NoBrowser: It does not start.
+        NoBrowser: The browser does not start.
     """
-    found = program()
-    assert found
+    executable = program()
+    assert executable
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
@@ -156,11 +155,11 @@ def browser(profile: Path) -> Iterator[Browser]:
         os.dup2(high[0], 3)
         os.dup2(high[1], 4)
 
-    said = profile / "stderr.txt"
-    with said.open("wb") as log:
+    stderr = profile / "stderr.txt"
+    with stderr.open("wb") as log:
         process = subprocess.Popen(
-            [found, *FLAGS, *sandbox(), "--remote-debugging-pipe", f"--user-data-dir={profile}"],
-            env={**os.environ, "HOME": str(profile)},  # where it would keep reports of crashes
+            [executable, *FLAGS, *sandbox(), "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            env={**os.environ, "HOME": str(profile)},  # location of crash reports
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
@@ -174,7 +173,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         try:
             page = Browser(ours_out, ours_in)
         except (AssertionError, OSError) as error:
-            raise NoBrowser(f"{error}; {' '.join(said.read_text(errors='replace')[-500:].split())}") from None
+            raise NoBrowser(f"{error}; {' '.join(stderr.read_text(errors='replace')[-500:].split())}") from None
         yield page
         page.close()
         process.wait(PATIENCE_S)

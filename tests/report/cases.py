@@ -1,4 +1,4 @@
-"""Runs and trajectories for the tests of this room, made by hand."""
+"""Runs and trajectories for the tests of this package, written by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_mega.telemetry.trace import Span
 BEGAN = 1_770_000_000.0
 """Seconds since 1970 of a run's first event."""
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
-"""What a policy may write."""
+"""A hostile text of a policy."""
 
 STEPS = pa.list_(
     pa.struct(
@@ -35,11 +35,11 @@ STEPS = pa.list_(
         ]
     )
 )
-"""The column `steps` of files that say what happened when."""
+"""The type of the column `steps` in files with timed steps."""
 
 
 def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", **other: Any) -> Trajectory:
-    """One question, one answer: four tokens, of which the policy wrote the last two."""
+    """Returns a trajectory of one question and one answer: four tokens, the last two by the policy."""
     question = [{"role": "user", "content": "2*3 = ü?"}]
     t = Trajectory(
         Prompt(uid, question, "multiply", {"reward_spec": {"ground_truth": "6"}}),
@@ -60,7 +60,9 @@ def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", 
 
 
 def double() -> Trajectory:
-    """A worked example, a question, and two turns with an observation between them, the second under newer weights."""
+    """Returns a trajectory of a worked example, a question, and two turns around an observation, the second under newer
+    weights.
+    """
     prompt = [
         {"role": "user", "content": "example question"},
         {"role": "assistant", "content": "example answer"},
@@ -89,7 +91,7 @@ def double() -> Trajectory:
 
 
 def steps_of_double() -> list[dict[str, Any]]:
-    """What happened when in `double`, as the store writes it."""
+    """Returns the steps of `double` in the form of the store."""
     none = dict(at_s=0.0, generate_s=0.0, env_s=0.0, reward=None, finish=None, tool_calls=[])
     call = json.dumps({"name": "search", "arguments": {"query": "ü"}})
     return [
@@ -109,7 +111,7 @@ def steps_of_double() -> list[dict[str, Any]]:
 
 
 def with_steps(file: Path, steps: Sequence[list[dict[str, Any]]]) -> None:
-    """Gives a trajectory file the column `steps`, one list a row."""
+    """Adds the column `steps` to a trajectory file, a list per row."""
     table = pq.read_table(file)
     if "steps" in table.column_names:
         table = table.drop_columns(["steps"])
@@ -117,7 +119,7 @@ def with_steps(file: Path, steps: Sequence[list[dict[str, Any]]]) -> None:
 
 
 def run_folder(folder: Path, files: dict[int, list[Trajectory]] | None = None, model: str = "") -> Path:
-    """A run's folder with settings and trajectories."""
+    """Writes a run's folder with settings and trajectories."""
     folder.mkdir(parents=True)
     settings = {"run": {"name": folder.name, "steps": 4}, "model": {"path": model}, "rollout": {"options": {"seed": 1}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -139,13 +141,14 @@ def events(folder: Path, *rows: dict[str, Any]) -> None:
 
 
 def when(second: int) -> str:
-    """Returns the local time of an event that `events` wrote."""
+    """Returns the local time of an event written by `events`."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGAN + second))
 
 
 def timelines(folder: Path, steps: int, engines: int = 2, first: float = 1_770_000_000.0) -> None:
-    """Timelines of steps of 10 s each, one after another: engines have requests for the first 5 s, fewer and fewer,
-    and the policy trains from 5.5 to 8 s; then comes a sync of 1 s. A checkpoint of 2 s is before the second step."""
+    """Writes timelines of consecutive steps of 10 s: engines with decreasing requests for 5 s, training from 5.5 to 8
+    s, a sync of 1 s, and a checkpoint of 2 s before the second step.
+    """
     (folder / FOLDER).mkdir()
     at = first
     for number in range(1, steps + 1):
@@ -161,7 +164,7 @@ def timelines(folder: Path, steps: int, engines: int = 2, first: float = 1_770_0
         each = [
             ConcurrencySeries.from_intervals(times, [(e + 1) * count for count in counts], busy) for e in range(engines)
         ]
-        made = StepTimeline(
+        timeline = StepTimeline(
             number, shown, start, end, spans, each, ConcurrencySeries.from_intervals(times, counts, busy), 8
         )
-        (folder / FOLDER / file_name(number)).write_bytes(made.dumps())
+        (folder / FOLDER / file_name(number)).write_bytes(timeline.dumps())

@@ -1,4 +1,4 @@
-"""The pages in a real browser, where there is one."""
+"""The pages in a real browser, if installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 1: 300 short trajectories. Step 2: an evil one, one with two turns and what happened when."""
+    """Returns a run of two steps: 300 short trajectories, then a hostile trajectory and a trajectory of two timed
+    turns.
+    """
     folder = tmp_path_factory.mktemp("pages")
     (folder / "model").mkdir()
     write_tokenizer(folder / "model")
@@ -142,13 +144,13 @@ def test_keys_go_along_the_list_and_the_samples(browser: Browser, page: Path) ->
 
 
 def middle(browser: Browser, selector: str) -> Any:
-    """Where an element stands in the window."""
+    """Returns the position of an element's centre in the window."""
     box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
     return browser.value(f"(() => {{ const r = {box}; return [r.x + r.width / 2, r.y + r.height / 2]; }})()")
 
 
 def give(browser: Browser, selector: str, value: str) -> None:
-    """Fills in a field, as a person does."""
+    """Fills in a field, like a person."""
     browser.value(
         f"(() => {{ const field = document.querySelector({json.dumps(selector)}); field.value = {json.dumps(value)};"
         " field.dispatchEvent(new Event(field.tagName === 'SELECT' ? 'change' : 'input')); })()"

@@ -1,4 +1,4 @@
-"""Texts of single tokens add up to the text of all."""
+"""Texts of single tokens add up to the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = ["the cat sat on the mat", "naïve café, 中文 and 🙂", "  two  spac
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's and Llama 3's: any bytes are tokens, a character may be several."""
+    """Returns a tokenizer like Qwen's and Llama 3's: any bytes are tokens, a character may take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2's: the decoder drops the first space of a text."""
+    """Returns a tokenizer like Llama 2's: the decoder drops the first space of a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -1,4 +1,4 @@
-"""What was expected beside what was measured."""
+"""Expected values next to measured values."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STEP = {"kind": "step", "step": 1}
 
 
 def text_of(page: str) -> str:
-    """What a reader sees, without the program and the data."""
+    """Returns the text visible to a reader, without script and data."""
     return unescape(re.sub(r"<(style|script)\b.*?</\1>|<[^>]*>", "\n", page, flags=re.DOTALL))
 
 

@@ -1,4 +1,4 @@
-"""Pages as files: self-contained, escaped, and holding what they should."""
+"""Pages as files: self-contained, escaped, and complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.report.cases import EVIL, double, events, metrics, run_folder, single
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes, and the text of scripts and styles."""
+    """A parser that collects every element with its attributes, and the text of scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Elements(HTMLParser):
             self.texts[at] = self.texts.get(at, "") + data
 
     def blocks(self) -> dict[str, Any]:
-        """The packed blocks, unpacked."""
+        """Returns the packed blocks, unpacked."""
         return {
             str(attributes["id"]): json.loads(gzip.decompress(base64.b64decode(self.texts[at], validate=True)))
             for at, (tag, attributes) in enumerate(self.found)
@@ -58,7 +58,7 @@ def trajectories_page(run: Path) -> str:
 
 @pytest.fixture(params=["trajectories", "run"])
 def evil_page(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A page of each kind with hostile text wherever text can be."""
+    """Returns a page of each kind with hostile text in every place for text."""
     run = run_folder(tmp_path / "<b onclick=x>", {1: [single(text=EVIL, metadata={EVIL: EVIL})]}, model=EVIL)
     metrics(run, [{"step": 1, "reward/mean": 0.5, f"eval/{EVIL.replace('/', '')}/mean": 0.25}])
     events(run, {"kind": "fault", "text": f"fault: {EVIL}"})

@@ -1,4 +1,4 @@
-"""Plots draw what they are given."""
+"""Plots of given values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def elements(svg: str, tag: str) -> list[dict[str, str]]:
 
 
 def points(svg: str) -> list[list[tuple[float, float]]]:
-    """Of each line that is not faint."""
+    """Returns the points of each line except faint lines."""
     timeline_figure = [e["points"] for e in elements(svg, "polyline") if "faint" not in e["class"]]
     return [[(float(x), float(y)) for x, y in (pair.split(",") for pair in line.split())] for line in timeline_figure]
 
 
 def scale(svg: str) -> tuple[list[float], list[float]]:
-    """Values and heights of the ticks at left, as a reader takes them."""
+    """Returns values and heights of the left axis's ticks, as read by a person."""
     units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
     ticks = [e for e in ElementTree.fromstring(svg).iter("text") if e.attrib["text-anchor"] == "end"]
     texts = [str(e.text) for e in ticks]

@@ -1,4 +1,4 @@
-"""Trajectories are found, filtered, sorted, and their parts told apart."""
+"""Reading of trajectories: search, filters, sorting and parts."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_sorting(run: Path) -> None:
 
 
 def test_an_evaluations_samples_are_trajectories_without_tokens(tmp_path: Path) -> None:
-    """Several sets in a folder, whose names may end in a number."""
+    """Reads several sets in a folder; a set's name may end in a number."""
     for name in ("guess", "aime24"):
         rows = [row_of(single(uid=uid, text=f"{name} {uid}"), ()) for uid in (3, 4)]
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / f"{name}.parquet")

@@ -1,4 +1,4 @@
-"""Trajectories as a person reads them in the terminal."""
+"""Trajectories as shown to a person in the terminal."""
 
 from __future__ import annotations
 

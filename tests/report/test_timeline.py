@@ -1,4 +1,4 @@
-"""Who did what when: as a picture, as text, and as a trace."""
+"""The timeline of a run: as a picture, as text, and as a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     folder = run_folder(tmp_path / "mine")
     rows = [{"step": step, "time/step": 10.0, "time/generate": 5.0, "time/train": 2.5} for step in (1, 2, 3, 4)]
     metrics(folder, rows)
-    timelines(folder, 5)  # the fifth was taken back by a resume: it has no row
+    timelines(folder, 5)  # a resume took the fifth back: no row exists
     return folder
 
 
@@ -39,9 +39,9 @@ def texts(svg: ElementTree.Element) -> list[str]:
 
 
 def boxes(svg: ElementTree.Element, style: str) -> list[tuple[float, float]]:
-    """Left end and width of each."""
-    found = [box for box in svg.iter("rect") if box.attrib["class"] == style]
-    return [(float(box.attrib["x"]), float(box.attrib["width"])) for box in found]
+    """Returns the left end and width of each box."""
+    rectangles = [box for box in svg.iter("rect") if box.attrib["class"] == style]
+    return [(float(box.attrib["x"]), float(box.attrib["width"])) for box in rectangles]
 
 
 def test_the_page_has_the_newest_steps(run: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_page_has_the_newest_steps(run: Path) -> None:
 
 
 def test_phases_stand_where_they_were(run: Path) -> None:
-    """One second is 1084 / 10 wide; the policy's line repeats its own phases."""
+    """Measures phases: a second is 1084 / 10 wide, and the policy's line repeats its own phases."""
     svg = drawing(run, (1, 1))
     second = (gantt.WIDTH - gantt.LEFT - gantt.RIGHT) / 10
     assert boxes(svg, "bar s0") == [pytest.approx((gantt.LEFT, 5 * second), abs=0.1)]
@@ -75,7 +75,7 @@ def test_a_picture_of_many_steps_and_engines_is_readable(tmp_path: Path) -> None
 
 
 def test_heights_are_requests(run: Path) -> None:
-    """Engine 1 has twice as many as engine 0: ten at most, which fill its line."""
+    """Measures heights: engine 1 runs twice the requests of engine 0, at most ten, enough to fill its line."""
     paths = [path.attrib["d"] for path in drawing(run, (1, 1)).iter("path") if path.attrib["class"] == "area s0"]
     tops = [[float(y) for y in re.findall(r"V([\d.]+)", path)] for path in paths]
     heights = [max(ys) - min(ys) for ys in tops]
@@ -171,7 +171,7 @@ def test_a_run_without_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_broken_file_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run / "timeline" / "step_000004.json.gz"
     file.write_bytes(file.read_bytes()[:-10])
-    (run / "timeline" / ".step_000003.json.gz.0123abcd").write_bytes(b"half")  # what a kill leaves is not looked at
+    (run / "timeline" / ".step_000003.json.gz.0123abcd").write_bytes(b"half")  # the remains of a kill are ignored
     assert main(["run", str(run)]) == 2
     error = capsys.readouterr().err
     assert str(file) in error and "remove it" in error
