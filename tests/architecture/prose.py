@@ -21,7 +21,7 @@ RATES = {
     "where, what, whether": "where what whether",
     "has, have, had": "has have had",
 }
-"""Groups of words that stand for a noun or a verb that the writer did not name."""
+"""Groups of indirect words, used in place of a noun or a verb."""
 PREPOSITIONS = "of to for by as with in nor also not from between beside"
 PRONOUNS = (
     "it they those one nobody whoever who what whether where how all others some none its their these this so such "
@@ -38,7 +38,7 @@ BAND = {
 """The highest figures of docstrings in nine well-known projects, rounded up: prime-rl, slime, SkyRL, torchtitan,
 nanochat, verl, vLLM v1, Ray Serve and Megatron-core (August 2026). Per 1,000 words; openings in percent of texts."""
 SENTENCE = 4
-"""Words that make a string constant a message."""
+"""The lowest number of words of a message."""
 
 
 class Text(NamedTuple):
@@ -63,7 +63,7 @@ def docstrings(source: str, file: str = "") -> Iterator[Text]:
 
 
 def messages(source: str, file: str = "") -> Iterator[Text]:
-    """Yields the string constants of at least four words that are no docstrings, without their placeholders."""
+    """Yields the string constants of at least four words, except docstrings, without placeholders."""
     tree = ast.parse(source)
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -100,7 +100,7 @@ def figures(texts: Iterable[Text]) -> dict[str, float]:
 
 
 def outside(texts: Iterable[Text], band: dict[str, float] | None = None) -> dict[str, float]:
-    """Returns the figures that lie outside the band."""
+    """Returns the figures outside the band."""
     limits = band or BAND
     return {name: round(value, 1) for name, value in figures(texts).items() if value > limits[name]}
 

@@ -1,4 +1,4 @@
-"""What the laws look at: the package's modules as text, and what each imports."""
+"""The input of the architecture tests: the package's modules as text, and the imports of each module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = "skyrl_mega"
 
 
 def modules(root: Path = ROOT) -> dict[str, str]:
-    """Text of every module of the package by its dotted name, without `skyrl_mega.`; "" is the package itself."""
+    """Returns the text of every module by dotted name, without `skyrl_mega.`; "" is the package itself."""
     out = {}
     for file in sorted((root / PACKAGE).rglob("*.py")):
         name = ".".join(file.relative_to(root / PACKAGE).with_suffix("").parts)
@@ -20,7 +20,7 @@ def modules(root: Path = ROOT) -> dict[str, str]:
 
 
 def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Which modules of the package each module imports, wherever in it, by the names of `modules`."""
+    """Returns the modules imported by each module, anywhere in its text, by the names of `modules`."""
     return {name: set(_imported(text, sources)) for name, text in sources.items()}
 
 

@@ -1,4 +1,4 @@
-"""Every command and path in README and docs leads somewhere."""
+"""Commands and paths in README and docs: each must exist."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SELF_MADE = re.compile(r"[*…<>{}$]|^runs/|^data/|\bmy_|\bmine\b|NAME|^/")
-"""Paths that a reader fills in or makes."""
+"""Paths filled in or created by the reader."""
 
 
 def commands(text: str) -> dict[str, set[str]]:
-    """The modules, make targets and files that a text's commands name."""
+    """Returns the modules, make targets and files named by a text's commands."""
     return {
         "module": set(re.findall(r"python3? -m ((?:skyrl_mega|benchmarks|tests)[\w.]*\w)", text)),
         "make": set(re.findall(r"(?:^|`| )make ([a-z0-9-]+)\b(?=[`\s\[(:,;.])", text, re.MULTILINE))
@@ -31,21 +31,21 @@ def commands(text: str) -> dict[str, set[str]]:
 
 
 def targets() -> set[str]:
-    """What the Makefile makes."""
+    """Returns the targets of the Makefile."""
     return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def dead(text: str, folder: Path) -> list[str]:
-    """What a page at `folder` names that is not there."""
-    found = commands(text)
-    wrong = [f"python -m {m}" for m in sorted(found["module"]) if not runs(m)]
-    wrong += [f"make {t}" for t in sorted(found["make"] - targets())]
-    wrong += [path for path in sorted(found["file"]) if not (ROOT / path).exists()]
-    return wrong + [f"link to {link}" for link in sorted(found["link"]) if not (folder / link).exists()]
+    """Returns the missing names of a page at `folder`."""
+    named = commands(text)
+    wrong = [f"python -m {m}" for m in sorted(named["module"]) if not runs(m)]
+    wrong += [f"make {t}" for t in sorted(named["make"] - targets())]
+    wrong += [path for path in sorted(named["file"]) if not (ROOT / path).exists()]
+    return wrong + [f"link to {link}" for link in sorted(named["link"]) if not (folder / link).exists()]
 
 
 def runs(module: str) -> bool:
-    """Whether `python -m` finds it."""
+    """Returns True if `python -m` finds the module."""
     try:
         spec = find_spec(module)
         return spec is not None and (not spec.submodule_search_locations or find_spec(f"{module}.__main__") is not None)

@@ -1,4 +1,4 @@
-"""A room imports only from rooms above it in the table of docs/architecture.md, and no files import in a circle."""
+"""Imports between packages: only from packages above in the table of docs/architecture.md, and never in a circle."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from graphlib import CycleError, TopologicalSorter
 from tests.architecture.source import ROOT, imports, modules
 
 
-def rooms() -> list[str]:
-    """The table's rooms, the ground floor first."""
+def package_order() -> list[str]:
+    """Returns the table's packages, the lowest layer first."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("| package |")[1].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
 
 
 def upward(sources: Mapping[str, str], order: list[str]) -> list[str]:
-    """Imports of a room from one below it, or of what is in no room. `__main__` is only the door of a command."""
+    """Returns the imports from a package below or outside the table. `__main__`, the entry of a command, is exempt."""
     wrong = []
     for name, imported in imports(sources).items():
-        room = name.split(".")[0]
-        if not room or name.endswith("__main__"):
+        package = name.split(".")[0]
+        if not package or name.endswith("__main__"):
             continue
         for other in sorted(imported):
             target = other.split(".")[0]
-            if target and target != room and not (target in order and order.index(target) < order.index(room)):
+            if target and target != package and not (target in order and order.index(target) < order.index(package)):
                 wrong.append(f"{name} imports {other}")
     return wrong
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """A circle of files, if there is one."""
+    """Returns a circle of files, or an empty list."""
     packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)}
     graph = {name: {o for o in others if o not in packages} for name, others in imports(sources).items()}
     try:
@@ -42,14 +42,14 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_every_room_is_in_the_table_once() -> None:
-    order = rooms()
+    order = package_order()
     found = {name.split(".")[0] for name in modules()} - {""}
     assert len(order) == len(set(order))
     assert found | {"kernels"} == set(order)
 
 
 def test_rooms_import_only_from_rooms_above_them() -> None:
-    assert upward(modules(), rooms()) == []
+    assert upward(modules(), package_order()) == []
 
 
 def test_no_files_import_in_a_circle() -> None:
@@ -59,7 +59,7 @@ def test_no_files_import_in_a_circle() -> None:
 def test_a_planted_import_from_a_room_below_is_found() -> None:
     sources = modules()
     sources["config.checks"] += "\n\ndef late() -> None:\n    from skyrl_mega.trainer.loop import train\n"
-    assert upward(sources, rooms()) == ["config.checks imports trainer.loop"]
+    assert upward(sources, package_order()) == ["config.checks imports trainer.loop"]
 
 
 def test_a_planted_circle_is_found() -> None:

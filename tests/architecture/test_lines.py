@@ -1,4 +1,4 @@
-"""Pages have lines of at most 120 characters, but for what cannot be broken: rows of tables, commands, output."""
+"""Lines of pages: at most 120 characters, except table rows, commands and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST = 120
 
 
 def long_lines(text: str) -> list[int]:
-    """Numbers of the lines that are too long."""
+    """Returns the numbers of too long lines."""
     return [
         number
         for number, line in enumerate(text.splitlines(), 1)

@@ -1,4 +1,4 @@
-"""Files and folders that docs/architecture.md names are there."""
+"""Files and folders named by docs/architecture.md: each must exist."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.architecture.source import PACKAGE, ROOT
 
 
 def named(text: str) -> set[str]:
-    """Paths in backticks (`folder/file.py`, `folder/`), and all paths of Python files, as in text diagrams."""
+    """Returns the paths in backticks (`folder/file.py`, `folder/`), and paths of Python files, diagrams included."""
     names = set(re.findall(r"`([\w./-]+)`", text)) | set(re.findall(r"[\w-]+(?:/[\w-]+)+\.py\b", text))
     return {n for n in names if "/" in n and (n.endswith("/") or re.search(r"\.(py|md|sh|yaml|sbatch)$", n))}
 
 
 def absent(text: str) -> list[str]:
-    """Those that are neither below the package nor below the repository."""
+    """Returns the paths missing below both the package and the repository."""
     made_by_a_run = {"plans/", "checkpoints/", "trajectories/"}
     return sorted(
         n

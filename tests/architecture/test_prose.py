@@ -1,4 +1,4 @@
-"""Docstrings read as those of well-known projects do (CONTRIBUTING.md has the rules)."""
+"""Language of docstrings: figures like in well-known projects (CONTRIBUTING.md lists the rules)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that users read are in the field's words: what someone would search for."""
+"""Vocabulary of user texts: the field's words, as used in searches."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ WORDS = {
     "thence": "from there",
     "whence": "from where",
 }
-"""A word that users' texts may not have, and what the field says."""
+"""Words forbidden in user texts, and the field's words."""
 
 PATTERN = re.compile(r"\b(" + "|".join(map(re.escape, WORDS)) + r")\b", re.IGNORECASE)
 NOT_OURS = {"skyrl_mega/envs/math/units.py"}
-"""Lists of words of mathematics problems."""
+"""Files with lists of words from mathematics problems."""
 
 
 def documents() -> Iterator[Path]:
-    """Everything written for users that is no program."""
+    """Yields all files for users except programs."""
     yield ROOT / "README.md"
     for folder in ("docs", "configs", "slurm", "launch", "docker"):
         yield from (p for p in (ROOT / folder).rglob("*") if p.is_file())
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """The strings of a program, with their lines: messages, help, docstrings."""
+    """Yields the strings of a program with their lines: messages, help, docstrings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
 
 def wrong(text: str) -> list[str]:
-    """The words in a text that are not the field's; what is in backticks is a name."""
+    """Returns the forbidden words in a text; backticks mark names."""
     return [word.lower() for word in PATTERN.findall(re.sub(r"`[^`\n]*`", "", text))]
 
 
