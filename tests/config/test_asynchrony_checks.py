@@ -1,4 +1,4 @@
-"""Generating ahead: what cannot be, or would train wrong, is refused with a fix that works."""
+"""Generating ahead: impossible or wrong settings raise an error with a fix that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impossible settings are refused by name."""
+"""Errors for impossible settings, with the setting's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command's options with values that nobody means, and readers that go away."""
+"""Options of every command with absurd values, and readers that close the output early."""
 
 from __future__ import annotations
 

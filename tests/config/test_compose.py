@@ -1,4 +1,4 @@
-"""Files, groups and arguments become typed settings, or one line."""
+"""Composition of files, groups and arguments to typed settings, or a one-line message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A base file with a group beside it."""
+    """Returns a folder with a base file and its group."""
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "low.yaml").write_text("clip_high: 0.1\ndual_clip: 3\n")
     (tmp_path / "algorithm" / "high.yaml").write_text("clip_high: 0.3\n")
@@ -238,7 +238,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_groups_that_come_with_the_project_are_found_from_anywhere(tmp_path: Path) -> None:
-    """README: copy configs/quickstart.yaml."""
+    """Copies configs/quickstart.yaml, as recommended by the README."""
     (tmp_path / "mine.yaml").write_text((CONFIGS / "quickstart.yaml").read_text())
     assert compose(tmp_path / "mine.yaml") == compose(CONFIGS / "quickstart.yaml")
     assert compose(tmp_path / "mine.yaml", ["algorithm=grpo"]).algorithm.dynamic_sampling.enabled is False

@@ -1,4 +1,4 @@
-"""`run.deterministic`: what it gives the parts of a run, and what it refuses."""
+"""`run.deterministic`: its effect on the parts of a run, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a run writes, a full disk is a fault that names the file."""
+"""A full disk: every write of a run raises a fault with the file's name."""
 
 from __future__ import annotations
 

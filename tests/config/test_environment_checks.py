@@ -1,4 +1,4 @@
-"""Processes and slots of environments that cannot be are refused, each in one line that names the fix."""
+"""Errors for impossible processes and slots of environments, each in a line with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the schema says."""
+"""docs/configuration.md equals the schema."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_the_migration_pages_tables_are_up_to_date() -> None:
 
 
 def unnamed(settings: Iterable[str], alone: Iterable[str]) -> list[str]:
-    """Returns the settings that no other program has and that neither they nor their group are listed as `alone`."""
+    """Returns the settings absent from all other programs and, like their groups, from `alone`."""
     listed = set(alone)
     return [setting for setting in settings if not listed.intersection(_groups(setting)) and not names(setting)]
 
 
 def wrongly_alone(settings: Sequence[str], alone: Iterable[str]) -> list[str]:
-    """Returns those listed as `alone` that are no setting or group, or that another program has."""
+    """Returns the entries of `alone` without a setting or group, or with a name in another program."""
     known = {group for setting in settings for group in _groups(setting)}
     return [each for each in alone if each not in known or (each in settings and names(each))]
 

@@ -1,4 +1,4 @@
-"""What somebody reads who types a setting of SkyRL, verl, slime or TRL."""
+"""Messages for settings of SkyRL, verl, slime or TRL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FREE = [name for name, key in keys().items() if key.type is dict]
 YAML = {"null": None, "true": True, "false": False, "-1": -1, "0": 0}
 SAME = {"data.shuffle", "algorithm.gamma"}
-"""Settings that have the same name here."""
+"""Settings with the same name here."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,13 +41,13 @@ def typed_key(name: str) -> object:
 
 
 def said(run: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of a command that refuses its input."""
+    """Returns the error lines of a command after wrong input."""
     assert guarded(lambda: run() and 0) == WRONG_INPUT
     return capsys.readouterr().err.splitlines()
 
 
 def entries(program: str) -> dict[str, Entry]:
-    """A program's table, `.*` as a key that is below it."""
+    """Returns a program's table, with `.*` replaced by a key below."""
     table = programs()[program]
     below = {key: f"{key[:-1]}anything" if key.endswith("*") else key for key in table}
     return {below[key]: entry for key, entry in table.items() if key not in SAME}

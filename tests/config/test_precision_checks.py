@@ -1,4 +1,4 @@
-"""What `policy.precision` cannot be computed with is refused in one line, with what is allowed."""
+"""Errors for impossible `policy.precision`, in a line with the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be recorded."""
+"""Settings of the profiler: steps and ranks to record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/algorithms.md that says which settings a published algorithm is."""
+"""The table of docs/algorithms.md with the settings of published algorithms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PAGE = ROOT / "docs" / "algorithms.md"
 
 
 def lines() -> dict[str, list[str]]:
-    """Name → its settings."""
+    """Returns the settings of each name in the table."""
     _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## Published names and their settings\n")
-    found = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
-    return {name: shlex.split(settings) for name, settings in found}
+    rows = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    return {name: shlex.split(settings) for name, settings in rows}
 
 
 LINES = lines()

@@ -1,4 +1,4 @@
-"""Router replay that could not work, or would change nothing, is refused by name; what it takes is planned."""
+"""Router replay: errors for settings without effect or without a way to work, and the planned memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_dense_model_has_no_routes() -> None:
 
 
 def test_a_dense_model_sends_no_tokens_to_experts() -> None:
-    """Also where its matrices are cut, which is no reason to."""
+    """Checks a dense model with whole and cut matrices: the error is the same."""
     config = Config()
     config.policy.moe.dispatcher, config.model.path = "deepep", "m"
     check_experts(config, hf_config(BuildConfig()))
@@ -132,7 +132,7 @@ def test_a_dense_model_has_no_fusions_of_experts() -> None:
 
 
 def test_memory_of_routes_is_planned() -> None:
-    """Two MoE layers with two experts of eight: four bytes a token."""
+    """Plans two MoE layers with two experts of eight: four bytes per token."""
     config, decoder = Config(), architecture(hf_config(BuildConfig())).describe(hf_config(BuildConfig()))
     assert rank_bytes(config, decoder, ParallelDims()) == driver_bytes(config, decoder) == 0
     config.policy.moe.replay = "policy"

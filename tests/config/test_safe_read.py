@@ -1,4 +1,4 @@
-"""What is no regular file is refused by every reader, and never waited for."""
+"""Safe reading: every reader rejects irregular files and never waits for them."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ def _with_group(file: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory with a tokenizer."""
+    """Returns a Hugging Face directory with a tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     build(BuildConfig(), folder)
     return folder
 
 
 def put(kind: str, file: Path) -> socket.socket | None:
-    """Puts something that is no regular file in a file's place."""
+    """Puts an irregular file in a file's place."""
     file.parent.mkdir(exist_ok=True)
     if kind == "fifo":
         os.mkfifo(file)
     elif kind == "device":
         file.symlink_to("/dev/zero")
     else:
-        made = socket.socket(socket.AF_UNIX)
-        os.chdir(file.parent)  # a socket's address has 108 bytes at most
-        made.bind(file.name)
-        return made
+        bound = socket.socket(socket.AF_UNIX)
+        os.chdir(file.parent)  # a socket's address is limited to 108 bytes
+        bound.bind(file.name)
+        return bound
     return None
 
 
@@ -95,7 +95,7 @@ def test_it_is_refused_with_its_path(
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    reading.join(60)  # the old readers waited for ever, or read for ever
+    reading.join(60)  # the old readers waited or read forever
     assert not reading.is_alive() and raised
     words = {"fifo": "it is a FIFO", "device": "it is a device", "socket": "No such device|it is a socket"}[kind]
     assert any(word in str(raised[0]) for word in words.split("|")) and str(folder / name) in str(raised[0])

@@ -1,4 +1,4 @@
-"""What sandboxed programs may take together, as it is planned."""
+"""The planned total resources of sandboxed programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = {"python": {"sandbox": {"total_mib": 1000, "disk_mib": 10}}}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Evaluation files of 30 and 5 rows, one that is not there and one that is no parquet file."""
+    """Returns evaluation files of 30 and 5 rows, a missing file and an invalid parquet file."""
     folder = tmp_path_factory.mktemp("data")
     names = [str(folder / name) for name in ("a.parquet", "b.parquet", "absent.parquet", "broken.parquet")]
     for name, count in zip(names, (30, 5), strict=False):
@@ -30,14 +30,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "step", "evaluation", "disks"),
     [
-        (SESSIONS, (4, 2), {"every": 0, "before": False}, 8),  # nothing is evaluated
+        (SESSIONS, (4, 2), {"every": 0, "before": False}, 8),  # no evaluation
         (SESSIONS, (4, 2), {}, 35),
         (SESSIONS, (4, 2), {"every": 0}, 35),  # before the first step
         (SESSIONS, (4, 2), {"before": False}, 35),
         (SESSIONS, (4, 2), {"samples": 3}, 105),
-        (SESSIONS, (4, 2), {"samples": 3, "limit": 10}, 105),  # 10, 5, and 10 each of two that may come to be
+        (SESSIONS, (4, 2), {"samples": 3, "limit": 10}, 105),  # 10, 5, and 10 for each of two possible files
         (SESSIONS, (4, 2), {"limit": 2}, 8),
-        (SESSIONS, (10, 8), {}, 80),  # a step has more
+        (SESSIONS, (10, 8), {}, 80),  # a step needs more
         (SINGLE, (4, 2), {}, 35),
         (SINGLE, (4, 2), {"samples": 3}, 64),  # no more run at once
         (SINGLE, (4, 2), {"every": 0, "before": False}, 8),

@@ -1,4 +1,4 @@
-"""Which settings are secrets, in how many spellings; and which are none."""
+"""Secret settings in many spellings, and settings without secrets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLAIN: list[Any] = [
 
 
 def written(mine: Mapping[str, Any], folder: Path) -> tuple[str, Any]:
-    """What is written of options of an environment, as YAML and as a tree."""
+    """Returns an environment's options as written to a file, as YAML text and as a tree."""
     (folder / "it.yaml").write_text(json.dumps({"environment": {"options": {"mine": mine}}}))
     text = dump(compose(folder / "it.yaml"))
     return text, yaml.safe_load(text)["environment"]["options"]["mine"]
@@ -70,7 +70,7 @@ def test_what_only_sounds_like_a_secret_is_written(mine: Any, tmp_path: Path) ->
 
 
 def test_no_setting_of_the_schema_and_no_recipe_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_from_environment", {})  # of tests before
+    monkeypatch.setattr(secrets, "_from_environment", {})  # left from earlier tests
     for name, key in keys().items():
         if key.group or name.startswith("rollout.sampling.stop"):
             continue
@@ -158,5 +158,5 @@ def test_a_resume_neither_prints_an_old_secret_nor_stops(tmp_path: Path) -> None
     before = dump(config)
     (tmp_path / "r" / "config.yaml").write_text(before)
     assert changes(config) == []
-    (tmp_path / "r" / "config.yaml").write_text(before.replace("'***'", "swordfish"))  # of an older version
+    (tmp_path / "r" / "config.yaml").write_text(before.replace("'***'", "swordfish"))  # written by an older version
     assert changes(config) == []

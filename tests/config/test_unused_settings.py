@@ -1,4 +1,4 @@
-"""Settings that nothing reads are refused, or told of; the tables of readers are compared with what is read."""
+"""Errors and notes for unused settings; the tables of readers are compared with real reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_LOSSES = {name for names in READS.values() for name in names}
 
 
 class Watched:
-    """Settings that note what is read of them."""
+    """Settings that record every read."""
 
     def __init__(self, settings: Any, read: set[str], prefix: str = "") -> None:
         self._of = settings, read, prefix
@@ -69,7 +69,7 @@ def test_estimators_read_normalize_where_the_table_says() -> None:
 
 
 def composed(*settings: str) -> Config:
-    """With these over the least that passes."""
+    """Returns the smallest passing configuration with these settings on top."""
     least = ["model.path=m", "data.train=[t.parquet]", "cluster.device=cpu", "policy.ranks=1"]
     return compose(None, [*least, *settings])
 

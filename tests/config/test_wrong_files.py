@@ -1,4 +1,4 @@
-"""Configuration files and arguments that nobody means, and secrets among the settings."""
+"""Absurd configuration files and arguments, and secrets among the settings."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_what_is_no_secret_is_written_and_said(tmp_path: Path, monkeypatch: pyte
     console.say("step 3: train 4.1 s; saved runs/train")
     console.close()
     assert "step 3: train 4.1 s; saved runs/train" in (tmp_path / "run.log").read_text()
-    monkeypatch.delenv("FOLDER_OF_MODELS")  # the run's own file is there on its own
+    monkeypatch.delenv("FOLDER_OF_MODELS")  # the run's own file alone remains
     again = compose(tmp_path / "it.yaml")
     assert again == config and again.model.path == "/data/models/Qwen"
     assert (again.rollout.sampling.stop, again.data.eval) == (["42"], ["2024"])
