@@ -1,4 +1,4 @@
-"""Graders with a signal from the first step: what the strict ones give a small model is mostly 0."""
+"""Graders with a signal from the first step: strict graders score a small model mostly 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyrl_mega.envs.search.env import SearchEnv
 
 
 class Partial(Gsm8kEnv):
-    """The strict reward, and up to 0.1 for the share of digits in the text."""
+    """An environment with the strict reward, plus up to 0.1 for the share of digits in the text."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges the solution."""
@@ -18,7 +18,7 @@ class Partial(Gsm8kEnv):
 
 
 class Searching(SearchEnv):
-    """The score of the answer, and up to 0.1 a turn for its length."""
+    """An environment with the score of the answer, plus up to 0.1 per turn for its length."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Searches, or judges the answer."""

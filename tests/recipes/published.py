@@ -1,8 +1,8 @@
-"""The settings of the runs that were published, and where a recipe here differs from them on purpose.
+"""The settings of published runs, and the deliberate deviations of this project's recipes.
 
-Values are those of the scripts at the commits that published, with the defaults of their base configuration, in this
-project's names. `ours` of a deviation is what the recipe has instead; its reason stands beside the setting in the
-recipe too. A layout is there only where the run was Megatron's: FSDP has none of these sizes.
+Values come from the scripts at the published commits, with the defaults of their base configuration, under this
+project's names. `ours` of a deviation is the recipe's value; the recipe gives the reason next to the setting. Only
+Megatron runs have a layout: FSDP lacks these sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ALL = "all"
-"""Checkpoints kept: not a number here."""
+"""Checkpoints kept: all, instead of a number."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Deviation:
-    """What a recipe has instead of the published value."""
+    """A recipe's value in place of the published value."""
 
     ours: Any
     reason: str
@@ -73,24 +73,24 @@ COMMON = {
     "checkpoint.keep": ALL,
     "checkpoint.resume": True,
 }
-"""SkyRL's base configuration and what the scripts share."""
+"""SkyRL's base configuration and the common settings of the scripts."""
 
 
 def tokens_of(samples: int) -> dict[str, Any]:
-    """The token mean of micro-batches of so many samples; of one sample it is the sequences' mean."""
+    """Returns the token mean over micro-batches of these samples; for a single sample, the mean over sequences."""
     if samples == 1:
         return {"algorithm.loss_mean": "sequences"}
     return {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
 
 
 def gpus(nodes: int, per_node: int, engines: int, tensor: int, memory: float) -> dict[str, Any]:
-    """The machine and its engines."""
+    """Returns the machine and its engines."""
     keys = ("cluster.nodes", "cluster.gpus_per_node", "rollout.engines", "rollout.tensor", "rollout.memory_fraction")
     return dict(zip(keys, (nodes, per_node, engines, tensor, memory), strict=True))
 
 
 def megatron(tensor: int, pipeline: int = 1, context: int = 1, expert: int = 1) -> dict[str, Any]:
-    """A layout; one tensor-parallel rank in an expert."""
+    """Returns a layout with a single tensor-parallel rank per expert."""
     sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert, "expert_tensor": None}
     return {f"policy.layout.{name}": size for name, size in sizes.items()}
 
@@ -246,7 +246,7 @@ RUNS: dict[str, Run] = {
     "gsm8k": Run("SkyRL 9b878cd, skyrl-train/examples/gsm8k/run_gsm8k.sh", {**GSM8K, "checkpoint.resume": False}),
     "multiply": Run("SkyRL 9b878cd, skyrl-train/examples/multiply/run_multiply.sh", GSM8K),
 }
-"""By the recipe's name."""
+"""Published runs by the recipe's name."""
 
 LOSS_SAME = "activations are computed again or kept: the loss is the same, only time and memory differ"
 GRAPHS = "the published scripts rule graphs out for an instability of their vLLM; here engines use them on GPUs"
@@ -287,4 +287,4 @@ DEVIATIONS: dict[str, dict[str, Deviation]] = {
         "checkpoint.keep": Deviation(2, DISK),
     },
 }
-"""Recipe → setting → what it is here. What is not a setting is in docs/recipes.md."""
+"""The recipe's value by recipe and setting. docs/recipes.md lists differences beyond settings."""

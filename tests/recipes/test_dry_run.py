@@ -1,4 +1,4 @@
-"""Every file of `configs/` composes, passes every check and is planned, also where neither model nor data are there."""
+"""Every file of `configs/` composes, passes every check and is planned, even without model and data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
 GIB = 2**30
 SECONDS = 20.0
-"""Of this process's CPU time, for one dry run."""
+"""Limit of this process's CPU seconds for a dry run."""
 
 
 def own_gpus(file: Path) -> list[str]:
-    """Settings that give policy and engines GPUs of their own: as many nodes again."""
+    """Returns the settings for policy and engines on separate GPUs: twice the nodes."""
     cluster = compose(file).cluster
     if not cluster.shared:
         return []
@@ -33,7 +33,7 @@ def own_gpus(file: Path) -> list[str]:
 
 
 def dry_run(file: Path, settings: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What `--dry-run --json` prints."""
+    """Returns the output of `--dry-run --json`."""
     start = time.process_time()
     code = main(["--config", str(file), *settings, "--dry-run", "--json"])
     assert within(time.process_time() - start, SECONDS)
@@ -60,13 +60,13 @@ def test_shared_gpus_are_planned(file: Path) -> None:
 
 
 def test_what_a_comment_says_is_left_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all files: figures in GiB of a setting, with the setting and without."""
+    """Compares the figures in GiB of a setting's comment, with and without the setting, over all files."""
     comments = [line for file in FILES for line in file.read_text().splitlines() if "GiB" in line.partition("#")[2]]
     [(_, _, comment)] = [line.partition("#") for line in comments]
     with_it, without = map(float, re.findall(r"\d+\.\d", comment))
     for given, figure in (([], with_it), (["policy.recompute=none"], without)):
-        found = dry_run(CONFIGS / "searchr1_30b.yaml", given, capsys)
-        assert f"{found['shared']['margin'] / GIB:.1f}" == f"{figure:.1f}"
+        planned = dry_run(CONFIGS / "searchr1_30b.yaml", given, capsys)
+        assert f"{planned['shared']['margin'] / GIB:.1f}" == f"{figure:.1f}"
 
 
 GPUS = [f for f in FILES if compose(f).cluster.device != "cpu"]
@@ -77,7 +77,7 @@ GPUS = [f for f in FILES if compose(f).cluster.device != "cpu"]
 def test_every_recipe_leaves_memory(
     file: Path, eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GiB at least by the estimates, on GPUs of the size that CUDA gives of an H100, with and without graphs."""
+    """Checks for at least a GiB of free memory by the estimates, on GPUs of an H100's size, with and without graphs."""
     monkeypatch.chdir(tmp_path)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

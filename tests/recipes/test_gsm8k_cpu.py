@@ -1,4 +1,4 @@
-"""`configs/gsm8k_cpu.yaml` with the real model and real questions, at a size for tests, through the launcher."""
+"""`configs/gsm8k_cpu.yaml` with the real model and real questions, at test size, through the launcher."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_two_steps_on_real_questions(real_data: Path, smollm2: Path, tmp_path: P
     first, second = read(tmp_path / "gsm8k_cpu" / "metrics.jsonl")
     assert (first["step"], second["step"]) == (1, STEPS)
     for row in (first, second):
-        # The second step's engine has weights that came over the sync, the policy's are those that were trained.
+        # The second step compares synced engine weights with the policy's trained weights.
         assert row["mismatch/logprob_abs_mean"] < 1e-3
         assert row["policy/grad_norm"] > 0 and row["reward/std"] > 0
-    assert first["policy/kl"] == pytest.approx(0, abs=1e-9)  # the reference is where the policy begins
+    assert first["policy/kl"] == pytest.approx(0, abs=1e-9)  # the reference equals the initial policy
     assert second["policy/kl"] > first["policy/kl"]
     assert second["eval/openai_gsm8k/mean"] >= 0
 

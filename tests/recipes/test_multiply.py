@@ -1,4 +1,4 @@
-"""`configs/multiply*.yaml`: they pass the checks, and what is demonstrated fits into what a rollout may write."""
+"""`configs/multiply*.yaml`: the checks pass, and demonstrations fit into the rollout limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_full_size_passes_the_checks(tmp_path: Path) -> None:
     config = compose(CONFIGS / "multiply.yaml")
     check(config)
     assert config.rollout.max_turns == 5 and config.algorithm.advantage == "grpo"
-    # Every turn may be as long as it likes, and the answers between them have room too.
+    # Every turn may use its full length, and the replies between turns fit too.
     assert response_limit(config.rollout) > 3 * config.rollout.sampling.max_tokens
     assert config.data.prepare is not None
     prepare(config.data.prepare.replace("data/multiply", str(tmp_path)) + " --train 20 --test 5")

@@ -1,4 +1,4 @@
-"""`configs/searchr1_cpu.yaml` with the real model, at a size for tests: the run makes and serves its search engine."""
+"""`configs/searchr1_cpu.yaml` with the real model, at test size: the run builds and serves its search engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
         "rollout.max_turns=2",
         "evaluation.before=false",
         "evaluation.every=0",
-        # What was searched earns something from the first step on; a right answer at this size is rare.
+        # A search earns a reward from the first step on; a right answer at this size is rare.
         f"environment.classes.search={Path(__file__).with_name('partial.py')}:Searching",
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}

@@ -16,17 +16,17 @@ from tests.recipes.published import DEVIATIONS, RUNS
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 SMALL = {"quickstart", "gsm8k_cpu", "searchr1_cpu", "sql_cpu", "dapo_cpu", "multiply_cpu", "calculator_cpu"}
-"""Recipes of a laptop, for which nothing was published."""
+"""Recipes for a laptop, without a published counterpart."""
 
 
 def settings(name: str, *overrides: str) -> dict[str, Any]:
-    """A recipe's settings by dotted key."""
+    """Returns a recipe's settings by dotted key."""
 
     def flat(group: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found = {}
+        by_key = {}
         for key, value in group.items():
-            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        return found
+            by_key |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return by_key
 
     return flat(asdict(compose(CONFIGS / f"{name}.yaml", overrides)), "")
 
@@ -38,21 +38,21 @@ def no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deviations(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """Ours, by key, where it is not the published value."""
+    """Returns the recipe's differing values by key."""
     absent = object()
     return {key: found.get(key) for key, value in published.items() if found.get(key, absent) != value}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recipe_is_the_published_run_but_for_what_is_named(name: str) -> None:
-    """A deviation that is not named fails, and so does a named one that no longer exists."""
+    """Compares the deviations: unnamed deviations and obsolete names fail."""
     named = {key: deviation.ours for key, deviation in DEVIATIONS[name].items()}
     assert deviations(settings(name), RUNS[name].values) == named
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_deviation_is_named_beside_the_setting(name: str) -> None:
-    """A line of the recipe, or of a file that it is made of, has the key and the word published."""
+    """Searches the recipe and its group files for a line with the key and the word published."""
     recipe = (CONFIGS / f"{name}.yaml").read_text()
     groups = re.findall(r"^  - (\w+): ([\w.]+)$", recipe, re.MULTILINE)
     lines = [recipe, *((CONFIGS / group / f"{file}.yaml").read_text() for group, file in groups)]
@@ -62,11 +62,11 @@ def test_a_deviation_is_named_beside_the_setting(name: str) -> None:
 
 
 def test_what_is_compared_can_differ() -> None:
-    """Every key is a setting, and a change of any value is found."""
-    found = settings("dapo")
-    assert set(RUNS["dapo"].values) <= set(found)
+    """Checks the keys against the settings and changes every value, to prove the comparison."""
+    recipe_settings = settings("dapo")
+    assert set(RUNS["dapo"].values) <= set(recipe_settings)
     for key in RUNS["dapo"].values:
-        assert deviations({**found, key: "another"}, RUNS["dapo"].values)[key] == "another"
+        assert deviations({**recipe_settings, key: "another"}, RUNS["dapo"].values)[key] == "another"
     assert all(deviation.reason for one in DEVIATIONS.values() for deviation in one.values())
     assert set(DEVIATIONS) == set(RUNS) == {f.stem for f in CONFIGS.glob("*.yaml")} - SMALL
 
@@ -104,7 +104,7 @@ SIZE = {
     *("evaluation.every", "evaluation.before", "evaluation.samples", "evaluation.limit", "checkpoint.every"),
     *("checkpoint.keep", "checkpoint.resume", "environment.workers"),
 }
-"""Where a recipe of the CPU and the one of a cluster may differ: the machine, the model, lengths, counts, files."""
+"""Settings that may differ between a CPU recipe and its cluster recipe: machine, model, lengths, counts, files."""
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,10 @@ def test_a_small_recipe_differs_from_the_full_one_in_size_alone(small: str, full
 
 @pytest.mark.parametrize("recipe", ["gsm8k", "searchr1_3b", "dapo", "searchr1_30b"])
 def test_h100_recipes_are_for_gpus_and_wait_for_a_cold_start(recipe: str) -> None:
-    """16 processes a node import torch and vLLM from a shared file system, and engines profile and capture graphs."""
-    found = settings(recipe)
-    assert found["cluster.device"] == "cuda"
-    assert found["cluster.start_timeout_s"] >= 1800
-    assert found["cluster.gpu_memory_gib"] < 80 and found["cluster.host_memory_gib"] > 0
+    """Checks the start timeout: 16 processes per node import torch and vLLM from a shared file system, and engines
+    profile and capture graphs.
+    """
+    recipe_settings = settings(recipe)
+    assert recipe_settings["cluster.device"] == "cuda"
+    assert recipe_settings["cluster.start_timeout_s"] >= 1800
+    assert recipe_settings["cluster.gpu_memory_gib"] < 80 and recipe_settings["cluster.host_memory_gib"] > 0
