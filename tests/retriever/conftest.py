@@ -1,4 +1,4 @@
-"""Indexes that the tests of this room share."""
+"""Indexes shared by the tests of this package."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """164 passages of the project's own facts."""
+    """Returns a corpus of 164 passages from the project's own facts."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The real embedding model's directory."""
+    """Returns the directory of the real embedding model."""
     try:
         return model_folder("minilm")
     except UserError as absent:
@@ -33,7 +33,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def bm25_index(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index without an embedding model: its service starts in a second."""
+    """Returns an index without an embedding model: its service starts in a second."""
     folder = tmp_path_factory.mktemp("bm25") / "index"
     assert build(corpus, folder, methods=("bm25",))
     return folder
@@ -41,7 +41,7 @@ def bm25_index(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def index(corpus: Path, minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both ways to search."""
+    """Returns an index with both search methods."""
     folder = tmp_path_factory.mktemp("both") / "index"
     assert build(corpus, folder, threads=1)
     return folder
@@ -49,6 +49,6 @@ def index(corpus: Path, minilm: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def service(bm25_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A BM25 service on loopback, without a token."""
+    """Yields a BM25 service on loopback, without a token."""
     with running(bm25_index, tmp_path_factory.mktemp("service")) as up:
         yield up

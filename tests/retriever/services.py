@@ -1,4 +1,4 @@
-"""Real services over small indexes, in processes of their own."""
+"""Real services over small indexes, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_corpus(file: Path) -> Path:
-    """The project's own facts as JSON lines."""
+    """Writes the project's own facts as JSON lines."""
     records = ({"id": str(i), "title": t, "text": s} for i, (t, s) in enumerate(facts.passages().items()))
     file.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     return file
@@ -27,7 +27,7 @@ def write_corpus(file: Path) -> Path:
 
 @dataclass
 class Running:
-    """A service that answers."""
+    """A running service."""
 
     url: str
     process: subprocess.Popen[str]
@@ -36,7 +36,7 @@ class Running:
 
 @contextmanager
 def running(index: Path, folder: Path, *options: str, token: str = "", port: int = 0) -> Iterator[Running]:
-    """`serve` with these options, once its ready file is there; ended afterwards."""
+    """Runs `serve` with these options, yields after the ready file appears, and ends the service afterwards."""
     ready = folder / "ready.json"
     command = [sys.executable, "-m", "skyrl_mega.retriever", "serve", "--index", str(index), "--port", str(port)]
     command += ["--ready-file", str(ready), "--threads", "1", *options]

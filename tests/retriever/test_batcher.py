@@ -1,4 +1,4 @@
-"""Queries of many requests become batches, and never too many wait."""
+"""Batching of queries from many requests, and the limit of waiting queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_mega.retriever.client import Hit
 
 
 class Searcher:
-    """Finds `topk` hits named after the query; counts what it is given, and waits for `gate`."""
+    """A searcher that returns `topk` hits named after the query, records its batches, and waits for `gate`."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

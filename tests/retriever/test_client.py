@@ -1,4 +1,4 @@
-"""What a client does when the service is gone, slow or wrong."""
+"""The client's behaviour with a missing, slow or faulty service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.retriever.services import Running
 
 @contextmanager
 def answering(*replies: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str, list[float]]]:
-    """A server that gives these replies in turn, the last one for ever; its URL and when it was asked."""
+    """Yields the URL of a server with these replies in turn, the last forever, and the times of its requests."""
     asked: list[float] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -104,7 +104,7 @@ def test_a_refusal_is_not_tried_again(reply: tuple[int, dict[str, str], bytes], 
 
 @contextmanager
 def trickling(start: bytes) -> Iterator[str]:
-    """A server that answers each connection with `start` and then one byte every tenth of a second, for ever."""
+    """Yields a server that answers each connection with `start`, then a byte every tenth of a second forever."""
     ended = threading.Event()
 
     def serve(taken: socket.socket) -> None:
@@ -147,7 +147,7 @@ def test_a_reply_that_trickles_ends_with_the_time_of_the_search(start: bytes) ->
     with trickling(start) as url:
         asking = threading.Thread(target=search, args=(url,), daemon=True)
         asking.start()
-        asking.join(20)  # the old reader waited for ever
+        asking.join(20)  # the old reader waited forever
         assert not asking.is_alive() and "gave no answer in 1 s" in str(raised[0])
 
 
@@ -195,7 +195,9 @@ def test_a_hit_of_another_form_is_named(old: bytes, new: bytes, said: str) -> No
 
 
 def connections_to(url: str) -> int:
-    """Connections to the port of `url` that this machine knows of, closed a moment ago included."""
+    """Returns the number of connections to the port of `url` known to this machine, recently closed connections
+    included.
+    """
     port = f":{int(url.rpartition(':')[2]):04X}"
     return sum(line.split()[2].endswith(port) for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
 

@@ -1,4 +1,4 @@
-"""Clients that never finish a request hold nothing for long, and keep nobody else out."""
+"""Clients with unfinished requests: short use of resources, and access for all other clients."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_half_sent_headers(port: int) -> None:
     assert get(port) == "ok"
     while (
         TimeLimitedProtocol.waiting and time.monotonic() < start + 90
-    ):  # the client's own, until the service hears of its end
+    ):  # the client's own, until the service learns of its end
         time.sleep(0.01)
     assert not TimeLimitedProtocol.waiting
 
@@ -99,14 +99,14 @@ def test_connections_that_are_kept_and_say_no_more_keep_nobody_out(port: int) ->
     held = [begun(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(8)]
     assert all(b"200 OK" in one.recv(1000) for one in held)
     assert get(port) == "ok"
-    # Whose connection was closed for that is the one that had been idle for longest; the others go on.
+    # The longest idle connection was closed to make room; the others continue.
     assert closed_within(held[0], 30) and not closed_within(held[-1], 0.1)
     for one in held:
         one.close()
 
 
 def test_long_headers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their size closes the connection, not the time."""
+    """Sends long headers: their size closes the connection, not the time."""
     monkeypatch.setattr(connections, "RECEIVE_S", 600.0)
     held = begun(port, b"GET / HTTP/1.1\r\nX: " + b"a" * 2**19)
     assert closed_within(held, 60)

@@ -29,7 +29,7 @@ FILES = [
 
 
 def damage(file: Path, how: str) -> None:
-    """Makes a file empty, garbage, half, or something that is no file."""
+    """Makes a file empty, garbage, half, missing, or irregular."""
     content = file.read_bytes()
     file.unlink()
     if how == "fifo":

@@ -1,4 +1,4 @@
-"""What is found, against brute force; and how an index comes about."""
+"""Search results against brute force, and the building of an index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUERIES = [
 
 
 def plain_embeddings(folder: Path, texts: list[str]) -> np.ndarray:
-    """One text at a time, without padding: mean of the last hidden states, scaled to length 1."""
+    """Embeds each text alone, without padding: mean of the last hidden states, scaled to length 1."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -86,7 +86,7 @@ def test_an_index_that_learns_from_its_vectors(tmp_path: Path) -> None:
 
 
 def brute_bm25(texts: list[str], query: str) -> np.ndarray:
-    """Lucene's BM25, from its formula."""
+    """Returns Lucene's BM25 scores, from its formula."""
     words = [Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in texts]
     mean = sum(w.total() for w in words) / len(words)
     scores = np.zeros(len(texts))

@@ -1,4 +1,4 @@
-"""The service as its clients see it, over real sockets."""
+"""The service from its clients' view, over real sockets."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_what_it_has_taken_is_answered_when_it_is_told_to_stop(bm25_index: Path,
 
 
 def test_a_steady_load(service: Running) -> None:
-    """25 requests a second for 4 s, sent at their times whether or not earlier ones are answered."""
+    """Sends 25 requests a second for 4 s, each at its time even if earlier requests are unanswered."""
     rate, seconds = 25, 4
     client, start = Client(service.url), time.monotonic() + 0.1
 

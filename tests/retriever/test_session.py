@@ -1,4 +1,4 @@
-"""A run's own service: there when the run begins, back after a fault, gone with the run."""
+"""A run's own service: started with the run, restarted after a fault, ended with the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own(index: Path, **more: str) -> EnvironmentConfig:
 
 
 def pid_of(url: str) -> int:
-    """The process that listens on the port of `url`."""
+    """Returns the process listening on the port of `url`."""
     port = f"{int(url.rpartition(':')[2]):04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     (inode,) = [f[9] for f in lines if f[1].endswith(f":{port}") and f[3] == "0A"]
@@ -40,7 +40,7 @@ def pid_of(url: str) -> int:
 
 
 def token() -> str:
-    """Of a run's own service, which answers nobody else."""
+    """Returns the token of a run's own service, required from every client."""
     return os.environ[TOKEN_VARIABLE]
 
 
@@ -106,9 +106,9 @@ def test_no_request_is_lost_when_it_is_killed(bm25_index: Path, tmp_path: Path) 
                 time.sleep(0.01)
 
         def more() -> None:
-            """Waits until each of them has had three answers more."""
+            """Waits until each client received three more answers."""
             before = list(answered)
-            while any(now < then + 3 for now, then in zip(answered, before, strict=True)):
+            while any(count < earlier + 3 for count, earlier in zip(answered, before, strict=True)):
                 assert time.monotonic() < end and not any(asked.done() for asked in asking)
                 time.sleep(0.02)
 
