@@ -1,4 +1,4 @@
-"""Checkpoints of real policy ranks, in the folder of a run, and what the ranks themselves say of their weights."""
+"""Checkpoints of real policy ranks, in the folder of a run, and the ranks' own log-probs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = layouts.some_batch(100, count=6, longest=24)
 def save(
     rank: int, address: str, run: Path, folder: Path, parallel: ParallelDims, dtype: torch.dtype, steps: int
 ) -> Any:
-    """Trains, saves to `folder`, exports in the run's own way; this rank's log-probs, where it has some."""
+    """Trains, saves to `folder`, exports like a run; returns this rank's log-probs, if any."""
     torch.set_num_threads(1)
     cpu.stand_in()
     host, port = address.split(":")
@@ -48,7 +48,9 @@ def save(
 
 
 def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype, steps: int) -> np.ndarray | None:
-    """The folder of a run whose model stands in `run/model`; the policy's log-probs of `BATCH` after `steps` steps."""
+    """Writes the folder of a run with its model in `run/model`; returns the policy's log-probs of `BATCH` after `steps`
+    steps.
+    """
     config = {"run": {"directory": str(run.parent), "name": run.name}, "model": {"path": str(run / "model")}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     answers: list[Any] = []
@@ -60,8 +62,8 @@ def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype
     Checkpoints(run / "checkpoints", keep=3).save(steps, {"step": steps}, {"policy": save_policy})
     if not steps:
         return None
-    found = np.full(len(BATCH.tokens), np.nan)
+    logprobs = np.full(len(BATCH.tokens), np.nan)
     for answer in answers:
         for rows, (values, _) in answer or []:
-            found[BATCH.index(rows)] = values
-    return found
+            logprobs[BATCH.index(rows)] = values
+    return logprobs

@@ -1,4 +1,4 @@
-"""The command: what it refuses, before it writes anything; what it leaves behind; what it says."""
+"""The export command: errors before any write, remains, and output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.engines import build_model
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 0 and 4, which are alike; nobody writes into it."""
+    """Returns a read-only run with equal checkpoints of steps 0 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "r"
     build_model(folder / "model", "qwen3_moe", seed=1, layers=1)
     saved.make_run(folder, 1, {}, dtype=torch.float32, steps=0)
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may spoil."""
+    """Returns a copy of the run for damage by a test."""
     copied: Path = shutil.copytree(run, tmp_path / "own")
     return copied
 
@@ -92,7 +92,7 @@ def test_json_and_an_empty_directory(run: Path, tmp_path: Path, capsys: pytest.C
 
 
 def spoil(run: Path, how: str) -> list[str]:
-    """Spoils a run; further arguments."""
+    """Damages a run and returns further arguments."""
     folder = policy(run)
     largest = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     match how:
@@ -176,7 +176,7 @@ def spoil(run: Path, how: str) -> list[str]:
 def test_refusals(
     own: Path, how: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, exit code 2, and nothing is written."""
+    """Expects a one-line message, exit code 2, and no new file."""
     more = spoil(own, how)
     monkeypatch.chdir(own.parent)
     before = sorted(own.parent.rglob("*"))
@@ -204,7 +204,7 @@ def test_no_room_on_the_disk(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_damaged_element_is_found(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str, more: list[str]
 ) -> None:
-    """Nothing but the CRC-32 that stands beside it can know."""
+    """Damages an element: only its stored CRC-32 reveals the damage."""
     folder = policy(own)
     header = read_header(folder)
     entry = next(e for e in read_entries(folder, header, header.tensors) if "o_proj" in e.tensor and e.kind == "master")
@@ -265,7 +265,7 @@ def test_what_a_killed_export_left_is_cleared_and_a_running_one_is_left_alone(
     partial = tmp_path / ".out.0011aabb"
     partial.mkdir()
     (partial / "model-00001-of-00009.safetensors").write_text("half")
-    (tmp_path / ".out.partial").mkdir()  # no name of ours
+    (tmp_path / ".out.partial").mkdir()  # a foreign name
     with opened(partial) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = command(capsys, run, "--output", tmp_path / "out")
@@ -277,7 +277,7 @@ def test_what_a_killed_export_left_is_cleared_and_a_running_one_is_left_alone(
 
 
 class Killing(Progress):
-    """Kills the workers once the first has answered."""
+    """A progress display that kills the workers after the first answer."""
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
@@ -320,12 +320,12 @@ job.SLAB_BYTES = 3000
 progress.Phase.advance = pause
 driver.run(lambda: cli.main(sys.argv[1:]))
 """
-"""The command, which waits for ever once something is written."""
+"""A program with the command, paused forever after the first write."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """No process is left, and no file where its supervisor lives."""
+    """Stops the command: no process remains, and no file while its supervisor lives."""
     started = subprocess.Popen(
         [sys.executable, "-c", PAUSED, str(run), "--output", str(tmp_path / "out"), "--workers", "2"],
         stdout=subprocess.PIPE,

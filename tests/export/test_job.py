@@ -1,4 +1,4 @@
-"""Any cut of any tensor into entries, and any size of slab: against the tensors that were cut."""
+"""Export jobs for any cut of any tensor into entries, and any size of slab, against the original tensors."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ KINDS = {
 
 
 def model(hf: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Random tensors."""
+    """Returns random tensors."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in architecture(hf).tensors(hf).items()}
 
 
 def saved(folder: Path, parts: dict[str, list[Part]], dtype: str = "float32") -> tuple[Header, list[Entry]]:
-    """A checkpoint of these files."""
+    """Writes a checkpoint of these files."""
     sizes = {name: write_boxes(folder / name, some) for name, some in parts.items()}
     tensors: dict[str, list[Box]] = {}
     for part in (part for some in parts.values() for part in some):
@@ -51,12 +51,12 @@ def saved(folder: Path, parts: dict[str, list[Part]], dtype: str = "float32") ->
 
 
 def whole(tensors: dict[str, Tensor]) -> list[Part]:
-    """Every tensor as one part."""
+    """Returns every tensor as one part."""
     return [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in tensors.items()]
 
 
 def cut(tensors: dict[str, Tensor], draw: Any) -> dict[str, list[Part]]:
-    """Every tensor cut into a random grid, its boxes dealt to two files."""
+    """Cuts every tensor into a random grid and deals its boxes to two files."""
     parts: dict[str, list[Part]] = {"a.safetensors": [], "b.safetensors": []}
     for name, tensor in tensors.items():
         edges = [sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=2))}) for n in tensor.shape]
@@ -111,7 +111,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_was_written_wrong_is_found(tmp_path: Path) -> None:
-    """One bit of one element, where `verify` reads it back."""
+    """Flips a bit of an element: `verify` reads the element back and finds the difference."""
     (tmp_path / "out").mkdir()
     hf = hf_config(KINDS["dense"])
     header, entries = saved(tmp_path, {"a": whole(model(hf, seed=1))})

@@ -1,5 +1,6 @@
-"""Checkpoints of real ranks in many layouts, exported: against transformers, the policy's own answers, and the ranks'
-own export."""
+"""Exported checkpoints of real ranks in many layouts, against transformers, the policy's log-probs, and the ranks' own
+export.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory, by safetensors' own reader."""
+    """Returns all tensors of a Hugging Face directory, read by safetensors."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -40,7 +41,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def shorten_vocabulary(model: Path) -> None:
-    """103 tokens, which two tensor-parallel ranks pad to 104."""
+    """Shortens the vocabulary to 103 tokens, padded to 104 by two tensor-parallel ranks."""
     hf = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**hf, "vocab_size": hf["vocab_size"] - 1}))
     tensors = tensors_of(model)
@@ -55,7 +56,7 @@ def exported(run: Path, output: Path, **changes: Any) -> ExportResult:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exported_weights_are_the_policys(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two steps: transformers answers as the policy does, and every bit is that of the ranks' own export."""
+    """Exports after two steps: transformers agrees with the policy, and all bits equal the ranks' own export."""
     name, ranks, sizes, model = LAYOUTS[layout]
     shorten_vocabulary(build_model(tmp_path / "run" / "model", name, seed=3, **model))
     policy = saved.make_run(tmp_path / "run", ranks, sizes, dtype=torch.float32, steps=2)
@@ -71,7 +72,7 @@ def test_exported_weights_are_the_policys(layout: str, tmp_path: Path, monkeypat
 
 
 def test_experts_cut_both_ways_are_the_model_that_was_loaded(tmp_path: Path) -> None:
-    """TP2 EP2 ETP2. Gloo cannot gather the uneven shares of such a layout, so the ranks only load and save."""
+    """Exports TP2 EP2 ETP2. Gloo cannot gather the uneven shares of such a layout, so the ranks only load and save."""
     build_model(tmp_path / "run" / "model", "qwen3_moe", seed=3)
     saved.make_run(tmp_path / "run", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, dtype=torch.float32, steps=0)
     exported(tmp_path / "run", tmp_path / "out", verify=True)
@@ -79,20 +80,20 @@ def test_experts_cut_both_ways_are_the_model_that_was_loaded(tmp_path: Path) -> 
 
 
 def put_together(checkpoint: Path, kind: str) -> dict[str, Tensor]:
-    """The tensors of one kind in a checkpoint, from the names of its entries and safetensors' own reader."""
-    found: dict[str, Tensor] = {}
+    """Returns the tensors of a kind in a checkpoint, from its entry names and the safetensors reader."""
+    tensors: dict[str, Tensor] = {}
     shapes = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     for name, values in tensors_of(checkpoint).items():
         tensor, _, rest = name.partition("[")
         where, _, of = rest.partition("].")
         if of == kind:
-            into = found.setdefault(tensor, torch.full(shapes[tensor], torch.nan))
+            into = tensors.setdefault(tensor, torch.full(shapes[tensor], torch.nan))
             into[tuple(slice(*map(int, axis.split(":"))) for axis in where.split(","))] = values.float()
-    return found
+    return tensors
 
 
 def test_bfloat16_weights_and_their_float32_masters(tmp_path: Path) -> None:
-    """Against the ranks' export, and what safetensors reads in the checkpoint. The router is frozen: no master."""
+    """Compares with the ranks' export and with the tensors in the checkpoint. The frozen router lacks a master."""
     build_model(tmp_path / "run" / "model", "qwen3_moe", seed=3)
     saved.make_run(tmp_path / "run", 2, {"tensor": 2, "expert": 2}, dtype=torch.bfloat16, steps=1)
     run, policy = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000001" / "policy"
