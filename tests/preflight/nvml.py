@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-ml-py's module: the functions that a preflight asks, answered from a list of devices."""
+"""A stand-in for nvidia-ml-py's module: the functions used by a preflight, answered from a list of devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NVML_VOLATILE_ECC = 0
 
 
 class NVMLError(Exception):
-    """As `pynvml.NVMLError`."""
+    """An error like `pynvml.NVMLError`."""
 
 
 class NVMLError_NotSupported(NVMLError):
@@ -36,23 +36,23 @@ class NVMLError_GpuIsLost(NVMLError):
 
 @dataclass
 class Device:
-    """What one GPU answers; an exception is raised."""
+    """The answers of a GPU; exceptions are raised."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     memory: Any = (85520809984, 600 << 20)
-    """Total, in use."""
+    """Memory in bytes: total, used."""
     processes: Any = ()
     ecc: Any = 0
     remapped: Any = (0, 0, 0, 0)
     reasons: Any = 0x1
-    """0x1: idle."""
+    """Clock event reasons; 0x1 means idle."""
     cpus: Any = ()
-    """Those nearest to it."""
+    """The nearest CPUs."""
 
 
 @dataclass
 class Nvml:
-    """The module. Names of functions and errors are held to the real one's by a test."""
+    """The stand-in module. A test compares the names of functions and errors with the real module."""
 
     devices: list[Device] = field(default_factory=lambda: [Device() for _ in range(8)])
     start: Exception | None = None

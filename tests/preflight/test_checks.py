@@ -81,7 +81,7 @@ def test_room_on_the_disks() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_room_is_for_master_weights_and_two_moments(dtype: str, tmp_path: Path) -> None:
-    """In float32, whatever the weights are; of the checkpoints that are kept, and the one being written."""
+    """Computes disk space in float32 for any dtype of the weights: kept checkpoints, plus the one in progress."""
     build(BuildConfig(), tmp_path / "model")
     elements = sum(weight.numel() for weight in load_file(tmp_path / "model" / "model.safetensors").values())
     config = Config(model=ModelConfig(dtype=dtype), checkpoint=CheckpointConfig(every=1, keep=2))
@@ -104,18 +104,18 @@ def test_a_model_that_the_run_builds_is_not_looked_for(tmp_path: Path) -> None:
 def test_what_is_missing_is_named_as_by_the_launcher(
     unprepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fresh checkout, without model and data: the same line from both, before anything starts."""
+    """Runs a fresh checkout without model and data: launcher and preflight print the same line before any start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SKYRL_MEGA_DATA", raising=False)
     arguments = ["--config", str(CONFIGS / "dapo.yaml"), "cluster.device=cuda", *unprepared]
-    said = []
+    errors = []
     for command in (launch, main):
         assert command(arguments) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0] == said[1] and said[0].count("\n") == 1
-    assert "model.path: models/Qwen3-30B-A3B-Base is not there; `hf download Qwen/Qwen3-30B-A3B-Base" in said[0]
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1] and errors[0].count("\n") == 1
+    assert "model.path: models/Qwen3-30B-A3B-Base is not there; `hf download Qwen/Qwen3-30B-A3B-Base" in errors[0]
     for part in ("data.train: data/dapo/train.parquet does", "data.eval: data/dapo/test", "warmup.files: w.parquet"):
-        assert (part in said[0]) == bool(unprepared)
+        assert (part in errors[0]) == bool(unprepared)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,7 +149,7 @@ def test_who_is_apart_is_named_and_not_the_others() -> None:
     found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {}, "c": {"b": refused}})
     assert texts(found) == [("b", "a does not reach b: Connection refused (and 1 more)")]
     found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {"a": refused}, "c": {}})
-    assert [f.node for f in found] == ["a", "b"]  # both are reached by c
+    assert [f.node for f in found] == ["a", "b"]  # c reaches both
 
 
 @given(st.integers(0, 17))
@@ -176,22 +176,25 @@ def test_slow_and_broken_links() -> None:
     assert network.check_rates(ring(40, 41, 39, 40), MEANT) == []
     assert texts(network.check_rates(ring(40, 5, 6, 40, 40), None)) == [("c", "b ⇄ c: 5.00 GB/s, the median is 40.00")]
     assert texts(network.check_rates(ring(40, None, None, 40), None)) == [("c", "b ⇄ c: no answer")]
-    assert [f.node for f in network.check_rates(ring(40, 40, 5, 40), None)] == ["c", "d"]  # the link, then
+    assert [f.node for f in network.check_rates(ring(40, 40, 5, 40), None)] == ["c", "d"]  # the link in this case
     assert {f.status for f in network.check_rates(ring(20, 20, 20), MEANT)} == {"warn"}
     assert [f.node for f in network.check_rates([PairRate("a", "b", None, "NCCL error")], None)] == ["a", "b"]
 
 
 def test_nccl_over_tcp_stops_a_run() -> None:
-    """All links alike, at what Ethernet gives: no run is to be 30 times slower than planned without a word."""
-    found = network.check_rates([PairRate("a", "b", 3.1), PairRate("b", "c", 3.0), PairRate("c", "a", 3.2)], MEANT)
-    assert {(f.node, f.status) for f in found} == {("a", "bad"), ("b", "bad"), ("c", "bad")}
-    assert "3.1 GB/s between nodes, cluster.topology.nic_gb_s is 50" in found[0].text and "NCCL_DEBUG" in found[0].text
+    """Gives all links an Ethernet rate: a run 30 times slower than planned must not start silently."""
+    findings = network.check_rates([PairRate("a", "b", 3.1), PairRate("b", "c", 3.0), PairRate("c", "a", 3.2)], MEANT)
+    assert {(f.node, f.status) for f in findings} == {("a", "bad"), ("b", "bad"), ("c", "bad")}
+    assert (
+        "3.1 GB/s between nodes, cluster.topology.nic_gb_s is 50" in findings[0].text
+        and "NCCL_DEBUG" in findings[0].text
+    )
     assert {f.status for f in network.check_rates([PairRate("a", "b", 6.0)], MEANT)} == {"warn"}
-    assert network.check_rates([PairRate("a", "b", 0.2)], None) == []  # gloo on CPUs: nothing is expected
+    assert network.check_rates([PairRate("a", "b", 0.2)], None) == []  # gloo on CPUs: no expected rate
 
 
 def test_plain_ethernet_stops_no_run_that_never_said_otherwise() -> None:
-    """10 GbE gives 1.2 GB/s: below a tenth of the default, which is InfiniBand's."""
+    """Gives a pair 10 GbE, 1.2 GB/s: below a tenth of the default, InfiniBand's rate."""
     pair, nobody = [PairRate("a", "b", 1.1)], {"a": fabric.FabricFacts((), 0), "b": fabric.FabricFacts((), 0)}
     some = nobody | {"b": fabric.FabricFacts(("mlx5_0",), 0)}
 
@@ -207,7 +210,7 @@ def test_plain_ethernet_stops_no_run_that_never_said_otherwise() -> None:
 
 
 def test_adapters_that_nccl_would_not_find(tmp_path: Path) -> None:
-    assert fabric.check({"a": fabric.gather(tmp_path / "no")}) == []  # no adapters, nothing to say
+    assert fabric.check({"a": fabric.gather(tmp_path / "no")}) == []  # no adapters, no finding
     for name in ("mlx5_0", "mlx5_1"):
         (tmp_path / name).mkdir()
 
@@ -219,7 +222,7 @@ def test_adapters_that_nccl_would_not_find(tmp_path: Path) -> None:
     assert found.status == "warn" and "libibverbs cannot be loaded" in found.text and "ibverbs-providers" in found.text
 
     class Verbs:
-        """Opens `count` adapters; without a provider for their kind that is none."""
+        """A stand-in for the verbs library with `count` adapters; an adapter without a provider does not count."""
 
         def __init__(self, count: int) -> None:
             self.freed = False
@@ -298,7 +301,7 @@ def test_wrong_input(arguments: list[str], part: str, tmp_path: Path, capsys: py
 
 
 def test_an_exchange_and_one_that_nobody_answers() -> None:
-    """Two processes on loopback; then a leader whose partner does not come."""
+    """Runs an exchange of two processes on loopback, then a leader without a partner."""
     listening = network.exchange_socket("127.0.0.1")
     place = ("127.0.0.1", int(listening.getsockname()[1]))
     with ThreadPoolExecutor(2) as pool:
@@ -311,7 +314,7 @@ def test_an_exchange_and_one_that_nobody_answers() -> None:
 
 
 def test_an_exchange_that_ends_without_a_figure_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its exit status is: a library that ends the process chooses it."""
+    """Ends the exchange early with any exit status: a library that ends the process chooses the status."""
     monkeypatch.setattr(network.sys, "executable", "true")
     with pytest.raises(RuntimeError, match="exit code 0"):
         network.exchange(("127.0.0.1", 1), "127.0.0.1", "cpu", 1, 1.0, None)

@@ -1,4 +1,4 @@
-"""A preflight of several Ray nodes on one machine: all fit, one with another package, one that does not answer."""
+"""A preflight of several Ray nodes on one machine: healthy nodes, a node with a different package, a silent node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ClusterNode]]:
-    """Three nodes; the last one has a package that the others have not."""
+    """Yields three nodes; only the last node has an extra package."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -38,11 +38,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ClusterNode
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             ray.init(address=cluster.address, log_to_driver=False)
-            found = cluster_nodes()
+            listed = cluster_nodes()
             for environment in ({}, {"PYTHONPATH": str(package.parent)}):
                 cluster.add_node(num_cpus=1, env_vars=environment)
-                found += [node for node in cluster_nodes() if node.id not in {n.id for n in found}]
-            yield found
+                listed += [node for node in cluster_nodes() if node.id not in {n.id for n in listed}]
+            yield listed
         finally:
             ray.shutdown()
             cluster.shutdown()
@@ -50,7 +50,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ClusterNode
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that makes a preflight of some nodes."""
+    """Returns a function that runs a preflight of some nodes."""
     build(BuildConfig(), tmp_path / "model")
     (tmp_path / "run").mkdir()
 
@@ -90,7 +90,7 @@ def test_a_node_that_does_not_answer_is_named_in_time(
 ) -> None:
     monkeypatch.setattr(network, "pairs", lambda names: [])
     monkeypatch.setattr(preflight, "START_S", 25.0)
-    processes = psutil.process_iter(["name", "cmdline"])  # steps over those that end meanwhile
+    processes = psutil.process_iter(["name", "cmdline"])  # skips processes that end meanwhile
     raylets = [p for p in processes if p.info["name"] == "raylet"]
     [stopped] = [p for p in raylets if f"--node_id={nodes[1].id}" in p.info["cmdline"]]
     os.kill(stopped.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""GPUs: what NVML and the kernel's log say, and what is made of it."""
+"""GPUs: facts from NVML and the kernel's log, and the resulting findings."""
 
 from __future__ import annotations
 
