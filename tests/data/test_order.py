@@ -1,4 +1,4 @@
-"""The order of prompts: complete, decided by the seed, resumed at the exact place."""
+"""The order of prompts: complete, determined by the seed, resumed at the exact place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skyrl_mega.data.order import PromptStream
 )
 @settings(max_examples=80, deadline=None)
 def test_every_epoch_holds_every_prompt_once(count: int, epochs: int, seed: int, draws: list[int]) -> None:
-    """However much each step draws, and wherever it is stopped and resumed."""
+    """Takes any number of prompts per step, stopping and resuming anywhere."""
     stream = PromptStream(count, batch=3, seed=seed, epochs=epochs)
     drawn: list[int] = []
     for n in draws:

@@ -1,4 +1,4 @@
-"""`python -m skyrl_mega.data`: what it writes, and what it says of wrong input."""
+"""`python -m skyrl_mega.data`: the files, and the messages about wrong input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["another program's", "changed", "of the same rows", "a link to another's"])
 def test_a_file_of_a_user_is_not_written_over(tmp_path: Path, how: str) -> None:
-    """A file that was written by the command and left as it was is."""
+    """Overwrites unchanged files of the command only."""
     for seed in (1, 2):
         prepare(f"addition --output {tmp_path} --train 50 --test 10 --seed {seed}")
     train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
@@ -98,14 +98,14 @@ def test_multiply(tmp_path: Path, digits: int) -> None:
 
 
 def test_multiplication_on_paper() -> None:
-    """Place i holds what the digits up to it amount to, without those that are already written down."""
+    """Compares each place with the product of the digits up to this place, without the digits already written."""
     for a, b in [(n, d) for n in (1, 27, 345, 708, 999, 86421) for d in range(1, 10)]:
         places = [a % 10 ** (i + 1) * b // 10**i for i in range(len(str(a)))]
         assert worked_answer(a, b) == f"{','.join(map(str, places))}\\boxed{{{a * b}}}"
         for slip in range(1, len(str(a))):
             assert f"{{{a * b}}}" not in worked_answer(a, b, slip)
-    assert worked_answer(345, 7, slip=1) == "35,28,23\\boxed{2385}"  # 3 of 35 is forgotten
-    assert worked_answer(12, 3, slip=1) == "6,4\\boxed{46}"  # nothing is carried, and 1 is added
+    assert worked_answer(345, 7, slip=1) == "35,28,23\\boxed{2385}"  # the carry 3 of 35 is forgotten
+    assert worked_answer(12, 3, slip=1) == "6,4\\boxed{46}"  # the carry is 0, and 1 is added
 
 
 def test_demonstrations_of_multiplication(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_demonstrations_of_multiplication(tmp_path: Path) -> None:
         turns = row["extra_info"]["demonstration"]
         right = [f"{{{a * b}}}" in message["content"] for message in turns[::2]]
         assert right[:-1] == [False] * (len(right) - 1) and (right[-1] or len(right) == 3)
-        # What stands between the attempts is what the environment says to them.
+        # The texts between attempts equal the environment's replies.
         env = make("multiply", row, EnvironmentConfig(), max_turns=3)
         replayed = [m for said in turns[::2] for m in (said, *env.step(said["content"])["observations"])]
         assert turns == replayed
@@ -154,7 +154,7 @@ def test_pairs_of_different_lengths(digits: tuple[int, int], train: int, test: i
 @settings(max_examples=60, deadline=None)
 def test_pairs_are_distinct_and_no_test_pair_is_known(digits: int, train: int, test: int, seed: int) -> None:
     if train + test > 75 and digits == 1:
-        return  # 81 pairs in all, one of which may be left out with its mirror image
+        return  # 81 pairs in all, at most one pair left out with its mirror image
     train_pairs, test_pairs = disjoint_pairs(digits, train, test, np.random.default_rng(seed))
     assert (len(train_pairs), len(test_pairs)) == (train, test)
     both = np.concatenate([train_pairs, test_pairs])
@@ -170,7 +170,7 @@ def test_gsm8k_from_local_files(real_data: Path, tmp_path: Path) -> None:
     assert len(prompts) == len(source) == 7473
     for prompt, record in zip(prompts, source, strict=True):
         assert prompt.messages[0]["content"].startswith(record["question"])
-        # The data set's own solution is a right answer, a lazy one is not.
+        # The data set's own solution is right, a lazy answer is wrong.
         env = make(prompt.env_class, prompt.extras, EnvironmentConfig())
         assert env.step(record["answer"])["reward"] == 1.0
         assert env.step(record["answer"].split("####")[0])["reward"] == 0.0
@@ -178,14 +178,14 @@ def test_gsm8k_from_local_files(real_data: Path, tmp_path: Path) -> None:
 
 
 def run_offline(cache: Path, output: Path) -> subprocess.CompletedProcess[str]:
-    """Prepares gsm8k without --source, the hub being what lies in its local cache."""
+    """Prepares gsm8k without --source, offline from the hub's local cache."""
     command = [sys.executable, "-m", "skyrl_mega.data", "gsm8k", "--output", str(output)]
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_gsm8k_from_the_hub(tmp_path: Path) -> None:
-    """Through the hub's client, answered by a cache laid out as the hub lays it out."""
+    """Prepares through the hub's client, with a cache in the hub's layout."""
     repository, revision = tmp_path / "cache" / "datasets--openai--gsm8k", "0" * 40
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision, encoding="utf-8")

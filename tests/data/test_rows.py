@@ -1,4 +1,4 @@
-"""Reading rows: SkyRL's files unchanged, wrong ones refused by file, row and column."""
+"""Reading of rows: SkyRL's files unchanged, errors with file, row and column."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def refused(file: Path, config: EnvironmentConfig = CONFIG) -> str:
-    """What both readers say of a file: the same one line."""
+    """Returns the one-line error message, equal for both readers of a file."""
     with pytest.raises(UserError) as checked:
         check_files([file], config)
     with pytest.raises(UserError) as loaded:
@@ -68,7 +68,7 @@ def test_ground_truth_of_any_type(tmp_path: Path, ground_truth: Any) -> None:
 
 
 def test_files_as_skyrl_writes_them(tmp_path: Path) -> None:
-    """Keys that only some messages have, large strings, dictionary-encoded names, columns of the user's own."""
+    """Reads keys present in some messages only, large strings, dictionary-encoded names and extra columns."""
     prompt = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "q", "name": "Ann"}]
     table = pa.Table.from_pylist([{**GOOD, "prompt": prompt, "db_id": "farm"}, {**GOOD, "db_id": "zoo"}])
     table = table.set_column(2, "env_class", pa.array(["multiply", "gsm8k"]).dictionary_encode())

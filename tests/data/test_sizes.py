@@ -1,4 +1,4 @@
-"""Files whose rows are large: read and written in pieces that are bounded in bytes; numbers that no column takes."""
+"""Files with large rows, read and written in pieces of bounded bytes, and numbers outside every column type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An Arrow whose pieces have at most 100 rows, in place of 2 GiB; and the sizes of pieces that were asked for."""
+    """Limits Arrow's pieces to 100 rows in place of 2 GiB, and returns the requested piece sizes."""
     asked, read = list[int](), pq.ParquetFile.iter_batches
 
     def iter_batches(self: pq.ParquetFile, batch_size: int, **options: Any) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Figures of evaluation sets whose names differ in punctuation only."""
+"""Metrics of evaluation sets with names that differ only in punctuation."""
 
 from __future__ import annotations
 

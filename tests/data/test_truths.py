@@ -1,4 +1,4 @@
-"""Rows whose reward no answer can earn: counted, told, and refused where they are too many."""
+"""Rows with unreachable rewards: counted, reported, and an error if too many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = EnvironmentConfig()
 
 
 def write(file: Path, name: str, truths: Sequence[Any], **columns: Sequence[Any]) -> Path:
-    """A file of one environment's rows."""
+    """Writes a file of one environment's rows."""
     prompts = [[{"role": "user", "content": "q"}]] * len(truths)
     specs = pa.array([{"ground_truth": truth} for truth in truths])
     table = {"prompt": prompts, "env_class": [name] * len(truths), "reward_spec": specs, **columns}
@@ -38,7 +38,7 @@ def refusal(file: Path, config: EnvironmentConfig = CONFIG) -> str:
 
 
 def says(name: str, truth: Any, options: dict[str, Any] | None = None, **row: Any) -> str | None:
-    """What an environment says of a row."""
+    """Returns an environment's message about a row."""
     check = registry.row_check(name, EnvironmentConfig(options={name: options} if options else {}))
     assert check is not None
     return check({"reward_spec": {"ground_truth": truth}, **row})
@@ -185,7 +185,7 @@ def test_few_wrong_rows_are_told_and_more_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="2 of 20 rows"):
         load_prompts([many], CONFIG)
     assert "2 of 2 rows (100 %)" in refusal(write(tmp_path / "all.parquet", "gsm8k", ["18.0", "x"]))
-    check_files([few, many], CONFIG, say=said.append)  # of all files of a setting: 3 of 70
+    check_files([few, many], CONFIG, say=said.append)  # over all files of a setting: 3 of 70
     assert "3 of 70 rows" in said[1] and "few.parquet, row 30" in said[1]
 
 
