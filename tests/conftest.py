@@ -1,4 +1,4 @@
-"""What every room's tests may ask for."""
+"""Fixtures for the tests of all packages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NIGHTLY = (
     "weights/test_sleeping_engine.py::test_workers_with_tied_embeddings_and_biases_sleep_too",
     "weights/test_vllm_engine.py::test_every_architecture_takes_new_weights_twice",
 )
-"""Expensive tests, or cases of one, whose cheaper siblings run with every change. Beginnings of their names."""
+"""Expensive tests or cases, by the beginnings of their names; cheaper siblings run with every change."""
 FIRST = (
     "slurm",
     "megatron/test_loss_layouts.py",
@@ -61,10 +61,10 @@ FIRST = (
     "weights/test_scale.py",
     "weights/test_fp8_engine.py",
 )
-"""Those that take minutes begin first, so that none of them is left over for one core at the end."""
+"""Tests of several minutes, started first so that no core runs one alone at the end."""
 
-# The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
-# HYPOTHESIS_PROFILE=explore draws new examples.
+# The same examples in every run, without a time limit: a busy machine must not fail a correct test.
+# HYPOTHESIS_PROFILE=explore generates new examples.
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=slow_is_fine)
@@ -72,12 +72,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def among(names: Iterable[str], path: Path) -> bool:
-    """Whether a test's file is one of these, or in one of these folders."""
+    """Returns True if a test's file is among these files, or inside one of these folders."""
     return not {ROOT / "tests" / name for name in names}.isdisjoint([path, *path.parents])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of `NIGHTLY`, and puts the files that take long before the rest."""
+    """Marks the tests of `NIGHTLY`, and puts slow files before the rest."""
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(NIGHTLY):
             item.add_marker("nightly")
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def attention_of_one_model() -> Iterator[None]:
-    """megatron-core tells Transformer Engine by variables which attention a model has: the next test's has its own."""
+    """Clears the variables by which megatron-core sets Transformer Engine's attention for a model, after each test."""
     yield
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
         del os.environ[name]
@@ -94,7 +94,7 @@ def attention_of_one_model() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data that SKYRL_MEGA_TEST_DATA names; tests that need it skip where it is not set."""
+    """Returns the folder of real data named by SKYRL_MEGA_TEST_DATA, or skips the test if unset."""
     folder = os.environ.get("SKYRL_MEGA_TEST_DATA")
     if not folder:
         pytest.skip("real data is absent: SKYRL_MEGA_TEST_DATA is not set")
@@ -103,7 +103,9 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def stories(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained 260k-parameter Llama model as a Hugging Face directory (float32, tied, 8 heads of 8, 4 kv heads)."""
+    """Returns the trained 260k-parameter Llama model as a Hugging Face directory (float32, tied, 8 heads of 8, 4 kv
+    heads).
+    """
     from tests.support.stories import write
 
     return write(real_data / "data" / "stories260k", tmp_path_factory.mktemp("stories"))
@@ -111,7 +113,7 @@ def stories(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    """The `characters` tokenizer with its own template."""
+    """Returns the `characters` tokenizer with its own template."""
     from tests.support.chats import characters
 
     return characters(tmp_path_factory.mktemp("chats") / "characters")
@@ -119,7 +121,7 @@ def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @pytest.fixture(scope="session")
 def qwen_chat(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    """Qwen3's tokenizer and template."""
+    """Returns Qwen3's tokenizer and template."""
     from skyrl_mega.rollout.renderer import Renderer
     from tests.support.chats import qwen
 
@@ -130,7 +132,9 @@ def qwen_chat(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Rend
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory (float32, 0.5 GB, about 15 s to make, once for all workers)."""
+    """Returns SmolLM2-135M-Instruct as a Hugging Face directory (float32, 0.5 GB, written in 15 s, once for all
+    workers).
+    """
     pytest.importorskip("gguf")
     from skyrl_mega.config.errors import UserError
     from skyrl_mega.models.smollm2 import gguf_file, write
@@ -141,7 +145,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(absent))
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+        folder = folder.parent  # shared by all workers
     with (folder / "smollm2.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return write(folder / "smollm2")
