@@ -1,1 +1,1 @@
-"""Proofs on a host with one GPU: `python -m benchmarks.gpu`, or `make gpu` (README.md)."""
+"""Proofs on a machine with one GPU: `python -m benchmarks.gpu`, or `make gpu` (README.md)."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: every proof that has no verdict yet, as far as the time goes (README.md)."""
+"""`python -m benchmarks.gpu`: runs every proof without a verdict within a time budget (README.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REHEARSED = ROOT / "runs" / "gpu_rehearsal"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 when every chosen proof has passed, 1 when not yet or not at all, 2 for a mistake of the user."""
+    """Returns 0 if every chosen proof passed, 1 if a proof failed or is still to run, 2 for a mistake of the user."""
     try:
         return _main(_parser().parse_args(arguments))
     except UserError as error:
@@ -94,7 +94,7 @@ def _main(asked: argparse.Namespace) -> int:
         return 0
     if not asked.list and not asked.rehearse:
         _refuse_without_a_gpu()
-    # What is prepared is for the host's Python and torch, which may be others than those of a rehearsal.
+    # Prepared packages are for the GPU machine's Python and torch. A rehearsal may run with other versions.
     brought = wheels if asked.wheels or not asked.rehearse else None
     site = install(brought) if brought and not asked.list else None
     if site is not None:
@@ -119,7 +119,7 @@ def _say(line: str) -> None:
 def _refuse_without_a_gpu() -> None:
     if not there("torch"):
         raise UserError(f"torch cannot be imported by {sys.executable}; give PYTHON=… with a build of torch for CUDA")
-    # In a process of its own: proof 1 is about who has touched the GPU.
+    # Runs in a separate process: proof 1 checks which processes touched the GPU.
     ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=120).returncode:
         raise UserError("torch sees no CUDA device here; --rehearse goes through the proofs on the CPU")
@@ -131,8 +131,8 @@ def _device() -> dict[str, Any]:
         gpu = facts.gpus[0]
         return {"name": gpu.name, "memory_gib": round(gpu.memory_bytes / 2**30, 2), "driver": facts.driver}
     ask = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, sep='|')"
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120).stdout.strip()
-    name, _, size = told.partition("|")
+    result = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120).stdout.strip()
+    name, _, size = result.partition("|")
     return {"name": name, "memory_gib": round(int(size or 0) / 2**30, 2), "driver": None, "nvml": facts.error}
 
 
@@ -144,7 +144,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the repository; None in a copy without its history."""
+    """Returns the repository's commit; None in a copy without the git history."""
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
     except OSError:
@@ -153,7 +153,7 @@ def _commit() -> str | None:
 
 
 def _listed(proofs: list[Proof], paths: list[Path], wheels: Path) -> str:
-    """Returns a line for each proof, with its status on each device of the results."""
+    """Returns a line for each proof, with the status on each device of the results."""
     known = [read(file) for file in dict.fromkeys(file for path in paths for file in files(path))]
     wide = max(len(p.name) for p in proofs)
     lines = []

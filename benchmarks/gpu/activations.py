@@ -1,6 +1,7 @@
-"""Proof: layers whose activations lie in host memory learn the same, in the memory that is planned, beside recomputing.
+"""Proof: layers with activations in host memory give the same results, within the planned memory, compared with
+recomputing.
 
-One long sequence, where it is meant for: its copies have most to hide behind.
+The batch is one long sequence, the intended use: a long sequence gives the copies most work to overlap with.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "full"},
 }
 ALIKE = 1e-3
-"""Sums over experts have no order on a GPU."""
+"""Tolerance on a GPU, relative: sums over experts have no fixed order."""
 WITHIN = 0.2
-"""Of the planned memory."""
+"""Tolerance of the peak, as a share of the planned memory."""
 
 
 def prove(bench: Bench) -> None:
@@ -37,7 +38,7 @@ def prove(bench: Bench) -> None:
 
 
 def prove_te(bench: Bench) -> None:
-    """Does so with Transformer Engine's layers."""
+    """Trains the same weights on the same sequence in each way, with Transformer Engine's layers."""
     if not bench.cuda:
         bench.left_out("all of it: Transformer Engine computes on CUDA alone")
         return
@@ -49,7 +50,7 @@ def _prove(bench: Bench, spec: str) -> None:
 
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=LAYERS)
     tokens = 512 if bench.tiny else TOKENS
-    d, batch = parts.described(hf), parts.rows([tokens], hf["vocab_size"])
+    decoder, batch = parts.described(hf), parts.rows([tokens], hf["vocab_size"])
     first: dict[str, float] = {}
     before: dict[str, Any] = {}
     for name, settings in WAYS.items():
@@ -57,10 +58,10 @@ def _prove(bench: Bench, spec: str) -> None:
         rank = parts.open_rank(hf, parallel, device=bench.device, policy=policy)
         before = before or {key: p.detach().cpu().clone() for key, p in rank.params.items()}
         _take(rank, before)
-        found = rank.train([batch], supervised)  # and what is made once
-        first = first or found
+        metrics = rank.train([batch], supervised)  # warm-up: also creates the optimizer state
+        first = first or metrics
         for what in ("loss", "grad_norm"):
-            off = abs(found[what] - first[what]) / abs(first[what])
+            off = abs(metrics[what] - first[what]) / abs(first[what])
             bench.figure(f"{name}: {what} off the first", off, "", at_most=ALIKE if bench.cuda else 0.0)
         seconds = bench.seconds(lambda rank=rank: rank.train([batch], supervised), repeats=3, warm=1)
         bench.figure(f"{name}: a step of {tokens} tokens, {LAYERS} layers", seconds, "s")
@@ -68,7 +69,7 @@ def _prove(bench: Bench, spec: str) -> None:
             how: dict[str, Any] = dict(recompute=policy.recompute, offload_layers=policy.offload_layers)
             how |= dict(spec=spec, fused=fused(policy, spec, True))
             chunk = logit_chunk(policy, bench.device.type)
-            sizes = activations(d, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how)
+            sizes = activations(decoder, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how)
             planned = sizes.train + sizes.train_logits
             base = torch.cuda.memory_allocated()
             peak = bench.peak(lambda rank=rank: rank.train([batch], supervised)) - base
@@ -79,7 +80,7 @@ def _prove(bench: Bench, spec: str) -> None:
         bench.left_out("memory at the peak")
         return
     kept = kept_layer(
-        d, parallel, 0, tokens, 2, recompute="none", spec=spec, fused=fused(parts.policy_config(spec), spec, True)
+        decoder, parallel, 0, tokens, 2, recompute="none", spec=spec, fused=fused(parts.policy_config(spec), spec, True)
     )
     rate = limits.host_gb_s(bench, pinned=True, to_device=True)
     bench.figure("a layer's copy, one way, by the link", kept / rate / 1e9, "s")

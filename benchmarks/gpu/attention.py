@@ -1,4 +1,4 @@
-"""Proof 8, second half: `PackedAttention` by torch's variable-length kernel, and on a padded grid."""
+"""Proof 8, second half: `PackedAttention` with torch's variable-length kernel, and on a padded grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def shapes(bench: Bench) -> dict[str, list[int]]:
-    """Rows of sequences: even, log-normal, and one long with many short ones."""
+    """Returns the lengths of the sequences in a row: even, log-normal, and a long sequence with many short ones."""
     if bench.tiny:
         return {"even": [16] * 4, "skewed": [48] + [4] * 4}
     return {"even": [1024] * 8, "uneven": [4096, 2048, 1024, 512, 256, 128, 64, 64], "skewed": [7168] + [16] * 64}
@@ -42,7 +42,7 @@ def prove(bench: Bench) -> None:
                 out: Tensor = module(q, k, v, None, packed_seq_params=row)
                 return out
 
-            spec.varlen_attn = way  # None: as where torch has none
+            spec.varlen_attn = way  # None: the grid, as in a torch without the kernel
             try:
                 close(bench, f"{name}, {kind}", run().detach(), expected)
                 speed(bench, f"{name}, {kind}", run, (q, k, v), lengths, gemm)
@@ -51,7 +51,7 @@ def prove(bench: Bench) -> None:
 
 
 def inputs(bench: Bench, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Query [T, 16, 128], key and value [T, 2, 128] of a packed row, and its description."""
+    """Returns query [T, 16, 128], key and value [T, 2, 128] of a packed row, and the row's description."""
     from skyrl_mega.megatron.packing import pack
 
     heads, groups, width = (4, 2, 16) if bench.tiny else (16, 2, 128)
@@ -66,7 +66,7 @@ def inputs(bench: Bench, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, An
 
 
 def packed_attention(bench: Bench) -> Any:
-    """The module, as the local layer spec builds it."""
+    """Returns the attention module as the local layer spec builds it."""
     if not bench.cuda:
         from skyrl_mega.megatron import cpu
 
@@ -80,7 +80,7 @@ def packed_attention(bench: Bench) -> Any:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Sequence after sequence, in float32."""
+    """Returns the attention of each sequence, computed separately in float32."""
     groups, at, found = q.shape[1] // k.shape[1], 0, []
     with torch.no_grad():
         for n in lengths:
@@ -93,13 +93,14 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
 
 
 def close(bench: Bench, name: str, found: Tensor, wanted: Tensor) -> None:
-    """Tokens of sequences, not of the padding behind them."""
+    """Compares the tokens of sequences with the wanted values; padding after them is ignored."""
     off = (found[: len(wanted)].float() - wanted).norm() / wanted.norm()
     bench.figure(f"{name}: off float32 by", float(off), "", at_most=0.01)
 
 
 def speed(bench: Bench, name: str, run: Any, leaves: tuple[Tensor, ...], lengths: list[int], gemm: float) -> None:
-    """Forward and backward: share of the matrix product's rate for the causal work there is, and memory."""
+    """Records the rate of forward and backward against a large matrix product, for causal work only, and the peak
+    memory."""
 
     def both() -> None:
         torch.autograd.grad(run().sum(), leaves)

@@ -1,4 +1,4 @@
-"""All proofs in the order in which they run: the most valuable figures of a short window come first."""
+"""All proofs in the order of running: the most valuable figures come first, because a window may be short."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The process of one proof: `python -m benchmarks.gpu.child ENTRY EVENTS FOLDER full|tiny`.
+"""The process of a proof: `python -m benchmarks.gpu.child ENTRY EVENTS FOLDER full|tiny`.
 
-The last line of EVENTS says how it ended.
+The last line of EVENTS records how the proof ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu.proof import Bench
 
 TAIL = 4000
-"""Characters of a traceback that are kept."""
+"""Characters kept of a traceback."""
 
 
 def main(entry: str, events: str, folder: str, size: str) -> int:

@@ -1,4 +1,4 @@
-"""Proof 1: what the GPU is and can do; a driver that only asks for it leaves nothing on it."""
+"""Proof 1: the GPU's properties and abilities; a driver reading the properties leaves no process on the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.proof import Bench
 from skyrl_mega.preflight.gpus import Gpu, gather
 
 CONTEXT_BYTES = 64 << 20
-"""A CUDA context takes several hundred MiB; other programs' comings and goings less than this."""
+"""Smallest size of a CUDA context. A real context takes several hundred MiB; a change by foreign programs is smaller."""
 
 
 def prove(bench: Bench) -> None:
@@ -30,7 +30,8 @@ def prove(bench: Bench) -> None:
 
 
 def _nobody(bench: Bench) -> None:
-    """The driver asks for a GPU as `cli.inputs.with_device` does; the preflight must not find it there."""
+    """Reads the GPU's properties as `cli.inputs.with_device` does, and checks that the preflight sees no process of
+    it."""
     before = _gpu()
     bench.holds("torch sees a CUDA device", torch.cuda.is_available())
     torch.cuda.get_device_properties(0)
@@ -44,7 +45,7 @@ def _nobody(bench: Bench) -> None:
                 set(asked.processes) <= set(before.processes), asked.processes)  # fmt: skip
     bench.figure("memory taken by asking", (asked.used_bytes - before.used_bytes) / 2**20, "MiB",
                  at_most=CONTEXT_BYTES / 2**20)  # fmt: skip
-    # That NVML would have shown it: the context of the next line does.
+    # A real context must be visible to NVML, else the check above proves nothing.
     bench.figure("memory of a CUDA context", (used.used_bytes - asked.used_bytes) / 2**20, "MiB",
                  at_least=CONTEXT_BYTES / 2**20)  # fmt: skip
     bench.note("processes that NVML sees", [len(g.processes) for g in (before, asked, used)])

@@ -1,6 +1,6 @@
-"""Stage 3: a real vLLM engine takes the policy's weights, and computes what transformers computes.
+"""Stage 3: a real vLLM engine takes the policy's weights and computes the same log-probs as transformers.
 
-With CUDA graphs, with no Ray, and asleep in between: what sleep takes away, the next sync brings back.
+CUDA graphs are on, Ray is absent, and the engine sleeps between syncs: the next sync restores the weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from skyrl_mega.engines.presence import CACHE, WEIGHTS
 
 PROMPTS = [[5, 20 + i, 40 + 3 * i, 60, 7] for i in range(4)]
 EXACT = {"cpu": 1e-4, "cuda": 5e-3}
-"""Of float32 log-probs, in nats: CUDA's kernels may multiply in TF32."""
+"""Tolerance of float32 log-probs, in nats: CUDA's kernels may multiply in TF32."""
 ORDER = (("model", False), ("other", False), ("model", True), ("other", True))
-"""Weights of each sync, and whether the engine sleeps before it."""
+"""Weights of each sync, and True if the engine sleeps before the sync."""
 
 
 def prove(bench: Bench) -> None:
@@ -52,7 +52,8 @@ def prove(bench: Bench) -> None:
 
 
 def _entry_point(folder: Path) -> None:
-    """vLLM finds our weight transfer by an installed package's entry point; here the package is a folder."""
+    """Creates the metadata of an installed package in a folder: vLLM finds the weight transfer through an entry
+    point."""
     made = folder / "skyrl_mega_proof-0.0.dist-info"
     made.mkdir(parents=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-mega-proof\nVersion: 0.0\n")
@@ -108,7 +109,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
 
 
 async def _sleep(bench: Bench, engine: Any) -> None:
-    """Drops what a run drops on a shared GPU, and brings the weights' memory back for a sync."""
+    """Sleeps as on a shared GPU, overwrites the freed memory, and wakes the weights for a sync."""
     free = torch.cuda.mem_get_info()[0] if bench.cuda else 0
     start = time.perf_counter()
     await engine.sleep(ENGINE)
@@ -117,7 +118,7 @@ async def _sleep(bench: Bench, engine: Any) -> None:
         gained = (torch.cuda.mem_get_info()[0] - free) / 2**30
         bench.figure("memory that sleep gives back", gained, "GiB", at_least=1.0)
         torch.empty(int(gained * 0.9 * 2**30), dtype=torch.uint8, device=bench.device).fill_(0xA5)
-        torch.cuda.empty_cache()  # whatever the engine still reads there, it now reads wrong
+        torch.cuda.empty_cache()  # a stale read of the freed memory now gives wrong numbers
     start = time.perf_counter()
     await engine.wake([WEIGHTS])
     bench.figure("waking for a sync", time.perf_counter() - start, "s")
@@ -130,7 +131,7 @@ async def _answers(engine: Any, requests: list[Any]) -> list[Any]:
 
 
 async def _off(engine: Any, path: Path) -> list[float]:
-    """Each completion's largest difference from transformers for the same tokens."""
+    """Returns the largest log-prob difference from transformers, for each completion."""
     from transformers import AutoModelForCausalLM
 
     from skyrl_mega.engines.base import Request
@@ -149,7 +150,7 @@ async def _off(engine: Any, path: Path) -> list[float]:
 
 
 async def _speed(bench: Bench, engine: Any) -> None:
-    """Tokens a second of one sequence: what a step of decoding costs beside the work."""
+    """Measures the time of a token in a single sequence: the overhead of a decoding step."""
     from skyrl_mega.engines.base import Request
 
     start = time.perf_counter()

@@ -1,8 +1,8 @@
 """Proof 3: a weight sync between two processes on one GPU.
 
-The policy's process is in a group of its own and lends its buckets to the engine's, a guest, which reads them through
-CUDA IPC (a shared file on a CPU). The model is as large as one TP8 engine worker's shard of Qwen3-30B-A3B, in as many
-parts.
+The sender is a policy rank alone in its group. The receiver, an engine worker, reads the sender's buckets through CUDA
+IPC (through a shared file on a CPU). The model has the size and the number of parts of a TP8 engine worker's shard of
+Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -26,46 +26,48 @@ from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.transports.group import TransportError, host_store
 
 PYTHON_S = 0.15
-"""Of Python in a second or later sync, either end; and `CHECKED_S` where every part is proved (docs/gpu.md, F12)."""
+"""Upper bound of Python time in a second or later sync, at either end. `CHECKED_S` applies with checksums (docs/gpu.md,
+F12)."""
 CHECKED_S = 0.5
 SEGMENTS = allocator.variables({})
-"""The policy's settings of the allocator; an engine has none of them."""
+"""Allocator settings of the policy's process. An engine has no such settings."""
 GROWTH_MIB = 64.0
-"""That memory may grow from the second run to the last (F16: a new stream and new buffers in each took gigabytes)."""
+"""Upper bound of memory growth from the second run to the last (F16: new streams and buffers in each run took
+gigabytes)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both processes know."""
+    """Inputs of both processes."""
 
     connection: Connection
     device: str
     runs: int
     checked: int
-    """From this run on to the last every part is proved."""
+    """First run with checksums; all later runs have checksums too."""
     later: Connection | None = None
-    """A second meeting, after the first has failed."""
+    """Connection of a second group, used after the first group failed."""
 
 
 def prove(bench: Bench) -> None:
-    """Bits, speed, seconds of Python and memory over 40 runs."""
+    """Checks bits, speed, Python time and memory over 40 runs."""
     runs = 40 if bench.cuda else 6
     case, store = _case(bench, runs=runs, checked=runs - 3)
-    host, guest = together(Job(_host, (case,)), Job(_guest, (case,)), timeout_s=230)
+    sender, receiver = together(Job(_sender, (case,)), Job(_receiver, (case,)), timeout_s=230)
     del store
-    wrong = sum(guest["different"])
+    wrong = sum(receiver["different"])
     bench.figure("elements that differ after two syncs of other weights", wrong, "elements", at_most=0)
-    bench.figure("parts", guest["parts"], "parts")
-    bench.figure("bytes of a sync", guest["bytes"] / 1e9, "GB")
-    bench.figure("joining, the plan included", host["join_s"], "s")
-    bench.figure("first sync", host["wall_s"][0], "s")
+    bench.figure("parts", receiver["parts"], "parts")
+    bench.figure("bytes of a sync", receiver["bytes"] / 1e9, "GB")
+    bench.figure("joining, the plan included", sender["join_s"], "s")
+    bench.figure("first sync", sender["wall_s"][0], "s")
     plain = slice(2, case.checked)
-    wall = statistics.median(host["wall_s"][plain])
-    # Every byte is copied into the bucket and out of it.
-    bench.figure("a later sync", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
+    wall = statistics.median(sender["wall_s"][plain])
+    # Every byte is copied twice: into the bucket and out of the bucket.
+    bench.figure("a later sync", receiver["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
                  limit_of="two copies within memory")  # fmt: skip
     bench.figure("a later sync takes", wall, "s")
-    for name, end in (("sender", host), ("receiver", guest)):
+    for name, end in (("sender", sender), ("receiver", receiver)):
         allowed = PYTHON_S if bench.cuda else None
         bench.figure(f"Python of the {name} in a later sync", statistics.median(end["python_s"][plain]), "s",
                      at_most=allowed)  # fmt: skip
@@ -76,56 +78,58 @@ def prove(bench: Bench) -> None:
             bench.figure(f"memory that the {name} gained from run 2 to run {runs}",
                          (end["reserved"][-1] - end["reserved"][1]) / 2**20, "MiB", at_most=GROWTH_MIB)  # fmt: skip
     if bench.cuda:
-        bench.figure("memory of the GPU gained by both", (host["free"][1] - host["free"][-1]) / 2**20, "MiB",
+        bench.figure("memory of the GPU gained by both", (sender["free"][1] - sender["free"][-1]) / 2**20, "MiB",
                      at_most=2 * GROWTH_MIB)  # fmt: skip
     else:
         bench.left_out("memory of the GPU, and CUDA IPC: a shared file stood in for it")
 
 
 def prove_killed(bench: Bench) -> None:
-    """The receiver is killed half way; the sender says so in time, and works with the next one."""
+    """Kills the receiver halfway: the sender must report the loss in time and then serve the next receiver."""
     case, store = _case(bench, runs=2, checked=2, later="after it")
-    host, first, second = together(
-        Job(_host_that_loses, (case,)), Job(_guest_that_dies, (case,)), Job(_late_guest, (case,)), timeout_s=85
+    sender, first, second = together(
+        Job(_sender_of_killed, (case,)), Job(_killed_receiver, (case,)), Job(_late_receiver, (case,)), timeout_s=85
     )
     del store
     bench.holds("the receiver was killed", first == KILLED, first)
-    bench.holds("the sender names it", "engine 0 worker 0 went away" in host["error"], host["error"])
-    bench.figure("until the sender knows", host["noticed_s"], "s", at_most=5.0)
-    bench.holds("the sender's device works on", host["works"])
+    bench.holds("the sender names it", "engine 0 worker 0 went away" in sender["error"], sender["error"])
+    bench.figure("until the sender knows", sender["noticed_s"], "s", at_most=5.0)
+    bench.holds("the sender's device works on", sender["works"])
     bench.figure("elements that differ at the next receiver", second["different"], "elements", at_most=0)
 
 
 def prove_segments(bench: Bench) -> None:
-    """With expandable segments in the sender, which cannot be lent to another process as they are (F15)."""
+    """Syncs with expandable segments in the sender. CUDA IPC cannot share such memory directly (F15)."""
     if not bench.cuda:
         bench.left_out("expandable segments: a CPU has none")
         return
     case, store = _case(bench, runs=4, checked=3)
-    host, guest = together(Job(_host, (case,), SEGMENTS), Job(_guest, (case,)), timeout_s=85)
+    sender, receiver = together(Job(_sender, (case,), SEGMENTS), Job(_receiver, (case,)), timeout_s=85)
     del store
-    bench.figure("elements that differ", sum(guest["different"]), "elements", at_most=0)
-    wall = host["wall_s"][2]
-    bench.figure("a sync", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
+    bench.figure("elements that differ", sum(receiver["different"]), "elements",
+                 at_most=0)  # fmt: skip
+    wall = sender["wall_s"][2]
+    bench.figure("a sync", receiver["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
                  limit_of="two copies within memory")  # fmt: skip
 
 
 def prove_fp8(bench: Bench) -> None:
-    """The same weights as block-scaled FP8: bits beside plain torch's, and speed.
+    """Syncs the same weights as block-scaled FP8 and compares the bits with plain torch.
 
-    The sender reads each element twice (maxima, numbers) and writes a byte, the receiver reads it and writes bfloat16:
-    8 bytes of traffic an element, as many as in a bfloat16 sync.
+    The sender reads each element twice (maxima, numbers) and writes a byte. The receiver reads the byte and writes
+    bfloat16. This makes 8 bytes of traffic per element, as in a bfloat16 sync.
     """
     case, store = _case(bench, runs=6, checked=5, fp8=True)
-    host, guest = together(Job(_host, (case,)), Job(_guest, (case,)), timeout_s=110)
+    sender, receiver = together(Job(_sender, (case,)), Job(_receiver, (case,)), timeout_s=110)
     del store
-    bench.figure("elements that differ from plain torch's quantisation", sum(guest["different"]), "elements", at_most=0)
-    wall = statistics.median(host["wall_s"][2 : case.checked])
-    bench.figure("a sync, counted in bfloat16", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
-                 limit_of="two copies within memory")  # fmt: skip
+    bench.figure("elements that differ from plain torch's quantisation", sum(receiver["different"]), "elements",
+                 at_most=0)  # fmt: skip
+    wall = statistics.median(sender["wall_s"][2 : case.checked])
+    bench.figure("a sync, counted in bfloat16", receiver["bytes"] / wall / 1e9, "GB/s",
+                 limit=limits.copy_gb_s(bench) / 2, limit_of="two copies within memory")  # fmt: skip
     bench.figure("a sync takes", wall, "s")
     allowed = PYTHON_S if bench.cuda else None
-    bench.figure("Python of the sender", statistics.median(host["python_s"][2 : case.checked]), "s", at_most=allowed)
+    bench.figure("Python of the sender", statistics.median(sender["python_s"][2 : case.checked]), "s", at_most=allowed)
 
 
 def _case(bench: Bench, runs: int, checked: int, later: str = "", fp8: bool = False) -> tuple[Case, Any]:
@@ -146,7 +150,7 @@ def _case(bench: Bench, runs: int, checked: int, later: str = "", fp8: bool = Fa
 
 
 def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns this end's exchange, its layout and its parameters: bfloat16, without scales, whatever the wire is."""
+    """Returns the exchange, layout and parameters of one end: bfloat16 without scales, for every wire type."""
     here = torch.device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
@@ -159,10 +163,10 @@ def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict
     return connection.join(here, **{end: 0}), layout, params
 
 
-def _host(case: Case) -> dict[str, Any]:
+def _sender(case: Case) -> dict[str, Any]:
     start = time.perf_counter()
     exchange, layout, params = _open(case.connection, case.device, "source")
-    told: dict[str, Any] = {"join_s": time.perf_counter() - start, "wall_s": [], **_nothing()}
+    figures: dict[str, Any] = {"join_s": time.perf_counter() - start, "wall_s": [], **_nothing()}
     for number in range(case.runs):
         if number < 2:
             pattern.fill(layout.shards[0], layout.tensors, params, version=number)
@@ -170,29 +174,29 @@ def _host(case: Case) -> dict[str, Any]:
         start = time.perf_counter()
         report = exchange.run(source=params, checksums=number >= case.checked)
         _wait(case)
-        told["wall_s"].append(time.perf_counter() - start)
-        _remember(told, report, case)
-    return told
+        figures["wall_s"].append(time.perf_counter() - start)
+        _remember(figures, report, case)
+    return figures
 
 
-def _guest(case: Case) -> dict[str, Any]:
+def _receiver(case: Case) -> dict[str, Any]:
     exchange, layout, params = _open(case.connection, case.device, "target")
-    told: dict[str, Any] = {"different": [], **_nothing()}
+    figures: dict[str, Any] = {"different": [], **_nothing()}
     for number in range(case.runs):
         report = exchange.run(target=params, checksums=number >= case.checked)
         _wait(case)
-        _remember(told, report, case)
+        _remember(figures, report, case)
         if number < 2:
-            told["different"].append(
+            figures["different"].append(
                 pattern.different(layout.shards[0], layout.tensors, params, number, _quantised(case, layout))
             )
-    told["bytes"] = sum(piece.box.numel for piece in layout.shards[0].pieces) * 2
-    told["parts"] = len(layout.shards[0].pieces)
-    return told
+    figures["bytes"] = sum(piece.box.numel for piece in layout.shards[0].pieces) * 2
+    figures["parts"] = len(layout.shards[0].pieces)
+    return figures
 
 
 def _quantised(case: Case, layout: Layout) -> frozenset[str]:
-    """Returns the tensors that cross as FP8."""
+    """Returns the names of the tensors sent as FP8."""
     return quantised(layout.tensors) if case.connection.plan_inputs.fp8 else frozenset()
 
 
@@ -200,11 +204,11 @@ def _nothing() -> dict[str, list[float]]:
     return {"python_s": [], "reserved": [], "free": []}
 
 
-def _remember(told: dict[str, Any], report: Any, case: Case) -> None:
-    told["python_s"].append(report.pack_s + report.load_s + report.quantise_s + report.checksum_s)
+def _remember(figures: dict[str, Any], report: Any, case: Case) -> None:
+    figures["python_s"].append(report.pack_s + report.load_s + report.quantise_s + report.checksum_s)
     if case.device != "cpu":
-        told["reserved"].append(torch.cuda.memory_reserved())
-        told["free"].append(torch.cuda.mem_get_info()[0])
+        figures["reserved"].append(torch.cuda.memory_reserved())
+        figures["free"].append(torch.cuda.mem_get_info()[0])
 
 
 def _wait(case: Case) -> None:
@@ -212,7 +216,7 @@ def _wait(case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def _host_that_loses(case: Case) -> dict[str, Any]:
+def _sender_of_killed(case: Case) -> dict[str, Any]:
     exchange, layout, params = _open(case.connection, case.device, "source")
     pattern.fill(layout.shards[0], layout.tensors, params, version=0)
     exchange.run(source=params)
@@ -231,7 +235,7 @@ def _host_that_loses(case: Case) -> dict[str, Any]:
     return {"error": error, "noticed_s": noticed, "works": works}
 
 
-def _guest_that_dies(case: Case) -> None:
+def _killed_receiver(case: Case) -> None:
     exchange, _, params = _open(case.connection, case.device, "target")
     exchange.run(target=params)
     left = [len(params) // 2]
@@ -244,7 +248,7 @@ def _guest_that_dies(case: Case) -> None:
     exchange.run(target=params, loaded=half)
 
 
-def _late_guest(case: Case) -> dict[str, Any]:
+def _late_receiver(case: Case) -> dict[str, Any]:
     assert case.later is not None
     exchange, layout, params = _open(case.later, case.device, "target")
     exchange.run(target=params)

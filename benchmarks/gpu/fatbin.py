@@ -1,7 +1,7 @@
-"""Device code in CUDA's shared objects: what is for other GPUs than Hopper's is taken out of a wheel.
+"""Device code in CUDA's shared objects: removes the code for all GPUs except Hopper from a wheel.
 
-A fat binary is a header and entries, each for one architecture. The kept entries move to the front, the header says how
-long they are, and zeros fill the rest, which compress to nothing: no offset that the program's tables use changes.
+A fat binary has a header and entries, each for one architecture. The kept entries move to the front, the header gets
+the total length, and zeros fill the rest and compress well. Offsets in the program's tables stay the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAGIC = struct.pack("<I", 0xBA55ED50)
 HEADER = struct.Struct("<4sHHQ")
 """Magic, version, bytes of the header, bytes of all entries."""
 ENTRY = struct.Struct("<HHIQ12xI")
-"""Kind, version, bytes of the entry's header, bytes of its code, and the architecture."""
+"""Kind, version, bytes of the entry's header, bytes of the code, and the architecture."""
 
 
 def shrink_wheel(source: Path, target: Path, keep: frozenset[int] = ARCHITECTURES) -> None:
-    """Writes a wheel whose shared objects have device code for some architectures alone."""
+    """Writes a copy of a wheel with device code for the given architectures only."""
     new = target.with_name(f".{target.name}")
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as after:
         for item in before.infolist():
@@ -29,12 +29,12 @@ def shrink_wheel(source: Path, target: Path, keep: frozenset[int] = ARCHITECTURE
 
 
 def shrink(data: bytes, keep: frozenset[int]) -> bytes:
-    """Returns a shared object of the same length; a fat binary without any of these architectures stays as it is."""
+    """Returns a shared object of the same length. A fat binary without any of these architectures stays unchanged."""
     image, start = bytearray(data), 0
     while (start := image.find(MAGIC, start)) >= 0:
         _, _, header, size = HEADER.unpack_from(image, start) if start + HEADER.size <= len(image) else (0, 0, 0, 0)
         first, end = start + header, start + header + size
-        if header != HEADER.size or end > len(image):  # these four bytes mean something else
+        if header != HEADER.size or end > len(image):  # these four bytes are no fat binary
             start += len(MAGIC)
             continue
         entries = _entries(image, first, end)
@@ -46,7 +46,7 @@ def shrink(data: bytes, keep: frozenset[int]) -> bytes:
 
 
 def _entries(image: bytearray, at: int, end: int) -> list[tuple[int, int, int]]:
-    """Returns where each entry begins and ends, and its architecture; none where they do not fill the space."""
+    """Returns begin, end and architecture of each entry; an empty list if the entries do not fill the space."""
     found = []
     while at < end:
         if at + ENTRY.size > end:

@@ -1,7 +1,7 @@
-"""Proof 9: rows of random lengths, then: how much more the allocator holds than tensors ever took.
+"""Proof 9: rows of random lengths; the allocator's reserved memory against the peak of allocated tensors.
 
-Adam's moments either are there from the start or are born in the first step, inside blocks that activations left; the
-allocator has expandable segments or not.
+Adam's moments exist from the start, or are created in the first step inside blocks freed by activations. The allocator
+runs with and without expandable segments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.gpu.proof import Bench
 
 GIB = 2**30
 LAYERS = 12
-"""A quarter of the slice's: what matters is how blocks are cut, not how many there are."""
+"""A quarter of the slice's layers: the sizes of blocks matter, not the number of blocks."""
 
 
 def prove(bench: Bench) -> None:
@@ -54,7 +54,7 @@ def _train(tiny: bool, device: str, early: bool) -> dict[str, Any]:
     for step in range(steps):
         rows = []
         for _ in range(micros):
-            # As a balancer fills them: log-normal lengths until the budget is reached.
+            # The balancer fills rows in the same way: log-normal lengths until the budget is reached.
             lengths: list[int] = []
             while sum(lengths) < longest // 2:
                 lengths.append(int(np.clip(rng.lognormal(np.log(longest / 8), 0.8), 4, longest - sum(lengths))))

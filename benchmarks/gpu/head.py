@@ -1,5 +1,4 @@
-"""Proof 8, first half: log-probs and entropy at the real vocabulary, fused and chunked: right, how fast, in how much
-memory."""
+"""Proof 8, first half: log-probs and entropy at the real vocabulary, fused and chunked: accuracy, speed and memory."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from benchmarks.head import CHUNK, SHAPES, TINY, Measured
 
 GIB = 2**30
 CHECKED = 64
-"""Tokens that are compared with a plain soft-max."""
+"""Number of tokens compared with a plain soft-max."""
 SLOWEST = 1.0
-"""Time of the fused head, forward and backward, over the chunked one's."""
+"""Upper bound: time of the fused head, forward and backward, over the chunked head's."""
 LARGEST = 1 / 20
-"""Memory of the fused head beside its gradients, over the chunked one's, where a rank has the whole vocabulary: there
-the float32 gradient of the weight is most of it."""
+"""Upper bound: memory of the fused head without its gradients over the chunked head's, if a rank holds the whole
+vocabulary. Most of that memory is the float32 gradient of the weight."""
 
 
 def prove(bench: Bench) -> None:
@@ -45,7 +44,7 @@ def prove(bench: Bench) -> None:
 
 
 def _timed(bench: Bench, head: Measured, name: str, chunk: int | None, gemm: float) -> float:
-    """Seconds of forward and backward."""
+    """Measures forward, then forward and backward, and returns the seconds of both passes together."""
     for what, work, products in (("forward", head.forward, 1), ("forward and backward", head.both, 4)):
         seconds = bench.seconds(partial(work, chunk), repeats=3)
         bench.figure(f"{name}: {what}", seconds, "s")
@@ -55,7 +54,7 @@ def _timed(bench: Bench, head: Measured, name: str, chunk: int | None, gemm: flo
 
 
 def _memory(bench: Bench, head: Measured, name: str, chunk: int | None) -> int:
-    """Bytes at the peak of forward and backward, beside the weight's gradient."""
+    """Returns the peak bytes of forward and backward, without the weight's gradient."""
     said = dict(zip(("forward", "forward and backward"), head.shape.buffers(2), strict=True))
     for what, work in (("forward", head.forward), ("forward and backward", head.both)):
         head.forget()
@@ -64,13 +63,13 @@ def _memory(bench: Bench, head: Measured, name: str, chunk: int | None) -> int:
         limit = {} if chunk else {"limit": said[what] / GIB, "limit_of": "counted (kernels/linear_logprobs.py)"}
         bench.figure(f"{name}: memory of {what}", taken / GIB, "GiB", **limit)
         if not chunk:
-            few = 64 * head.shape.tokens + (2 << 20)  # numbers of a token; what the allocator rounds up
+            few = 64 * head.shape.tokens + (2 << 20)  # a few numbers per token, and the allocator's rounding
             bench.holds(f"{name}: memory of {what} is what is counted", taken <= said[what] + few, taken)
     return taken
 
 
 def _right(bench: Bench, head: Measured, name: str, chunk: int | None) -> None:
-    """Against torch's own soft-max of the same logits, in float64."""
+    """Compares log-probs, entropy and gradient with torch's soft-max of the same logits in float64."""
     x, targets = head.hidden, head.targets
     at = torch.linspace(0, len(x) - 1, min(CHECKED, len(x)), device=x.device).long()
     few = x.detach()[at].clone().requires_grad_()
@@ -80,7 +79,7 @@ def _right(bench: Bench, head: Measured, name: str, chunk: int | None) -> None:
     table = (exact @ head.weight.detach().double().T / 0.7).log_softmax(-1)
     wanted = table.gather(1, targets[at, None])[:, 0]
     (slope,) = torch.autograd.grad(wanted.sum(), exact)
-    # Chunked, the logits are bfloat16's: half a unit in the last place of numbers up to 8. Fused, they are float32's.
+    # Chunked logits are bfloat16: half a unit in the last place of numbers up to 8. Fused logits are float32.
     near = 0.03 if chunk else 1e-3
     off = float((found.double() - wanted).abs().max())
     bench.figure(f"{name}: log-probs against float64", off, "nats", at_most=near)

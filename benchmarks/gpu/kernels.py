@@ -1,4 +1,4 @@
-"""Proof 2: the Triton kernels, and what packs and unpacks a bucket, bit for bit what they are on a CPU."""
+"""Proof 2: the Triton kernels, and packing and unpacking a bucket, give the same bits as on a CPU."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import host_store, join
 
 BUCKET_BYTES = 64 << 20
-"""One bucket for all parts, of which there are more than 600."""
+"""Size of a bucket that holds all parts, more than 600."""
 WORKERS, TESTS_S = 8, 220
-"""Processes of `tests/gpu`, which compile kernels for 205 CPU seconds the first time, and the limit of all of them."""
+"""Number of pytest processes for `tests/gpu`, and the time limit of the run. A first run compiles kernels for 205 CPU
+seconds."""
 WIRES = {
     "as it is": (torch.bfloat16, torch.bfloat16, False),
     "converted": (torch.float32, torch.bfloat16, False),
     "as FP8": (torch.bfloat16, torch.bfloat16, True),
 }
-"""How weights travel: type at the sender, at the receiver, and whether they are quantised between."""
+"""Wire types: dtype at the sender, dtype at the receiver, and True if the weights are quantised for the wire."""
 
 
 def prove(bench: Bench) -> None:
-    """Proves this proof's own parts first: compiling all that `tests/gpu` needs takes minutes of CPU time."""
+    """Runs this proof's own checks first, because compiling for `tests/gpu` takes minutes of CPU time."""
     if bench.tiny:
         os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined
     _checksums(bench)
@@ -67,7 +68,7 @@ def _kernels(bench: Bench) -> None:
     device = bench.device.type
     cases.fp8_every_byte(device)
     cases.boxes_like_the_reference(device)
-    if bench.cuda:  # without pytest: what tests/gpu would have called
+    if bench.cuda:  # without pytest: the same cases as in tests/gpu
         cases.fp8_not_a_number(device)
         cases.one_table_for_tensors_that_move(device)
         cases.checksums_like_the_reference(device)
@@ -82,15 +83,16 @@ def _kernels(bench: Bench) -> None:
 
 
 def _checksums(bench: Bench) -> None:
-    """A bucket of rows of 192 bytes, as TP8 cuts experts, in one launch that reads every byte once."""
+    """Measures the checksums of a bucket with rows of 192 bytes, the experts' rows at TP8: one launch reads every byte
+    once."""
     count, rows = (455, 768) if bench.cuda else (4, 16)
     base = torch.randint(0, 2**15, (count, rows, 192), dtype=torch.int16, device=bench.device)
     views = [matrix[:, 96:] for matrix in base]
-    made = Boxes(regions(views, range(0, count * views[0].nbytes, views[0].nbytes)), base.device)
-    rate = made.nbytes / bench.seconds(lambda: made.checksums(views)) / 1e9
+    copies = Boxes(regions(views, range(0, count * views[0].nbytes, views[0].nbytes)), base.device)
+    rate = copies.nbytes / bench.seconds(lambda: copies.checksums(views)) / 1e9
     copied = 2 * limits.copy_gb_s(bench)
     bench.figure(
-        f"checksums of a bucket of {made.nbytes >> 20} MiB",
+        f"checksums of a bucket of {copies.nbytes >> 20} MiB",
         rate,
         "GB/s",
         limit=copied,
@@ -99,18 +101,18 @@ def _checksums(bench: Bench) -> None:
 
 
 def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """An engine worker's parameters after two syncs from the policy's within one process, and the number of parts."""
+    """Returns an engine worker's parameters after two syncs within one process, and the number of parts."""
     before, after, fp8 = WIRES[how]
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, ParallelDims(), "local"), arch.engine_layout(hf, 1, 1)
     names = quantised(target.tensors) if fp8 else frozenset[str]()
     source, target = with_scales(source, names), with_scales(target, names)
     wire = Wire(torch.bfloat16, names)
-    made = plan(source, target, Topology.shared(1, 1, Links(1, 1)), wire.itemsize)
+    copies = plan(source, target, Topology.shared(1, 1, Links(1, 1)), wire.itemsize)
     store = host_store("127.0.0.1", parts.TIMEOUT_S)
     transport = join(store, 0, 1, "process 0", device=device, timeout_s=parts.TIMEOUT_S)
     exchange = Exchange(
-        made,
+        copies,
         transport,
         wire,
         source=0,
@@ -140,4 +142,4 @@ def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str
             p.mul_(-1)
     moved = {name: p.cpu() for name, p in held.items()}
     transport.close()
-    return moved, len(made.parts)
+    return moved, len(copies.parts)

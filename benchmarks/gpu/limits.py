@@ -1,4 +1,4 @@
-"""What the machine can do, measured beside what is compared with it."""
+"""Limits of the machine, measured in the same process as the compared figures."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from benchmarks.gpu.proof import Bench
 
 
 def copy_gb_s(bench: Bench) -> float:
-    """GB of a tensor that are copied within the device's memory a second (each is read once and written once)."""
+    """Returns the rate of a copy within the device's memory, in GB/s (each byte is read once and written once)."""
     source = torch.zeros((2 << 30) if bench.cuda else (32 << 20), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return source.nbytes / bench.seconds(lambda: target.copy_(source)) / 1e9
 
 
 def gemm_tflops(bench: Bench, dtype: torch.dtype = torch.bfloat16) -> float:
-    """TFLOP/s of a large square matrix product of random numbers."""
+    """Returns the rate of a large square matrix product of random numbers, in TFLOP/s."""
     n = 8192 if bench.cuda else 256
     a, b = (torch.randn(n, n, device=bench.device).to(dtype) for _ in range(2))
     return 2 * n**3 / bench.seconds(lambda: a @ b, repeats=10, warm=3) / 1e12
 
 
 def host_gb_s(bench: Bench, *, pinned: bool, to_device: bool = True) -> float:
-    """GB that travel between host and device a second, in one copy."""
+    """Returns the rate of a single copy between host and device, in GB/s."""
     host = torch.zeros((1 << 30) if bench.cuda else (16 << 20), dtype=torch.uint8)
     host = host.pin_memory() if pinned and bench.cuda else host
     there = torch.empty_like(host, device=bench.device)

@@ -1,4 +1,4 @@
-"""Proof 4: what `weights.transports.group` expects of ProcessGroupNCCL, as far as one GPU can show it."""
+"""Proof 4: assumptions of `weights.transports.group` about ProcessGroupNCCL, as far as a single GPU can show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_mega.config.schema.cluster import ClusterConfig
 from skyrl_mega.weights.transports.group import Deadline, Message, Transport, TransportError, host_store, join
 
 REFUSAL = "Duplicate GPU"
-"""NCCL's words for two processes on one device."""
+"""NCCL's error text for two processes on one device."""
 
 
 def prove(bench: Bench) -> None:
@@ -48,7 +48,7 @@ def prove(bench: Bench) -> None:
 
 
 def _free(bench: Bench) -> int:
-    """Returns the GPU's free bytes, without what torch's allocator keeps."""
+    """Returns the GPU's free bytes, after torch's allocator released the cache."""
     if not bench.cuda:
         return 0
     torch.cuda.set_device(bench.device)
@@ -65,7 +65,7 @@ def _join(bench: Bench, store: object, group: str) -> Transport:
 
 
 def _to_itself(bench: Bench, transport: Transport) -> None:
-    """Send and receive as one NCCL group, as a round of a sync starts them."""
+    """Sends and receives in a single NCCL group call, as a round of a sync does."""
     sent = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device=bench.device)
     received = torch.zeros_like(sent)
 
@@ -83,7 +83,8 @@ def _to_itself(bench: Bench, transport: Transport) -> None:
 
 
 def _pair(rank: int, port: int, device: str) -> str:
-    """What a process of two on the same device is told."""
+    """Joins a group of two processes on the same device. Returns the error, or "right" or "wrong" for the received
+    bytes."""
     here = torch.device(device, 0) if device == "cuda" else torch.device(device)
     try:
         transport = join(("127.0.0.1", port), rank, 2, f"process {rank}", device=here, timeout_s=20, group="two")

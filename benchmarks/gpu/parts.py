@@ -1,4 +1,4 @@
-"""How the proofs make the product's objects. What changes in their interfaces changes here."""
+"""Builders of the product's objects for all proofs: a changed interface is adapted here."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ TIMEOUT_S = 60.0
 
 
 def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], ParallelDims]:
-    """A model as large as one rank's part of Qwen3-30B-A3B at TP2 EP8, and a layout that shares its optimizer by four.
+    """Returns a model with the size of a rank's part of Qwen3-30B-A3B at TP2 EP8, and a layout with the optimizer in
+    four shards.
 
-    Half the heads and half the vocabulary; 16 of 128 experts, of which a token meets 4: as many copies of tokens reach
-    them as do when two tensor ranks hand theirs to 16 of 128 experts at 8 a token.
+    The model has half the heads, half the vocabulary and 16 of 128 experts; a token goes to 4 of them. So many token
+    copies reach the experts as when two tensor ranks send theirs to 16 of 128 experts at 8 a token.
     """
     hf = known("Qwen/Qwen3-30B-A3B")
     hf |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 2}
@@ -49,7 +50,7 @@ def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], 
 
 
 def worker_of_30b(*, tiny_size: bool) -> dict[str, Any]:
-    """A model as large, in as many parts, as one TP8 engine worker's shard of Qwen3-30B-A3B."""
+    """Returns a model with the size and number of parts of a TP8 engine worker's shard of Qwen3-30B-A3B."""
     hf = known("Qwen/Qwen3-30B-A3B")
     hf |= {"num_attention_heads": 4, "num_key_value_heads": 1, "moe_intermediate_size": 96}
     hf |= {"vocab_size": hf["vocab_size"] // 8}
@@ -60,7 +61,7 @@ def worker_of_30b(*, tiny_size: bool) -> dict[str, Any]:
 
 
 def tiny_model(path: Path, seed: int = 0, **sizes: Any) -> dict[str, Any]:
-    """A tiny Qwen3-MoE on disk whose weights are large enough for uneven distributions; its config.json."""
+    """Writes a tiny Qwen3-MoE to disk, with weights large enough for uneven distributions; returns the config.json."""
     from safetensors.torch import load_file, save_file
 
     tiny.build(BuildConfig(architecture="qwen3_moe", **sizes), path, seed)
@@ -77,12 +78,12 @@ def tiny_model(path: Path, seed: int = 0, **sizes: Any) -> dict[str, Any]:
 
 
 def described(hf: dict[str, Any]) -> Decoder:
-    """The sizes that sizing reads."""
+    """Returns the sizes read by the sizing code."""
     return architecture(hf).describe(hf)
 
 
 def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
-    """Random sequences whose tokens' weights sum to 1."""
+    """Returns random sequences with token weights that sum to 1."""
     from skyrl_mega.megatron.sequences import Sequences
 
     rng = np.random.default_rng(seed)
@@ -97,7 +98,7 @@ def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
 
 
 def policy_config(spec: str = "local", **changes: Any) -> PolicyConfig:
-    """The policy's settings."""
+    """Returns the policy's settings."""
     return PolicyConfig(**{"optimizer": OptimizerConfig(lr=1e-4), "spec": spec, **changes})
 
 
@@ -110,10 +111,10 @@ def open_rank(
     policy: PolicyConfig | None = None,
     fusions: dict[str, Any] | None = None,
 ) -> ModelWorker:
-    """Rank 0 of the layout; with more ranks than one, the others are pretended (messages go nowhere).
+    """Opens rank 0 of the layout. All further ranks are simulated: messages are dropped.
 
     Args:
-        fusions: Fields of Megatron's configuration that the product has no setting for.
+        fusions: Fields of Megatron's configuration without a setting in the product.
     """
     if device.type == "cpu":
         from skyrl_mega.megatron import cpu
@@ -127,14 +128,14 @@ def open_rank(
 
     policy = policy or policy_config()
     if dist.is_initialized():
-        pass  # another model of this process, in the same groups
+        pass  # a second model of this process uses the same groups
     elif parallel.ranks == 1:
         store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
         model.join(0, parallel, store, device, TIMEOUT_S)
     else:
         _pretend(parallel)
     if parallel.ranks > 1:
-        policy = replace(policy, overlap=False)  # messages that bring nothing take no time
+        policy = replace(policy, overlap=False)  # simulated messages take no time, so no overlap can be measured
     real: Any = model.TransformerConfig
     model.TransformerConfig = lambda **given: real(**{**given, **(fusions or {})})
     try:
@@ -144,9 +145,9 @@ def open_rank(
 
 
 def _pretend(parallel: ParallelDims) -> None:
-    """Megatron's groups over torch's fake backend, whose messages are over at once and bring nothing.
+    """Creates Megatron's groups over torch's fake backend: messages complete at once and carry no data.
 
-    Enough for data parallelism alone: every rank has all of the model, and its own share of the optimizer.
+    This suffices for data parallelism only: every rank holds the whole model and a shard of the optimizer.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -170,7 +171,7 @@ def _pretend(parallel: ParallelDims) -> None:
 
 
 def allocate_moments(rank: ModelWorker) -> None:
-    """Adam's moments now, and not in its next step."""
+    """Allocates Adam's moments now instead of in the next step."""
     from skyrl_mega.megatron import moments
 
     assert rank.optimizer is not None
@@ -178,13 +179,13 @@ def allocate_moments(rank: ModelWorker) -> None:
 
 
 def forget_moments(rank: ModelWorker) -> None:
-    """Adam's moments are born in the next step."""
+    """Drops Adam's moments; the next step creates new moments."""
     for inner in _optimizers(rank):
         inner.state.clear()
 
 
 def held_bytes(rank: ModelWorker) -> tuple[int, int, int]:
-    """Bytes of the storages of weights, gradients and optimizer state, after a first step."""
+    """Returns the bytes of weights, gradients and optimizer state, after a first step."""
     parameters: list[Any] = list(rank.params.values())
     state: list[Tensor] = []
     for inner in _optimizers(rank):
@@ -199,7 +200,7 @@ def held_bytes(rank: ModelWorker) -> tuple[int, int, int]:
 
 
 def _optimizers(rank: ModelWorker) -> list[torch.optim.Optimizer]:
-    """Adam itself, inside Megatron's."""
+    """Returns the Adam optimizers inside Megatron's optimizer."""
     from skyrl_mega.megatron import moments
 
     assert rank.optimizer is not None
@@ -211,7 +212,7 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 
 
 def give_reference(rank: ModelWorker) -> None:
-    """Keeps the present weights as the reference's, the way `keep_reference` holds them; no file is read."""
+    """Keeps the present weights as the reference in the form of `keep_reference`, without reading a file."""
     from skyrl_mega.megatron import worker as module
 
     own = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
@@ -243,7 +244,7 @@ def connection(
     dtype: str = "bfloat16",
     fp8: bool = False,
 ) -> Connection:
-    """One policy rank and one engine worker on the same device."""
+    """Returns the connection of a policy rank and an engine worker on the same device."""
     from skyrl_mega.weights.connection import Connection
     from skyrl_mega.weights.plan.endpoints import Engines
     from skyrl_mega.weights.plan.topology import Links
@@ -271,7 +272,7 @@ def connection(
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
+    """Returns a loopback port that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Weights that say who they are: every element follows from its tensor, its place in it and a version."""
+"""Weights with identity: each element is a hash of its tensor, its position and a version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.weights.exchange.pack import local_view
 
 
 def fill(shard: Shard, tensors: dict[str, tuple[int, ...]], params: dict[str, Tensor], version: int) -> None:
-    """Writes the version's weights into a rank's bfloat16 parameters."""
+    """Writes a version's weights into a rank's bfloat16 parameters."""
     number = {name: i for i, name in enumerate(tensors)}
     for piece in shard.pieces:
         local = local_view(params[piece.param], piece.offset, piece.box)
@@ -26,10 +26,10 @@ def different(
     version: int,
     quantised: Collection[str] = (),
 ) -> int:
-    """Counts the elements of a rank's bfloat16 parameters that are not the version's.
+    """Returns the number of elements of a rank's bfloat16 parameters that differ from the version's.
 
     Args:
-        quantised: Tensors that crossed as block-scaled FP8. The wanted value of their elements is the rounded one.
+        quantised: Tensors sent as block-scaled FP8. The wanted value of their elements is the rounded value.
     """
     number = {name: i for i, name in enumerate(tensors)}
     wrong = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
@@ -43,9 +43,9 @@ def different(
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Returns a bfloat16 matrix [R, C] after E4M3 numbers with one scale for each 128 x 128 block, in plain torch.
+    """Returns a bfloat16 matrix [R, C] after E4M3 rounding with one scale for each 128 x 128 block, in plain torch.
 
-    The matrix is a whole tensor, or begins on a block of it. Scales are max |w| / 448, at least 1e-4 / 448.
+    The matrix is a whole tensor, or begins on a block boundary. Scales are max |w| / 448, at least 1e-4 / 448.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
@@ -56,7 +56,7 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def _bits(piece: Piece, shape: tuple[int, ...], number: int, version: int, device: torch.device) -> Tensor:
-    """The box's elements: finite numbers whose bits are a hash."""
+    """Returns the elements of a box: finite numbers with hashed bits."""
     flat = torch.zeros((), dtype=torch.int32, device=device)
     for start, size, whole in zip(piece.box.start, piece.box.shape, shape, strict=True):
         flat = (flat * whole)[..., None] + torch.arange(start, start + size, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What the next calls will run, told before a GPU is there."""
+"""Plan of the next calls, printed without a GPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from benchmarks.gpu.runner import LEAST_S, ROOT, expected_s
 from benchmarks.gpu.wheels import brings, held
 
 CALLS, CALL_S = 2, 400.0
-"""Calls of a window of 900 s, the machine's start included, and what each may take."""
+"""Number of calls in a window of 900 s, machine start included, and seconds of each call."""
 
 
 def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: float = CALL_S) -> list[list[Proof]]:
-    """Returns the proofs of each call: in their order, each in the first call that has time for it.
+    """Returns the proofs of each call: in catalogue order, each in the first call with enough time.
 
-    A proof whose packages the folder does not bring, and one for which no call has time, are in none.
+    Excluded are proofs with missing packages in the folder and proofs longer than every call.
     """
     here = [proof for proof in proofs if all(brings(wheels, need) for need in proof.needs)]
     left = [proof for proof in here if not proof.makes or held(wheels)]
     makers = [proof for proof in left if proof.makes]
     found: list[list[Proof]] = []
     for _ in range(calls):
-        # A later call has a fresh machine, on which what was installed is absent.
+        # A later call starts on a fresh machine, without the packages installed before.
         again = [maker for maker in makers if maker not in left and any(maker.makes in p.needs for p in left)]
         seconds, chosen = call_s, []
         for proof in (*again, *left):
@@ -37,7 +37,7 @@ def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: floa
 
 
 def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Path) -> str:
-    """Returns the commands of the calls, and what each runs."""
+    """Returns the commands of the calls and the proofs of each call."""
     lines: list[str] = []
     where = "" if wheels == ROOT / ".wheels" else f" --wheels {wheels}"
     calls = plan(proofs, wheels)
@@ -65,5 +65,5 @@ def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Pat
 
 
 def _needs(proof: Proof, wheels: Path) -> tuple[str, ...]:
-    """Returns the packages that the folder must bring for this proof, those that it installs itself included."""
+    """Returns the packages that the folder must hold for this proof, including packages installed by the proof."""
     return (*proof.needs, *((proof.makes,) if proof.makes and not held(wheels) else ()))

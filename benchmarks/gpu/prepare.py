@@ -1,4 +1,5 @@
-"""`--prepare FOLDER`, on a machine with a network: the packages that a GPU host lacks, small enough to travel there."""
+"""`--prepare FOLDER`, on a machine with a network: fetches the packages missing on a GPU machine, small enough to
+carry."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ PACKAGES = (
 )
 LOCK = ROOT / "requirements" / "cuda.lock"
 TORCH, PYTHON = "2.11.0", "3.12"
-"""Of the host: what the extension is compiled for."""
+"""Versions of the GPU machine; the extension is compiled for these."""
 LIMIT_MIB = 64
-"""That a call can carry, the repository included."""
+"""Upper bound of a call's files, the repository included."""
 WORK = ROOT / "build" / "gpu_wheels"
-"""Whole wheels, an environment with the host's torch, and the extension's objects: what a later call goes on from."""
+"""Work folder: full wheels, an environment with the GPU machine's torch, and object files. A later call reuses them."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MIB = 2**20
 
 
 def prepare(folder: Path, say: Callable[[str], None]) -> None:
-    """Brings what is not in the folder yet, and says how much each file takes.
+    """Fetches the packages missing in the folder and prints the size of each file.
 
     Raises:
-        UserError: pip cannot bring a package.
+        UserError: pip cannot fetch a package.
     """
     folder.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def prepare(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _files(folder: Path, name: str, version: str) -> list[Path]:
-    """Returns what a folder has of a package."""
+    """Returns a folder's files of a package."""
     return sorted(folder.glob(f"{name.replace('-', '_')}-{version}[-.]*"))
 
 
@@ -70,7 +71,7 @@ def _download(folder: Path, packages: list[str]) -> None:
 
 
 def _bring_core(folder: Path, version: str, say: Callable[[str], None]) -> None:
-    """Brings Transformer Engine's core with Hopper's device code alone; a build tag in its name says so."""
+    """Writes Transformer Engine's core with Hopper's device code only; the wheel's name gets a build tag."""
     if not _files(WORK, CORE, version):
         say(f"downloading {CORE}")
         _download(WORK, [f"{CORE}=={version}"])
@@ -82,7 +83,7 @@ def _bring_core(folder: Path, version: str, say: Callable[[str], None]) -> None:
 
 
 def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> None:
-    """Brings the extension compiled for the host's torch, or its source where this machine cannot compile it."""
+    """Compiles the extension for the GPU machine's torch, or copies the source if this machine lacks a compiler."""
     python, missing = _host_python(), [tool for tool in ("g++", "nvcc") if not shutil.which(tool)]
     if python is None:
         missing.append(f"python{PYTHON}")
@@ -109,12 +110,12 @@ def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> 
     say(f"compiling {EXTENSION} for torch {TORCH} (20 to 40 minutes on two cores; MAX_JOBS bounds its processes)")
     if complaint := compile_extension(str(made), tree, folder, int(os.environ.get("MAX_JOBS", "2"))):
         raise UserError(f"--prepare: {EXTENSION} does not compile: {complaint.splitlines()[-1]}; run it again to go on")
-    for file in folder.glob(source.name):  # an earlier call had no compiler
+    for file in folder.glob(source.name):  # left by an earlier call without a compiler
         file.unlink()
 
 
 def _host_python() -> str | None:
-    """Returns an interpreter of the host's Python version, on the path or of pyenv."""
+    """Returns an interpreter of the GPU machine's Python version, from the path or from pyenv."""
     candidates = [
         f"python{PYTHON}",
         *map(str, sorted(Path.home().glob(f".pyenv/versions/{PYTHON}*/bin/python{PYTHON}"))),
@@ -126,7 +127,7 @@ def _host_python() -> str | None:
 
 
 def _say_sizes(folder: Path, say: Callable[[str], None]) -> None:
-    """Says what each file takes, and all with the repository beside what a call can carry."""
+    """Prints the size of each file, and the total with the repository against the limit of a call."""
     sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir()) if f.is_file()}
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
     sizes["the repository"] = sum((ROOT / name).lstat().st_size for name in listed if name and (ROOT / name).exists())

@@ -1,4 +1,4 @@
-"""Several processes that work together within one proof, and may be killed in it."""
+"""Processes that work together within one proof, and may be killed by the proof."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 _context = multiprocessing.get_context("spawn")
 
 KILLED = "killed"
-"""What a job that ended by a signal has for an answer."""
+"""Answer of a job ended by a signal."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """Work of one process."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to its environment."""
+    """Variables added to the process's environment."""
 
 
 def together(*jobs: Job, timeout_s: float) -> list[Any]:
-    """The answers of the jobs, each in a process of its own, in order.
+    """Runs each job in a separate process and returns the answers in order.
 
     Raises:
-        RuntimeError: A job raised, or ended without an answer; with its traceback.
-        TimeoutError: Some did not answer.
+        RuntimeError: A job raised, or ended without an answer. The message holds the traceback.
+        TimeoutError: A job did not answer in time.
     """
     pipes: list[Connection] = []
     processes = []
@@ -76,7 +76,7 @@ def together(*jobs: Job, timeout_s: float) -> list[Any]:
 
 @contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """What a process that starts inside inherits."""
+    """Sets environment variables for processes started inside the context."""
     before = {key: os.environ.get(key) for key in more}
     os.environ.update(more)
     try:

@@ -1,4 +1,4 @@
-"""Proof 7: the reference's weights in and out at the slice's size, and what each way of it costs."""
+"""Proof 7: swapping the reference's weights in and out at the slice's size, and the cost of each method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prove(bench: Bench) -> None:
     bench.synchronise()
     bench.figure("keeping the reference", time.perf_counter() - start, "s")
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
-    # Sums over experts are added in any order on a GPU, so that two calls differ a little by themselves.
+    # A GPU adds sums over experts in any order, so two equal calls differ a little.
     own, again = logprobs(rank, batch), logprobs(rank, batch)
     noise = 3 * off(again, own) + 1e-6
     bench.figure("the same weights as reference: log-probs off by", off(logprobs(rank, batch, True), own), "nats",
@@ -65,12 +65,12 @@ def logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np
 
 
 def off(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Returns the root of the mean square of the differences."""
+    """Returns the root mean square of the differences."""
     return float(np.sqrt(np.mean((found.astype(np.float64) - wanted) ** 2)))
 
 
 def _ways(bench: Bench, params: list[Tensor], size: int) -> None:
-    """Each way to bring other weights: beside the present ones, or into their storage."""
+    """Measures each method to load other weights: into new tensors, or into the storage of the present ones."""
     rate = limits.host_gb_s(bench, pinned=True)
     for pinned in (False, True):
         host = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned and bench.cuda).copy_(p) for p in params]

@@ -1,7 +1,7 @@
-"""Proof: the policy's slice leaves the GPU for an engine and returns: bytes, bits, seconds, and the steps after it.
+"""Proof: the policy's slice is offloaded for an engine and loaded back: bytes, bits, seconds, and later steps.
 
-This is what `residency.keep: []` does in both 30B recipes: storages shrink to nothing under expandable segments, their
-bytes wait in pinned host memory, and everything that looks at them (buckets, the optimizer's shards) sees them again.
+This is the effect of `residency.keep: []` in both 30B recipes. Storages shrink to nothing under expandable segments and
+the bytes wait in pinned host memory. Afterwards the buckets and the optimizer's shards see the bytes again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 CYCLES = 3
 SLACK = 0.5
-"""GiB that the GPU may hold beyond what stays by plan: pages of 2 MiB at the ends of what is in use."""
+"""GiB that the GPU may hold beyond the planned rest: pages of 2 MiB at the edges of used memory."""
 
 
 def prove(bench: Bench) -> None:
-    """Moves everything away and back a few times, with somebody else's bytes in the memory meanwhile."""
+    """Offloads and reloads everything a few times, while foreign bytes occupy the memory in between."""
     from skyrl_mega.megatron.objectives import supervised
 
     tokens, each = (64, 16) if bench.tiny else (TOKENS, EACH)
@@ -42,7 +42,7 @@ def prove(bench: Bench) -> None:
     counted = model_state(stage(parts.described(hf), parallel, 0), parallel, parallel.coordinates(0), 2)
     moving = counted.weights + counted.optimizer
 
-    # Sums over experts are added in any order on a GPU, so that two calls differ a little by themselves.
+    # A GPU adds sums over experts in any order, so two equal calls differ a little.
     own, again = logprobs(rank, batch), logprobs(rank, batch)
     noise = 3 * off(again, own) + 1e-6
     before, bits = _free(bench), _fingerprint(rank)
@@ -88,13 +88,14 @@ def _free(bench: Bench) -> int:
 
 
 def _scribble(size: int, device: torch.device) -> None:
-    """Fills memory that was given back, as an engine's cache would."""
+    """Overwrites the freed memory, as an engine's cache does."""
     torch.empty(size, dtype=torch.uint8, device=device).fill_(0xA5)
     torch.cuda.empty_cache()
 
 
 def _second_process(bench: Bench) -> None:
-    """Lets another process take most of the free memory, as a colocated engine does, and measures its context."""
+    """Starts a process that takes most of the free memory, as a colocated engine does, and measures the CUDA
+    context."""
     free = _free(bench)
     wanted = int(0.9 * free)
     [left] = together(Job(_engine, (wanted,)), timeout_s=40)
@@ -105,7 +106,7 @@ def _second_process(bench: Bench) -> None:
 
 
 def _engine(size: int) -> int:
-    """Fills `size` bytes in a process of its own and returns the free memory of the GPU then."""
+    """Fills `size` bytes in a separate process and returns the GPU's free memory at that moment."""
     held = torch.empty(size, dtype=torch.uint8, device="cuda").fill_(0xA5)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
@@ -114,7 +115,7 @@ def _engine(size: int) -> int:
 
 
 def _fingerprint(rank: ModelWorker) -> list[int]:
-    """A position-dependent sum of the bits of each weight and optimizer tensor."""
+    """Returns a position-dependent sum of the bits of each weight and optimizer tensor."""
     from skyrl_mega.megatron.residency import optimizer_state
 
     tensors = [*rank.weights().values(), *optimizer_state(rank.optimizer)]

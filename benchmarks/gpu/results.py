@@ -1,4 +1,4 @@
-"""The kept results: one JSON file, rewritten whole after every event of a proof, and the table that is printed."""
+"""The stored results: a JSON file, rewritten after every event of a proof, and the printed table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from skyrl_mega.config.errors import UserError
 PASSED, FAILED, TIMEOUT, CUT, RUNNING = "passed", "failed", "timeout", "cut short", "running"
 NOT_HERE, CUDA_ONLY, WAITING = "not here", "cuda only", "not yet"
 VERDICTS = (PASSED, FAILED, TIMEOUT, CUDA_ONLY)
-"""Statuses that a later call leaves as they are."""
+"""Final statuses: a later call does not repeat such a proof."""
 
 
 class Results:
-    """The results known so far, and the file of this device that holds them in a folder.
+    """The known results of a device, and the file that stores them.
 
     Raises:
-        UserError: a file with earlier results is none of ours.
+        UserError: A file with earlier results has another format.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Results:
         versions: dict[str, str | None],
         earlier: Iterable[Path] = (),
     ) -> None:
-        """Starts from the results of this device in the folder, and in earlier files and folders."""
+        """Reads this device's results from the folder and from earlier files and folders."""
         self.path = folder / f"{re.sub('[^a-z0-9]+', '-', str(device['name']).lower()).strip('-')}.json"
         self.kept: dict[str, Any] = {"device": device, "versions": versions, "proofs": {}}
         for path in (folder, *earlier):
@@ -42,23 +42,23 @@ class Results:
                     self._merge(before["proofs"])
 
     def _merge(self, proofs: dict[str, Any]) -> None:
-        """Takes over results: one with a verdict rather than one without, then the later one."""
+        """Merges results: a result with a verdict wins over a result without, then the later result wins."""
         for name, result in proofs.items():
             known = self.kept["proofs"].get(name)
             if known is None or _rank(result) > _rank(known):
                 self.kept["proofs"][name] = result
 
     def of(self, proof: Proof) -> dict[str, Any]:
-        """What is known of a proof; empty before it has begun."""
+        """Returns the result of a proof; empty before its start."""
         found: dict[str, Any] = self.kept["proofs"].get(proof.name, {})
         return found
 
     def status(self, proof: Proof) -> str:
-        """One of the words above."""
+        """Returns the status of a proof: a constant of this module."""
         return str(self.of(proof).get("status", WAITING))
 
     def put(self, proof: Proof, result: dict[str, Any]) -> None:
-        """Keeps a proof's result and writes the file: a reader sees the old one or the new one, whole."""
+        """Stores a proof's result and writes the file atomically: a reader sees the old or the new file."""
         self.kept["proofs"][proof.name] = {"about": proof.about, "stage": proof.stage, **result}
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -81,10 +81,10 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A kept file.
+    """Returns the content of a results file.
 
     Raises:
-        UserError: it is none of ours.
+        UserError: The file has another format.
     """
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(proofs: Sequence[Proof], results: Results) -> str:
-    """Proof, status, figure, limit, ratio, seconds; then what went wrong and what was left out."""
+    """Returns the table of proof, status, figure, limit, ratio and seconds; failures and parts left out follow."""
     rows = [("proof", "status", "figure", "", "limit", "ratio", "seconds")]
     below: list[str] = []
     for proof in proofs:

@@ -1,4 +1,4 @@
-"""Runs proofs one after the other, each in a process group of its own that ends with its time limit."""
+"""Runs proofs in sequence, each in a separate process group that is killed at the time limit."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ from benchmarks.gpu.wheels import EXTENSION, HELD, brings, compiled, held, nvidi
 
 ROOT = Path(__file__).parents[2]
 WHEELS, SITE = "PROOF_WHEELS", "PROOF_SITE"
-"""Environment variables of a proof: the folder of packages that were brought, and where they are installed."""
+"""Environment variables of a proof: the folder of prepared packages, and the folder of the installation."""
 LOOK_S = 0.1
 LOG_TAIL = 3000
-"""Characters of a proof's output that are kept where it did not pass."""
+"""Characters kept of a proof's output if it did not pass."""
 LEAST_S = 10.0
-"""A call that has no more than this left starts nothing."""
+"""Least time left in a call to start a proof."""
 
 
 @dataclass
 class Call:
-    """One call of the script."""
+    """Settings of one call of the script."""
 
     budget_s: float
-    """Seconds after which nothing runs any more."""
+    """Seconds of the whole call."""
     tiny: bool = False
     again: bool = False
-    """Proofs that have a verdict run once more."""
+    """True if proofs with a verdict run again."""
     commit: str | None = None
     site: Path | None = None
-    """A folder of modules beside the interpreter's own."""
+    """Folder of extra modules for the interpreter."""
     wheels: Path | None = None
-    """Where they came from."""
+    """Folder of the prepared packages installed in `site`."""
     say: Callable[[str], None] = print
     start: float = field(default_factory=time.monotonic)
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Seconds left in the call."""
         return self.start + self.budget_s - time.monotonic()
 
 
 def run(proofs: Sequence[Proof], results: Results, call: Call) -> bool:
-    """Runs what has no verdict yet and fits into the time left, in order.
+    """Runs the proofs without a verdict that fit into the time left, in order.
 
     Returns:
-        Whether every proof has passed, those of stages 2 and 3 apart whose packages are absent.
+        True if every proof has passed, except proofs of stages 2 and 3 with absent packages.
     """
     for proof in proofs:
         if results.status(proof) in VERDICTS and not call.again and not _gone(proof, proofs, results, call):
@@ -82,7 +82,7 @@ def run(proofs: Sequence[Proof], results: Results, call: Call) -> bool:
         expected = LEAST_S if call.tiny else max(LEAST_S, expected_s(proof, call.wheels))
         if call.left_s < expected:
             call.say(f"{proof.name}: needs {expected:.0f} s, {max(0.0, call.left_s):.0f} s are left: not now")
-            if results.status(proof) in VERDICTS:  # it has one, and is needed again
+            if results.status(proof) in VERDICTS:  # keeps its earlier verdict from counting: the proof must run again
                 results.put(proof, {"status": WAITING})
             continue
         _prove(proof, results, call)
@@ -93,15 +93,15 @@ def run(proofs: Sequence[Proof], results: Results, call: Call) -> bool:
 
 
 def expected_s(proof: Proof, wheels: Path | None) -> float:
-    """Returns the seconds that a proof should take with the packages that were brought."""
+    """Returns the expected seconds of a proof with the prepared packages."""
     as_source = proof.compiles and wheels and not compiled(brings(wheels, proof.compiles))
     return proof.seconds + (proof.compile_s if as_source and not there(proof.compiles) else 0.0)
 
 
 def _absent(proof: Proof, call: Call) -> list[str]:
-    """Returns what the proof needs and is not here, nor among the files that it would install itself.
+    """Returns the modules that the proof needs and that are neither importable nor installable by the proof.
 
-    A rehearsal needs no Transformer Engine: on a CPU its proofs do what they can with the local layers.
+    A rehearsal needs no Transformer Engine: on a CPU these proofs run as far as possible with the local layers.
     """
     needs = [name for name in proof.needs if not (call.tiny and name in (HELD, EXTENSION))]
     return [
@@ -111,7 +111,7 @@ def _absent(proof: Proof, call: Call) -> list[str]:
 
 
 def _gone(proof: Proof, proofs: Sequence[Proof], results: Results, call: Call) -> bool:
-    """Whether what the proof installed when it passed is not there any more, can be again, and is still needed."""
+    """Returns True if a module installed by a passed proof is gone, can be installed again, and is still needed."""
     if not proof.makes or results.status(proof) != PASSED or there(proof.makes) or not _brought(call):
         return False
     return any(proof.makes in other.needs and results.status(other) not in VERDICTS for other in proofs)
@@ -122,22 +122,23 @@ def _brought(call: Call) -> bool:
 
 
 def there(module: str) -> bool:
-    """Whether a module could be imported, without importing it; of a name with dashes, whether it is installed.
+    """Returns True if a module could be imported, without an import. A name with dashes is looked up among installed
+    packages.
 
-    Transformer Engine's compiled module is found only once its Python is imported.
+    Transformer Engine's compiled module can be found only after the import of the Python package.
     """
-    importlib.invalidate_caches()  # a proof may have installed it
+    importlib.invalidate_caches()  # a proof may have installed the module
     if "-" in module:
         installed = {str(d.name).lower().replace("_", "-") for d in importlib.metadata.distributions()}
         return module in installed
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that it is in
+    except ModuleNotFoundError:  # the parent package is absent
         return False
 
 
 def _prove(proof: Proof, results: Results, call: Call) -> None:
-    """Runs one proof; its result is on disk after each of its events."""
+    """Runs one proof and stores the result after each event."""
     limit_s = min(proof.limit_s, call.left_s)
     began = time.monotonic()
     result: dict[str, Any] = {
@@ -174,7 +175,7 @@ def _prove(proof: Proof, results: Results, call: Call) -> None:
 
 
 def start(arguments: list[str], env: dict[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-    """Starts the process of a proof, in a process group of its own."""
+    """Starts a proof's process in a new process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.child", *arguments],
         cwd=ROOT,
@@ -187,11 +188,11 @@ def start(arguments: list[str], env: dict[str, str], output: BinaryIO) -> subpro
 
 
 def environment(call: Call) -> dict[str, str]:
-    """A proof's environment: the repository and what was brought can be imported."""
+    """Returns a proof's environment: the repository and the prepared packages are importable."""
     before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     brought = {WHEELS: str(call.wheels), SITE: str(call.site)} if call.site and call.wheels else {}
     if cudnn := next((str(folder) for folder in nvidia() if folder.name == "cudnn"), ""):
-        brought["CUDNN_PATH"] = os.environ.get("CUDNN_PATH", cudnn)  # Transformer Engine else loads the machine's own
+        brought["CUDNN_PATH"] = os.environ.get("CUDNN_PATH", cudnn)  # else the system's cuDNN is loaded
     if call.tiny:
         brought["OMP_NUM_THREADS"] = "1"
     paths = [str(ROOT), *([str(call.site)] if call.site else []), *before]
@@ -201,7 +202,7 @@ def environment(call: Call) -> dict[str, str]:
 def _take(
     events: Path, read: int, result: dict[str, Any], end: dict[str, Any] | None
 ) -> tuple[int, dict[str, Any] | None]:
-    """Adds the whole lines that are new since byte `read` to the result."""
+    """Adds the complete lines after byte `read` of the events file to the result."""
     if not events.exists():
         return read, end
     with events.open("rb") as file:
@@ -224,7 +225,7 @@ def _take(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the proof's process group: what it started and left, too."""
+    """Kills the proof's process group, including processes left behind by the proof."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

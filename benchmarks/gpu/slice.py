@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 TOKENS, EACH = 8192, 1024
-"""Of a micro-batch, and of one of its sequences."""
+"""Tokens of a micro-batch, and tokens of each sequence."""
 CHUNK = 1024
 DATA_SHEET = 989.0
 """TFLOP/s of an H100 SXM or H200 in dense bfloat16."""
 WITHIN = 0.10
-"""That a peak may differ from its estimate."""
+"""Tolerance of a peak against the estimate, relative."""
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def prove(bench: Bench) -> None:
-    """All figures of the slice with the local layer spec."""
+    """Records all figures of the slice with the local layer spec."""
     from skyrl_mega.megatron.objectives import supervised
 
     tokens, each = (64, 16) if bench.tiny else (TOKENS, EACH)
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny)
-    d = parts.described(hf)
+    decoder = parts.described(hf)
     start = time.perf_counter()
     rank = open_slice(bench)
     bench.figure("building it", time.perf_counter() - start, "s")
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     watched = Watched(bench, rank)
-    rank.train([batch], supervised)  # Adam's moments, and the allocator's and cuBLAS' first time
+    rank.train([batch], supervised)  # warm-up: Adam's moments, first use of the allocator and of cuBLAS
 
-    counted = model_state(stage(d, parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
     wanted = (counted.weights, counted.gradients, counted.optimizer)
-    for name, found, said in zip(("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True):
-        bench.figure(f"{name}", found / GIB, "GiB", limit=said / GIB, limit_of="sizing, counted")
-        bench.holds(f"{name} are what sizing counts", found == said, f"{found} bytes, not {said}")
+    for name, found, planned in zip(("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True):
+        bench.figure(f"{name}", found / GIB, "GiB", limit=planned / GIB, limit_of="sizing, counted")
+        bench.holds(f"{name} are what sizing counts", found == planned, f"{found} bytes, not {planned}")
 
     chunk = logit_chunk(rank.policy, bench.device.type)
-    estimate = activations(d, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk)
+    estimate = activations(decoder, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk)
     if bench.cuda:
         inference = bench.peak(lambda: rank.logprobs([batch]))
         torch.cuda.reset_peak_memory_stats()
@@ -62,15 +62,15 @@ def prove(bench: Bench) -> None:
             "forward and backward": (watched.before_update, estimate.train + estimate.train_logits),
         }
         for name, (found, transient) in peaks.items():
-            said = counted.total + transient
-            bench.figure(f"peak of {name}", found / GIB, "GiB", limit=said / GIB, limit_of="sizing, estimated")
-            bench.figure("… over its estimate", found / said, "", at_least=1 - WITHIN, at_most=1 + WITHIN)
+            planned = counted.total + transient
+            bench.figure(f"peak of {name}", found / GIB, "GiB", limit=planned / GIB, limit_of="sizing, estimated")
+            bench.figure("… over its estimate", found / planned, "", at_least=1 - WITHIN, at_most=1 + WITHIN)
         bench.figure("peak of the optimizer's step", watched.update / GIB, "GiB")
         bench.figure("reserved by the allocator at most", torch.cuda.max_memory_reserved() / GIB, "GiB")
     else:
         bench.left_out("peaks, and launches and waits of a layer: torch counts them on CUDA")
 
-    work = flops(d)
+    work = flops(decoder)
     body = tokens * (work.matrices + work.attention * each / 2)
     gemm = limits.gemm_tflops(bench)
     forward = bench.seconds(lambda: rank.logprobs([batch]), repeats=3)
@@ -86,22 +86,22 @@ def prove(bench: Bench) -> None:
     for name, work_of in (("log-probs", lambda: rank.logprobs([batch])),
                           ("training", lambda: rank.train([batch], supervised))):  # fmt: skip
         for what, count in counts(bench, work_of).items():
-            bench.figure(f"{what} of a layer, {name}", count / d.layers, "")
+            bench.figure(f"{what} of a layer, {name}", count / decoder.layers, "")
 
 
 def open_slice(
     bench: Bench, spec: str = "local", layers: int = 48, fusions: dict[str, Any] | None = None
 ) -> ModelWorker:
-    """The rank, with random weights."""
+    """Opens the rank with random weights."""
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=layers)
     policy = parts.policy_config(spec, recompute="full", logit_chunk=CHUNK, micro_tokens=TOKENS)
     if fusions is not None:
-        policy = replace(policy, fusions=[])  # these alone
+        policy = replace(policy, fusions=[])  # only the given fusions
     return parts.open_rank(hf, parallel, device=bench.device, policy=policy, fusions=fusions)
 
 
 class Watched:
-    """Looks at memory and time before and after the optimizer's step."""
+    """Records memory and time before and after the optimizer's step."""
 
     def __init__(self, bench: Bench, rank: ModelWorker) -> None:
         self.before_update = self.update = 0
@@ -126,7 +126,7 @@ class Watched:
 
 
 def counts(bench: Bench, work: Any) -> dict[str, int]:
-    """Kernels that are launched, and times that the host waits for the device; nothing where the profiler sees none."""
+    """Returns the number of kernel launches and of host waits; empty if the profiler records no launch."""
     if not bench.cuda:
         return {}
     from torch.profiler import ProfilerActivity, profile

@@ -1,4 +1,4 @@
-"""Proof: an optimizer that lies in host memory steps to the same bits, as fast as the link, in three pieces' memory."""
+"""Proof: an optimizer in host memory gives the same bits, at the speed of the link, with three pieces in GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LAYERS = 24
-"""Half of the slice's: two of it are there at once."""
+"""Half of the slice's layers: two slices exist at the same time."""
 
 
 def prove(bench: Bench) -> None:
@@ -78,7 +78,7 @@ def _there(rank: ModelWorker) -> int:
 
 
 def _most(rank: ModelWorker) -> int:
-    """Bytes of the three neighbouring pieces that are largest."""
+    """Returns the bytes of the three largest neighbouring pieces."""
     found, streamed = 0, cast("StreamedOptimizer", rank.resident.streamed)
     for part in streamed.parts:
         sizes = [sum(t.numel() * t.itemsize for t in piece.tensors(part.part.optimizer)) for piece in part.pieces]

@@ -1,4 +1,4 @@
-"""Stage 2, Transformer Engine: what most GPUs will run. Its compiled extension comes as a wheel or is built here."""
+"""Stage 2, Transformer Engine, used by most GPU runs. Its extension comes as a wheel or is compiled by this proof."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ FUSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Fields of Megatron's configuration (docs/gpu.md, F11)."""
 NOT_ON_CPU = "all of it: Transformer Engine computes on CUDA alone"
 SHARE = 12
-"""Layers of the slice that each fusion is measured on; all together on the whole."""
+"""Layers of the slice for a single fusion; all fusions together run on the whole slice."""
 
 
 def build(bench: Bench) -> None:
-    """Transformer Engine can be imported: as it is installed, or else as it was brought.
+    """Checks that Transformer Engine can be imported: an installed version, else the prepared files.
 
-    What was brought is put together aside, its extension compiled if it came as source, and goes where proofs import
-    from when it has been imported: never in parts.
+    Prepared files are installed in a separate folder, with the extension compiled from source if needed. After a
+    successful import the complete installation moves to the proofs' import folder.
     """
     if there(HELD) and there(EXTENSION):
         _imports(bench, os.environ)
@@ -56,13 +56,13 @@ def build(bench: Bench) -> None:
     if not _imports(bench, {**os.environ, "PYTHONPATH": path}):
         return
     site = Path(os.environ[SITE])
-    for made in sorted(aside.iterdir(), key=lambda made: made.name == HELD):  # the package when all else is there
+    for made in sorted(aside.iterdir(), key=lambda made: made.name == HELD):  # the package last
         shutil.rmtree(site / made.name, ignore_errors=True)
         shutil.move(made, site / made.name)
 
 
 def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
-    """A wheel made of the last of the extension's source distributions."""
+    """Compiles a wheel of the extension's latest source distribution."""
     if not sources:
         raise FileNotFoundError(f"neither a wheel nor the source of {EXTENSION} lies in {os.environ[WHEELS]}")
     where = bench.folder / "compiled"
@@ -72,7 +72,7 @@ def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
 
 
 def _imports(bench: Bench, env: Mapping[str, str]) -> bool:
-    """Whether Transformer Engine can be imported in an environment."""
+    """Returns True if Transformer Engine can be imported in an environment."""
     told = subprocess.run(
         [sys.executable, "-c", f"import torch, {HELD}.pytorch"], env=env, capture_output=True, text=True, timeout=120
     )
@@ -81,7 +81,7 @@ def _imports(bench: Bench, env: Mapping[str, str]) -> bool:
 
 
 def spec(bench: Bench) -> None:
-    """The parameters of a real model of its layers are those that `models` says."""
+    """Compares the parameters of a real model of these layers with the `models` package."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
@@ -100,7 +100,7 @@ def spec(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """Forward and backward of packed rows, 16 heads on 2 groups, beside `PackedAttention`."""
+    """Compares forward and backward of packed rows, 16 heads on 2 groups, with `PackedAttention`."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
@@ -134,7 +134,7 @@ def attention(bench: Bench) -> None:
 
 
 def slice_fusions(bench: Bench) -> None:
-    """The slice with each fusion alone, with none and with all; what decides F11."""
+    """Measures the slice without fusions, with each fusion alone and with all; the figures decide F11."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
@@ -169,7 +169,7 @@ def _steps(tiny: bool, folder: str, fusions: dict[str, Any], layers: int) -> dic
 
 
 def adam(bench: Bench) -> None:
-    """Three steps of its fused Adam beside the CPU's, and a checkpoint that another process reads."""
+    """Compares three steps of the fused Adam with the CPU's, and reads the checkpoint in another process."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
@@ -184,7 +184,7 @@ def adam(bench: Bench) -> None:
 
 
 def fp8(bench: Bench) -> None:
-    """A linear layer in block-scaled FP8 beside bfloat16's product: right to FP8's precision, and how much faster."""
+    """Compares a linear layer in block-scaled FP8 with the bfloat16 product: accuracy and speed."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return

@@ -1,4 +1,4 @@
-"""Proofs on Transformer Engine's parts: numbers of fused operations, and rates of the experts' grouped product."""
+"""Proofs on parts of Transformer Engine: numbers of fused operations, and rates of the experts' grouped product."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 LAYERS, VOCABULARY, LENGTHS = 2, 8192, [512] * 8
 NOISE = 4.0
-"""Times that fused numbers may differ from unfused ones, of what two unfused runs differ by."""
+"""Upper bound: difference of fused from unfused numbers over the difference of two unfused runs."""
 LEAST = 2e-3
-"""The least noise that is assumed: two runs can agree by chance. Nats for log-probs, relative for gradients."""
+"""Lower bound of the noise: two runs can agree by chance. Nats for log-probs, relative for gradients."""
 EXPERTS, HIDDEN, WIDTH = 16, 2048, 768
-"""Of one rank of Qwen3-30B-A3B at expert parallel size 8."""
+"""Sizes of a rank of Qwen3-30B-A3B at expert parallel size 8."""
 COPIES = 4 * 8192
-"""Copies of tokens that reach its experts from a micro-batch."""
+"""Token copies that reach the rank's experts from a micro-batch."""
 
 
 def fusions(bench: Bench) -> None:
-    """Log-probs and gradients with each of megatron-core's fusions beside those with none."""
+    """Compares log-probs and gradients of each megatron-core fusion with an unfused run."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
@@ -66,7 +66,7 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, flo
 
 
 def grouped(bench: Bench) -> None:
-    """(Measures) the experts' two grouped products, forward and backward, in bfloat16 and in block FP8."""
+    """Measures the experts' two grouped products, forward and backward, in bfloat16 and in block FP8."""
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return

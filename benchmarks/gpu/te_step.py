@@ -1,7 +1,7 @@
 """Proof: Qwen3-30B-A3B's slice trains in FP8 with Transformer Engine: numbers, memory against the planner, and speed.
 
-First a few layers, to compare: bfloat16, FP8 products, and parameters in FP8 too, from the same seed on the same
-batch; a checkpoint of the last is read by another process. Then the whole slice, measured.
+First a few layers are compared in bfloat16, with FP8 products, and with FP8 parameters, from the same seed on the same
+batch. Another process reads a checkpoint of the last precision. Then the whole slice is measured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PRECISIONS = {
     "FP8 products and parameters": PrecisionConfig(recipe="fp8_blockwise", parameters="fp8"),
 }
 LAYERS, VOCABULARY, STEPS = 4, 8192, 3
-"""Of the part that is compared."""
+"""Sizes of the compared part."""
 CLOSE = {"losses": 0.01, "gradient norms": 0.1}
-"""How far FP8 may be from bfloat16, relative: losses agree to a hundredth in the rehearsal (tests/cuda)."""
+"""Tolerance of FP8 against bfloat16, relative: losses agree to a hundredth in the rehearsal (tests/cuda)."""
 TIMEOUT_S = 120.0
 
 
@@ -66,7 +66,7 @@ def _policy(name: str, cuda: bool) -> PolicyConfig:
 
 
 def _small(bench: Bench, name: str) -> tuple[Any, Any]:
-    """A rank with all of its optimizer, and a batch."""
+    """Opens a rank with the whole optimizer, and returns rank and batch."""
     hf, _ = parts.slice_of_30b(tiny_size=bench.tiny, layers=LAYERS)
     hf |= {"vocab_size": min(hf["vocab_size"], VOCABULARY)}
     torch.manual_seed(0)
@@ -76,7 +76,8 @@ def _small(bench: Bench, name: str) -> tuple[Any, Any]:
 
 
 def _train(tiny: bool, folder: str, name: str) -> dict[str, Any]:
-    """Losses and gradient norms of a few steps; of the last precision also a checkpoint, and the loss after it."""
+    """Returns losses and gradient norms of a few steps; with FP8 parameters also saves a checkpoint and takes one more
+    step."""
     from skyrl_mega.megatron.objectives import supervised
 
     bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
@@ -92,7 +93,7 @@ def _train(tiny: bool, folder: str, name: str) -> dict[str, Any]:
 
 
 def _go_on(tiny: bool, folder: str) -> dict[str, Any]:
-    """The checkpoint, read by a process that did not write it."""
+    """Reads the checkpoint in a new process and returns the weights' sums and the next loss."""
     from skyrl_mega.megatron.objectives import supervised
 
     bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
@@ -127,13 +128,13 @@ def _checkpoint(bench: Bench, saved: dict[str, Any], read: dict[str, Any]) -> No
 
 
 def _measure(tiny: bool, folder: str, name: str) -> dict[str, Any]:
-    """Seconds, peaks and launches of the slice's steps, with what the planner says of them."""
+    """Returns seconds, peaks and launches of the slice's steps, with the planner's estimates."""
     from skyrl_mega.megatron.objectives import supervised
 
     bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
     tokens, each = (64, 16) if tiny else (slice.TOKENS, slice.EACH)
     hf, parallel = parts.slice_of_30b(tiny_size=tiny)
-    d, policy = parts.described(hf), _policy(name, bench.cuda)
+    decoder, policy = parts.described(hf), _policy(name, bench.cuda)
     rank = parts.open_rank(hf, parallel, device=bench.device, policy=policy)
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     watched = slice.Watched(bench, rank)
@@ -141,20 +142,20 @@ def _measure(tiny: bool, folder: str, name: str) -> dict[str, Any]:
     def step() -> None:
         rank.train([batch], supervised)
 
-    step()  # Adam's moments, and the allocator's and cuBLAS' first time
+    step()  # warm-up: Adam's moments, first use of the allocator and of cuBLAS
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     whole = bench.seconds(step, repeats=3, warm=1)
     forward = bench.seconds(lambda: rank.logprobs([batch]), repeats=3)
-    work = flops(d)
-    counted = model_state(stage(d, parallel, 0), parallel, parallel.coordinates(0), 2)
+    work = flops(decoder)
+    counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
     chunk = logit_chunk(policy, bench.device.type)
     estimate = activations(
-        d, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk, spec=rank.spec,
+        decoder, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk, spec=rank.spec,
         fused=fused(policy, rank.spec, True),
     )  # fmt: skip
     config = replace(Config(), policy=policy, cluster=ClusterConfig(device=bench.device.type))
-    copies = fp8_copies(config, d, parallel, 0)[1]
+    copies = fp8_copies(config, decoder, parallel, 0)[1]
     return {
         "flops": tokens * (work.matrices + work.attention * each / 2),
         "tokens": tokens,
@@ -163,7 +164,7 @@ def _measure(tiny: bool, folder: str, name: str) -> dict[str, Any]:
         "forward": forward,
         "peak": watched.before_update,
         "planned": counted.total + copies + estimate.train + estimate.train_logits,
-        "counts": {what: count / d.layers for what, count in slice.counts(bench, step).items()},
+        "counts": {what: count / decoder.layers for what, count in slice.counts(bench, step).items()},
     }
 
 

@@ -1,7 +1,7 @@
-"""Proof 5: megatron-core's local layer spec on CUDA against the same on the CPU, and a checkpoint between them.
+"""Proof 5: megatron-core's local layer spec on CUDA against the CPU, and a checkpoint between two processes.
 
-The CPU's figures come from a process that sees no GPU. In float32 both must agree to rounding; in bfloat16 CUDA may be
-as far from the CPU's float32 as the CPU's own bfloat16 is, and not twice that; single numbers have bounds of their own.
+The CPU's figures come from a process without a GPU. In float32 both must agree to rounding. In bfloat16 CUDA may differ
+from the CPU's float32 by less than twice the error of the CPU's bfloat16; scalars have bounds of their own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from skyrl_mega.parallel.dims import ParallelDims
 DTYPES = ("float32", "bfloat16")
 STEPS = 3
 EXACT = 1e-5
-"""Of float32: log-probs in nats, the rest relative."""
+"""Tolerance in float32: log-probs in nats, the rest relative."""
 NOISE = 2.0
-"""Times the CPU's own error of bfloat16, for what is a mean over thousands of numbers."""
+"""Upper bound of means over thousands of numbers, as a multiple of the CPU's bfloat16 error."""
 SHARES = {f"losses of {STEPS} steps": 2e-2, f"gradient norms of {STEPS} steps": 8e-2}
-"""Bounds of bfloat16's scalars, relative: ten and seven times the error of the third step on a CPU, whose root mean
-square over seeds is 0.2 % and 1.1 %. A single error of the CPU's bounds nothing: it may be near 0."""
+"""Tolerance of bfloat16 scalars, relative: ten and seven times the error of the third step on a CPU, with a root mean
+square over seeds of 0.2 % and 1.1 %. The error of a single CPU run is no bound: it may be near 0."""
 AFTER = {"float32": 1e-5, "bfloat16": 2e-2}
-"""That the loss of two more steps may differ, relative, where another device takes them."""
+"""Tolerance of the loss after two more steps on another device, relative."""
 HIDE_THE_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 Told = dict[str, Any]
@@ -37,15 +37,15 @@ Told = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What a process trains."""
+    """Inputs of a training process."""
 
     hf: dict[str, Any]
     model: Path
     lengths: list[int]
-    """Of its sequences."""
+    """Lengths of the sequences."""
     device: str
     checkpoints: Path
-    """A folder, with one for each type."""
+    """Folder with a checkpoint for each dtype."""
     spec: str = "local"
     dtypes: tuple[str, ...] = DTYPES
 
@@ -62,7 +62,7 @@ def prove(bench: Bench) -> None:
 
 
 def cases(bench: Bench) -> tuple[Case, Case]:
-    """The same model and sequences for the CPU and for this device."""
+    """Returns the same model and sequences for the CPU and for this device."""
     sizes = {} if bench.tiny else dict(layers=4, hidden=256, heads=8, kv_heads=2, experts=16, experts_per_token=4)
     path = bench.folder / "model"
     hf = parts.tiny_model(path, **sizes)
@@ -74,7 +74,7 @@ def cases(bench: Bench) -> tuple[Case, Case]:
 
 
 def compare(bench: Bench, here: Told, by_cpu: Told) -> None:
-    """Both types of this device against the CPU's float32."""
+    """Compares both dtypes of this device with the CPU's float32."""
     if "float32" in here:
         for name, difference in differences(here["float32"], by_cpu["float32"]).items():
             bench.figure(f"float32: {name}", difference, "", at_most=EXACT)
@@ -87,7 +87,7 @@ def compare(bench: Bench, here: Told, by_cpu: Told) -> None:
 
 
 def read_again(bench: Bench, saved: Told, read: Told) -> None:
-    """What was saved is read bit for bit, and trains on."""
+    """Checks that a checkpoint is read bit for bit, and that the next losses agree."""
     for dtype, told in saved.items():
         wrong = sum(not np.array_equal(told["weights"][name], read[dtype]["weights"][name]) for name in told["weights"])
         bench.figure(f"{dtype}: parameters that are read otherwise", wrong, "", at_most=0)
@@ -96,7 +96,8 @@ def read_again(bench: Bench, saved: Told, read: Told) -> None:
 
 
 def train(case: Case) -> Told:
-    """By type: log-probs, gradients and three steps; a checkpoint, and two steps after it."""
+    """Returns log-probs, gradients and the metrics of three steps by dtype; saves a checkpoint and takes two more
+    steps."""
     from skyrl_mega.megatron.objectives import supervised
 
     found: Told = {}
@@ -118,7 +119,7 @@ def train(case: Case) -> Told:
 
 
 def go_on(case: Case) -> Told:
-    """By type: the weights of the checkpoint, and two steps after it."""
+    """Returns the checkpoint's weights and the loss after two more steps, by dtype."""
     found: Told = {}
     for dtype in case.dtypes:
         rank, batch = _opened(case, dtype)
@@ -128,7 +129,7 @@ def go_on(case: Case) -> Told:
 
 
 def _opened(case: Case, dtype: str) -> tuple[Any, Any]:
-    """A rank without weights, and what it trains on."""
+    """Opens a rank without weights, and returns rank and batch."""
     torch.set_num_threads(1 if case.device == "cpu" else 4)
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
     policy = parts.policy_config(case.spec, micro_tokens=4096, logit_chunk=64, optimizer=optimizer)
@@ -138,7 +139,7 @@ def _opened(case: Case, dtype: str) -> tuple[Any, Any]:
 
 
 def _now(rank: Any, batch: Any) -> Told:
-    """The rank's weights, and the loss of the second of two steps from here."""
+    """Returns the rank's weights, and the loss of the second of two more steps."""
     from skyrl_mega.megatron.objectives import supervised
 
     weights = _weights(rank)
@@ -150,8 +151,9 @@ def _weights(rank: Any) -> dict[str, np.ndarray]:
 
 
 def differences(found: Told, wanted: Told) -> dict[str, float]:
-    """Log-probs and entropy: the root of the mean square, in nats (bfloat16 reorders a few experts: no maximum);
-    gradients, where both have the same parameters: of all as one vector; the rest: the largest, relative."""
+    """Returns the difference of each kind of result. Log-probs and entropy: root mean square, in nats (no maximum,
+    because bfloat16 reorders a few experts). Gradients of equal parameters: all as one vector. The rest: the largest,
+    relative."""
     told = {}
     for name in ("log-probs", "entropy"):
         told[name] = float(np.sqrt(np.mean((found[name].astype(np.float64) - wanted[name]) ** 2)))

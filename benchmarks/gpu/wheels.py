@@ -1,4 +1,4 @@
-"""Packages that were brought along as files, for a host without a network."""
+"""Packages prepared as files, for a machine without a network."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from pathlib import Path
 from skyrl_mega.config.errors import UserError
 
 HELD = "transformer_engine"
-"""Files of packages that begin so are left to proof `te_build` (benchmarks/gpu/te.py): as long as a part of Transformer
-Engine is absent, or was compiled for another torch, megatron-core cannot be imported beside it."""
+"""Prefix of the packages left to proof `te_build` (benchmarks/gpu/te.py): megatron-core cannot be imported beside a
+partly installed Transformer Engine or an extension compiled for another torch."""
 
 CORE, EXTENSION = "transformer-engine-cu13", "transformer-engine-torch"
-"""Its kernels, and the extension that torch loads, which may come as source; to compile that takes minutes."""
+"""Transformer Engine's kernels, and the extension loaded by torch. The extension may come as source; compiling takes
+minutes."""
 
 
 def install(folder: Path) -> Path | None:
-    """Installs what lies in `folder`, what is held back apart, and returns where: a folder under the temporary one.
+    """Installs the packages of `folder`, except held packages, and returns the installation folder, a temporary folder.
 
-    It is the same as long as the files, Python and torch are. None where there is nothing to install.
+    The folder is reused for the same files, Python and torch. None if there is nothing to install.
 
     Raises:
         UserError: pip refuses a file.
@@ -49,12 +50,12 @@ def install(folder: Path) -> Path | None:
 
 
 def held(folder: Path) -> list[Path]:
-    """The files in `folder` that `install` leaves."""
+    """Returns the files in `folder` skipped by `install`."""
     return [f for f in _files(folder) if f.name.startswith(HELD)]
 
 
 def into(site: Path, files: list[Path]) -> str:
-    """Installs files into a folder and returns what pip complains of; empty when it is done."""
+    """Installs files into a folder and returns pip's error; empty on success."""
     command = [*(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"), "--no-compile"]
     command += ["--no-build-isolation", "--no-cache-dir", "--upgrade", "--target", str(site), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -62,7 +63,7 @@ def into(site: Path, files: list[Path]) -> str:
 
 
 def brings(folder: Path, module: str) -> list[Path]:
-    """Returns the files in a folder that bring a module or a package, wheels and source."""
+    """Returns the files in a folder that provide a module or a package, wheels and source."""
     begin = module.replace(".", "_").replace("-", "_")
     return [f for f in _files(folder) if f.name.startswith(f"{begin}-")]
 
@@ -75,17 +76,17 @@ def compiled(files: list[Path]) -> bool:
 def compile_extension(python: str, source: Path, target: Path, jobs: int) -> str:
     """Compiles Transformer Engine's extension for an interpreter's torch into a wheel in `target`.
 
-    Where the source is a folder, what was compiled there before is not compiled again.
+    In a source folder, object files of an earlier compilation are reused.
 
     Returns:
-        What pip complains of; empty when it is done.
+        pip's error; empty on success.
     """
     ask = "import importlib.util as i; s = i.find_spec('nvidia'); print(*(s.submodule_search_locations if s else ()))"
     told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     libraries = [folder for root in told for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
     env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(jobs)}
-    env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # it looks for a wheel in the network first
-    # Headers are those of the libraries that torch has loaded, never the machine's.
+    env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # else it first looks for a wheel in the network
+    # Headers must belong to the libraries loaded by torch, not to the system's.
     headers = [str(folder / "include") for folder in libraries]
     env["CPATH"] = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
     if cudnn := next((str(folder) for folder in libraries if folder.name == "cudnn"), ""):
@@ -93,13 +94,13 @@ def compile_extension(python: str, source: Path, target: Path, jobs: int) -> str
     if toolkit := _toolkit():
         env.setdefault("CUDA_HOME", toolkit)
     command = [python, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
-    command.append("--no-cache-dir")  # a wheel there may be one for another torch
+    command.append("--no-cache-dir")  # a cached wheel may be for another torch
     done = subprocess.run([*command, "-w", str(target), str(source)], env=env, capture_output=True, text=True)
     return (done.stderr.strip() or f"pip ended with {done.returncode}") if done.returncode else ""
 
 
 def _toolkit() -> str:
-    """Returns the folder of the CUDA toolkit as nvcc says it: what the path has may be a script that calls it."""
+    """Returns the CUDA toolkit's folder as printed by nvcc: the nvcc on the path may be a wrapper script."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return ""
@@ -109,7 +110,7 @@ def _toolkit() -> str:
 
 
 def nvidia() -> list[Path]:
-    """The folders of CUDA's libraries and their headers that came with torch; none where they are the system's."""
+    """Returns the folders of CUDA libraries and headers installed with torch; empty if torch uses the system's."""
     package = importlib.util.find_spec("nvidia")
     roots = [Path(path) for path in (package and package.submodule_search_locations) or ()]
     return sorted(folder for root in roots for folder in root.iterdir() if folder.is_dir())
