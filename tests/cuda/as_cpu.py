@@ -1,4 +1,5 @@
-"""CUDA's device as the CPU's, in every torch call of a thread: `megatron.cpu` maps it only where a tensor is made."""
+"""CUDA's device mapped to the CPU in every torch call of a thread. `megatron.cpu` maps the device only in tensor
+factories."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Maps CUDA's device to the CPU, whatever names it, and answers `Tensor.type()` with CUDA's name."""
+    """Maps CUDA's device to the CPU in every torch call, and answers `Tensor.type()` with CUDA's name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -33,8 +34,8 @@ class CudaAsCpu(TorchFunctionMode):
 
 
 def unmapped() -> None:
-    """Takes back for this process what `megatron.cpu.stand_in` makes of the factories: modes then see which device is
-    named, and map it themselves. Idempotent."""
+    """Undoes the change of `megatron.cpu.stand_in` to torch's factories for this process, so that modes see the named
+    device and map the device themselves. Idempotent."""
     for name in _FACTORIES:
         made = getattr(torch, name)
         setattr(torch, name, getattr(made, "__wrapped__", made))

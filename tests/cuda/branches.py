@@ -1,11 +1,12 @@
-"""What only CUDA enters: found in the source, told in docs/gpu.md, seen while tests/cuda runs.
+"""Branches entered only on CUDA: found in the source, listed in docs/gpu.md, recorded while tests/cuda runs.
 
-A branch is an expression: one that is true on CUDA alone (`x.is_cuda`, `device == "cuda"`, `transport.on_streams`), or
-one that only CUDA evaluates (`torch.cuda.…`, `"nccl"`, `pin_memory`, NVML). It is known by its file, its function and
-its text, so that other edits do not move it. `python -m tests.cuda.branches` prints, as rows of the table, what the
-list lacks, and what it names that is gone. With `--run` it also runs tests/cuda, the tests that the list names and
-those that follow, fills in who entered what is not listed, and prints the claims that are not true. `--write` puts all
-that into the table itself; what no rehearsal covers stays for a person to say.
+A branch is an expression. It is true on CUDA alone (`x.is_cuda`, `device == "cuda"`, `transport.on_streams`) or is
+evaluated on CUDA alone (`torch.cuda.…`, `"nccl"`, `pin_memory`, NVML). File, function and text identify a branch, so
+edits elsewhere do not move the branch.
+
+`python -m tests.cuda.branches` prints missing branches as rows of the table, and listed branches gone from the source.
+`--run` also runs tests/cuda, the tests named in the list and the given tests, fills in the test file of each new row,
+and prints wrong claims. `--write` writes all of this into the table. A person must fill in the column about gaps.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "gpu.md"
 FOLDERS = ("skyrl_mega", "kernels", "launch")
 CPU_ONLY = {"skyrl_mega/megatron/cpu.py"}
-"""What stands for CUDA on a CPU: it names CUDA everywhere, and no GPU enters it."""
+"""Files that simulate CUDA on a CPU: these files name CUDA everywhere, and no GPU runs them."""
 NAMES = {"cuda": True, "nccl": True, "te": True, "cpu": False, "gloo": False, "local": False}
-"""Words that a device, a backend and a layer spec are compared with, and whether CUDA equals them."""
+"""Words compared with a device, a backend or a layer spec, and True if the word means CUDA."""
 SPECS = {"te", "local"}
 USED = {"nccl", "cuda"}
-"""Words that are handed on."""
+"""Words passed on as an argument."""
 TRUE_ON_CUDA = {"is_cuda", "on_streams"}
 HEADER = "| where | branch | entered by | what no rehearsal covers |"
 
 
 @dataclass(frozen=True, order=True)
 class Branch:
-    """Known by these three; `where` is `file:function`."""
+    """A branch, identified by `file:function` and text."""
 
     where: str
     text: str
@@ -42,11 +43,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the list."""
+    """A row of the table."""
 
     branch: Branch
     entered_by: str
-    """A test file, as seen from tests/; or empty."""
+    """Test file relative to tests/, or empty."""
     not_covered: str
 
 
@@ -55,7 +56,8 @@ class Row:
 
 @dataclass
 class Scan(ast.NodeTransformer):
-    """Finds the branches of one module. With `wrap`, each calls `__cuda__(branch, occurrence, cuda's value, value)`."""
+    """Collects the branches of a module. With `wrap`, each branch calls `__cuda__(branch, occurrence, cuda's value,
+    value)`."""
 
     file: str
     wrap: bool = False
@@ -75,7 +77,7 @@ class Scan(ast.NodeTransformer):
         self._path.append(node.name)
         node.body = [self.visit(statement) for statement in node.body]
         self._path.pop()
-        return node  # names of types and defaults are no branches
+        return node  # types in annotations and defaults of arguments are no branches
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         node.value = node.value and self.visit(node.value)
@@ -89,7 +91,7 @@ class Scan(ast.NodeTransformer):
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         node.values = [self.visit(value) for value in node.values]
-        return node  # a table by device: who reads it is the branch
+        return node  # a table by device: the code that reads the table is the branch
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         node.value = self.visit(node.value)
@@ -129,7 +131,7 @@ class Scan(ast.NodeTransformer):
         if called.endswith(".pin_memory") or any(k.arg == "pin_memory" for k in node.keywords):
             return self._branch(node, None, "pin_memory")
         arguments = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        if "cpu" in arguments:  # both are allowed, or looked for
+        if "cpu" in arguments:  # CPU and CUDA are both accepted, or searched for
             return node
         return self.generic_visit(node)
 
@@ -152,7 +154,7 @@ class Scan(ast.NodeTransformer):
 
 
 def _of_cuda(node: ast.Attribute) -> bool:
-    """`torch.cuda.x`, `dist.ProcessGroupNCCL`."""
+    """Returns True for `torch.cuda.x` and `dist.ProcessGroupNCCL`."""
     inside = node.value
     if isinstance(inside, ast.Attribute) and inside.attr == "cuda":
         return isinstance(inside.value, ast.Name) and inside.value.id == "torch"
@@ -160,9 +162,9 @@ def _of_cuda(node: ast.Attribute) -> bool:
 
 
 def name_of(path: Path) -> str | None:
-    """How the list calls a module; None for one that is not looked at."""
+    """Returns the module's name in the list; None for a module outside the scan."""
     try:
-        name = path.resolve().relative_to(ROOT).as_posix()  # skyrl_mega/kernels is kernels
+        name = path.resolve().relative_to(ROOT).as_posix()  # for skyrl_mega/kernels the name is kernels
     except ValueError:
         return None
     known = name.split("/")[0] in FOLDERS and name not in CPU_ONLY and not name.endswith("_triton.py")
@@ -170,7 +172,7 @@ def name_of(path: Path) -> str | None:
 
 
 def find() -> Counter[Branch]:
-    """All branches of the project, and how often each occurs in its function."""
+    """Returns all branches of the project, with the number of occurrences in the function."""
     found: Counter[Branch] = Counter()
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -186,7 +188,7 @@ def find() -> Counter[Branch]:
 
 
 def table(text: str | None = None) -> list[Row]:
-    """The rows of docs/gpu.md."""
+    """Returns the rows of the table in docs/gpu.md."""
     lines = (DOCUMENT.read_text() if text is None else text).splitlines()
     if HEADER not in lines:
         raise ValueError(f"{DOCUMENT.name} has no table with the header {HEADER}")
@@ -201,29 +203,29 @@ def table(text: str | None = None) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """A row as it stands in the table."""
+    """Returns a row in the table's format."""
     code = row.branch.text.replace("|", "\\|")
     by = f"`{row.entered_by}`" if row.entered_by else "—"
     return f"| `{row.branch.where}` | `{code}` | {by} | {row.not_covered} |"
 
 
 def unlisted(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
-    """What is in nobody's list."""
+    """Returns the branches missing in the list."""
     return sorted(set(found) - {row.branch for row in rows})
 
 
 def gone(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
-    """What the list names and the source has not."""
+    """Returns the listed branches missing in the source."""
     return sorted({row.branch for row in rows} - set(found))
 
 
 def claimed(rows: Iterable[Row]) -> list[str]:
-    """The test files that the list names outside of tests/cuda."""
+    """Returns the test files named in the list outside tests/cuda."""
     return sorted({f"tests/{row.entered_by}" for row in rows if row.entered_by and "cuda/" not in row.entered_by})
 
 
 def occurrences(rows: Iterable[Row], found: Counter[Branch]) -> dict[str, list[tuple[Branch, int]]]:
-    """What each test file is said to enter: branch and occurrence."""
+    """Returns the branches and occurrences to enter, by test file."""
     said: dict[str, list[tuple[Branch, int]]] = {}
     for row in rows:
         if row.entered_by:
@@ -232,7 +234,7 @@ def occurrences(rows: Iterable[Row], found: Counter[Branch]) -> dict[str, list[t
 
 
 def not_entered(rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]]) -> list[Row]:
-    """Rows that claim a test which did not enter each of the branch's occurrences."""
+    """Returns the rows with a test file that missed an occurrence of the branch."""
     said = occurrences(rows, found).items()
     false = {one[0] for test, every in said for one in every if test not in seen.get(one, ())}
     return [row for row in rows if row.branch in false]
@@ -241,7 +243,7 @@ def not_entered(rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Br
 def brought_up_to_date(
     rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]] | None
 ) -> list[Row]:
-    """The table as it should be: one row for each branch, entered by whom it was seen to be, if it was looked at."""
+    """Returns the updated table: a row for each branch, with an entering test file if tests ran."""
     known = {row.branch: row for row in rows}
     made = []
     for branch in sorted(found):
@@ -256,7 +258,7 @@ def brought_up_to_date(
 
 
 def write(rows: Iterable[Row]) -> None:
-    """Puts these rows in the place of the table's."""
+    """Replaces the rows of the table in docs/gpu.md."""
     lines = DOCUMENT.read_text().splitlines()
     start = lines.index(HEADER) + 2
     stop = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
@@ -265,7 +267,7 @@ def write(rows: Iterable[Row]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.cuda.branches", description="What only CUDA enters.")
     parser.add_argument("--run", nargs="*", metavar="TESTS", help="run tests/cuda, and these; compare with the list")
     parser.add_argument("--write", action="store_true", help="bring the table of docs/gpu.md up to date")

@@ -1,7 +1,8 @@
-"""The package deep_ep in plain torch over gloo: what megatron-core's `flex` dispatcher calls of it, and its own kernel.
+"""The package deep_ep in plain torch over gloo: the part used by megatron-core's `flex` dispatcher, and a replacement
+of its kernel.
 
-Call `install` before megatron-core is imported. Everything that it does is the device's but the numbers of tokens for
-each expert, which its own dispatch waits for on the host.
+Call `install` before the import of megatron-core. All work counts as the device's, except the numbers of tokens for
+each expert: the real dispatch waits for these numbers on the host.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from tests.cuda.syncs import Waits
 
 @dataclass(frozen=True)
 class Route:
-    """Which tokens went to which rank: what a dispatch leaves for its combine."""
+    """Route of tokens to ranks, passed from a dispatch to its combine."""
 
     token: Tensor
-    """int64: tokens in the order in which they were sent, rank by rank."""
+    """int64: indices of the sent tokens in sending order, rank by rank."""
     sent: list[int]
     received: list[int]
     tokens: int
     choices: Tensor
-    """bool [sent, K]: the choices of a token that its copy carries."""
+    """bool [sent, K]: choices of a token carried by this copy."""
 
 
 class Buffer:
-    """`deep_ep.Buffer`."""
+    """Replacement of `deep_ep.Buffer`."""
 
     num_nvl_bytes = num_rdma_bytes = 0
     waits: Waits
@@ -44,17 +45,17 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(count: int) -> None:
-        """Nothing has any."""
+        """Does nothing: a CPU has no SMs."""
 
     @staticmethod
     def get_dispatch_config(ranks: int) -> Any:
-        """Of no size."""
+        """Returns a configuration with buffer sizes of 0."""
         return SimpleNamespace(get_nvl_buffer_size_hint=lambda *_: 0, get_rdma_buffer_size_hint=lambda *_: 0)
 
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, indices: Tensor, experts: int, **_: Any) -> tuple[Any, ...]:
-        """Of which this one's dispatch needs the number of experts alone."""
+        """Returns the layout; `dispatch` below needs the number of experts only."""
         return None, None, experts, None, None
 
     def dispatch(
@@ -66,7 +67,7 @@ class Buffer:
         num_tokens_per_expert: int = 0,
         **_: Any,
     ) -> tuple[Any, ...]:
-        """Tokens, choices (-1: another rank's expert) and weights that this rank receives, tokens of each expert."""
+        """Returns this rank's tokens, choices (-1: an expert of another rank), weights, and tokens of each expert."""
         with self._on_the_device():
             if handle is not None:
                 return self._send(x[handle.token], handle.sent, handle.received), None, None, None, None, _Event()
@@ -90,7 +91,7 @@ class Buffer:
     def combine(
         self, x: Tensor, handle: Route, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """The sum of what comes back of each token."""
+        """Returns the sum of the copies of each token."""
         with self._on_the_device():
             back = self._send(x, handle.received, handle.sent)
             out = torch.zeros(handle.tokens, x.shape[1]).index_add(0, handle.token, back.float()).to(x.dtype)
@@ -112,7 +113,7 @@ class Buffer:
 
 
 class _Event:
-    """`EventHandle` and `EventOverlap`: the stream waits, not the host."""
+    """Replacement of `EventHandle` and `EventOverlap`: the stream waits, not the host."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -121,7 +122,7 @@ class _Event:
 
 
 class _Multihot(torch.autograd.Function):
-    """megatron-core's Triton kernel that unfolds indices [T, K] and their probabilities to [T, E]."""
+    """Replacement of megatron-core's Triton kernel for unfolding indices [T, K] and probabilities to [T, E]."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, probs: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,7 @@ def install(waits: Waits) -> None:
 
 
 def stand_in() -> None:
-    """In the place of megatron-core's Triton kernel, once it is imported."""
+    """Replaces megatron-core's Triton kernel after the import of megatron-core."""
     from megatron.core.transformer.moe import token_dispatcher
 
     module: Any = token_dispatcher

@@ -1,12 +1,12 @@
-"""What vLLM makes of an engine's arguments on a node of H100s: a program, as it tells vLLM's platform something else
-than the machine does.
+"""Configuration that vLLM derives from an engine's arguments on a node of H100s. A program, because the simulation
+changes vLLM's platform for the whole process.
 
     python -m tests.cuda.engine_config inspect
     python -m tests.cuda.engine_config '[[RECIPE, [SETTING, …], BYTES], …]'
 
-The second prints, as JSON, what `resolve` finds for each. vLLM's own configuration classes do it: those of the CPU
-build are the same Python files as the CUDA build's. What is put in place of something: the platform's answers about the
-device (`H100`), compiled operators (an empty module), and Triton's word that its driver is there.
+The second command prints the result of `resolve` for each entry as JSON. vLLM's own configuration classes compute the
+result: the CPU build has the same Python files as the CUDA build. Replaced are the platform's answers about the device
+(`H100`), compiled operators (an empty module), and Triton's check for a driver.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures of the GPU recipes."""
 TOTAL = int(79.1 * 2**30)
-"""Memory of an H100 as CUDA gives it."""
+"""Memory of an H100 as reported by CUDA."""
 
 
 def pretend() -> None:
-    """Makes this process's vLLM take the machine for one with eight H100s. To be called before vLLM is imported."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in a Ray actor before its devices are set: no driver is looked for
+    """Makes vLLM treat this machine as a node with eight H100s. Must run before the import of vLLM."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in a Ray actor before its devices are set: no driver is searched
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
     from vllm import platforms
 
-    platforms.vllm_version_matches_substr = lambda part: False  # "cpu" is in the version of this build
+    platforms.vllm_version_matches_substr = lambda part: False  # this build's version contains "cpu"
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
     class H100(CudaPlatformBase):
-        """Eight of them."""
+        """Platform with eight H100s."""
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
@@ -67,8 +67,8 @@ def pretend() -> None:
 
 
 def inspect() -> None:
-    """Has vLLM look at the models' classes, and keep what it finds in `VLLM_CACHE_ROOT`: it imports them for that, in
-    another process, which would here be one a model, and after `pretend` they cannot be imported."""
+    """Makes vLLM inspect the models' classes and cache the results in `VLLM_CACHE_ROOT`. vLLM imports the classes,
+    normally in a process per model; after `pretend` the classes cannot be imported."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
@@ -77,12 +77,12 @@ def inspect() -> None:
 
 
 def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dict[str, Any]:
-    """The configuration that vLLM's engine of a recipe has.
+    """Returns the configuration of a recipe's vLLM engine.
 
     Args:
         recipe: A file of `configs/`.
-        settings: Changes of it.
-        former: Bytes of the cache of an engine that ran before it; None for a first start.
+        settings: Changes of the recipe.
+        former: Cache bytes of an earlier engine in this place; None for a first start.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -109,15 +109,15 @@ def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dic
             extra=length_arguments(config),
         )
         given = arguments(spec, None if former is None else Facts(cache_tokens=0, cache_bytes=former))
-        # Its tokenizer is not here; that changes nothing of what is looked at.
+        # The tokenizer is missing here; no tested field depends on the tokenizer.
         made = AsyncEngineArgs(**given | {"skip_tokenizer_init": True})
-        found = told(made.create_engine_config(UsageContext.ENGINE_CONTEXT))
+        found = tested_fields(made.create_engine_config(UsageContext.ENGINE_CONTEXT))
     plain = {key: value for key, value in given.items() if isinstance(value, (int, float, str, bool))}
     return {"arguments": plain, "limit": length_limit(config.rollout)} | found
 
 
-def told(v: Any) -> dict[str, Any]:
-    """What the tests look at of vLLM's configuration, as plain values."""
+def tested_fields(v: Any) -> dict[str, Any]:
+    """Returns the tested fields of vLLM's configuration as plain values."""
     compilation, scheduler = v.compilation_config, v.scheduler_config
     return {
         "v2": v.use_v2_model_runner,

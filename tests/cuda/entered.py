@@ -1,8 +1,8 @@
-"""Which branches of CUDA a run of tests/cuda really enters, in all of its processes.
+"""Recorder of the CUDA branches entered in all processes of a run of tests/cuda.
 
-Every process of the run finds `recording/sitecustomize.py` first, which lets `skyrl_mega` be imported with a call
-around each branch (`branches.Scan`). The call writes, when it sees CUDA's side, the branch and the test file that runs
-at that moment; the pytest plugin at the end of this module says which that is.
+Every process of the run first imports `recording/sitecustomize.py`. After that, imports of `skyrl_mega` wrap each
+branch in a call (`branches.Scan`). If the branch takes CUDA's side, the call writes the branch and the running test
+file. The pytest plugin at the end of this module stores the name of the running test file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 from tests.cuda.branches import ROOT, Branch, Scan, name_of
 
 FOLDER = "SKYRL_MEGA_ENTERED"
-"""Environment variable: where a run of the tests keeps what was entered."""
+"""Environment variable: folder of the records of a run."""
 CURRENT, WANTED = "current", "wanted"
 ENOUGH = 100
-"""Of one branch in one process and test file: hot loops need not ask for the test file any more."""
+"""Records per branch, process and test file after which a hot loop stops reading the test file's name."""
 _hits: Counter[tuple[str, str, int]] = Counter()
 
 
@@ -46,7 +46,7 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of the project's own modules."""
+        """Returns the import spec of a project module with the wrapping loader; None for other modules."""
         if name.split(".")[0] != "skyrl_mega":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -56,7 +56,7 @@ class _Finder:
 
 
 def install(folder: Path) -> None:
-    """Records, in this process and those that are forked from it."""
+    """Starts recording in this process and its forks."""
     written: set[tuple[str, str, int, str]] = set()
 
     def saw(where: str, text: str, occurrence: int, cuda: bool | None, value: Any) -> Any:
@@ -79,12 +79,13 @@ def run_tests(
     wanted: Mapping[str, Sequence[tuple[Branch, int]]] | None = None,
     timeout: float = 900,
 ) -> dict[tuple[Branch, int], set[str]]:
-    """Runs tests/cuda, its own list excepted, and more tests. Branch and occurrence → the test files that entered it.
+    """Runs tests/cuda without test_branches.py, and further tests. Returns the test files by entered occurrence of a
+    branch.
 
     Args:
         more: Test files.
-        wanted: What each file is to enter; its tests after it has done so are left out, and files that are not named.
-            Without it all run.
+        wanted: Branches to enter, by test file. Tests of a file with all branches entered are skipped, and so are all
+            files without an entry. None runs all tests.
         timeout: Seconds.
 
     Raises:
@@ -99,7 +100,7 @@ def run_tests(
         environment = os.environ | {FOLDER: name, "PYTHONPATH": f"{here / 'recording'}:{ROOT}"}
         options = ["-q", "-m", "not slow", "-p", __name__, "-p", "no:cacheprovider"]
         options += ["--ignore", str(here / "test_branches.py")]
-        options += ["-k", "not what_is_suggested"]  # held to processor time, of which the recorder takes some
+        options += ["-k", "not what_is_suggested"]  # that test has a limit of CPU time, and the recorder takes CPU time
         command = [sys.executable, "-m", "pytest", str(here), *more, *options]
         run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         if run.returncode:
@@ -112,7 +113,7 @@ def run_tests(
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """Pytest's: which test file runs now; one that has entered all that it is to enter runs no further."""
+    """Stores the running test file (pytest hook), and skips the test if the file has entered all wanted branches."""
     folder, test = Path(os.environ[FOLDER]), item.path.relative_to(ROOT / "tests").as_posix()
     if (folder / CURRENT).read_text() != test:
         _hits.clear()
@@ -120,7 +121,7 @@ def pytest_runtest_setup(item: Any) -> None:
     if (folder / WANTED).exists() and _recorded(folder).issuperset(
         json.loads((folder / WANTED).read_text()).get(test, ())
     ):
-        import pytest  # not above: every process of the run imports this module
+        import pytest  # not at the top: every process of the run imports this module
 
         pytest.skip("all is entered")
 

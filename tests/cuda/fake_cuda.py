@@ -1,11 +1,11 @@
-"""A CUDA device that is not there, in two ways.
+"""A simulated CUDA device, in two variants.
 
-`fake_cuda`: tensors have its device, shapes and types, and no memory. torch's `FakeTensorMode` runs every operation
-as far as that goes and refuses a CPU tensor among CUDA tensors. What depends on values is answered by `Known` as a
-full batch would; autograd's engine wants a device, so nothing goes backward.
+`fake_cuda`: tensors on CUDA with shapes and types, but no memory. torch's `FakeTensorMode` runs every operation on
+shapes and refuses to mix CPU with CUDA tensors. `Known` answers questions about values as for a full batch. Autograd's
+engine needs a real device, so there is no backward pass.
 
-`CpuAsCuda`: tensors lie on the CPU, have values, and say that they are CUDA's, so that whatever asks for the device
-does what it does on a GPU, backward passes and optimizer steps included.
+`CpuAsCuda`: tensors with values on the CPU that report CUDA as the device. Code with a branch on the device takes the
+GPU branch, including backward passes and optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CUDA = torch.device("cuda", 0)
 
 
 class Known(TorchFunctionMode):
-    """Answers that only values could give: every mask is true everywhere, and tokens are even over experts."""
+    """Answers questions about values: every mask is true everywhere, and tokens are even over experts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if type(kwargs.get("device")) is int:  # for which torch would look for a device
+        if type(kwargs.get("device")) is int:  # torch would query a device for an integer
             kwargs["device"] = CUDA
         if func is torch.Tensor.nonzero:
             (x,) = args
@@ -44,13 +44,13 @@ class Known(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0].to(CUDA)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            assert args[0].device.type == "cuda", args[0]  # megatron-core goes by the name, which lacks the device here
+            assert args[0].device.type == "cuda", args[0]  # the name has no device here
             return _TYPE_NAMES[args[0].dtype]
         return func(*args, **kwargs)
 
 
 class CpuAsCuda(CudaAsCpu):
-    """As `CudaAsCpu`, but tensors answer as CUDA's."""
+    """Maps CUDA to the CPU like `CudaAsCpu`; tensors report CUDA as the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ class CpuAsCuda(CudaAsCpu):
 
 
 class _Fake(FakeTensorMode):
-    """Keeps off a device that it is told is there."""
+    """Fake tensor mode without any initialisation of a device."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -69,12 +69,13 @@ class _Fake(FakeTensorMode):
 
 
 def _same_device(*tensors: Any, **_: Any) -> None:
-    """A collective of NCCL's, which takes CUDA tensors alone."""
+    """Checks that an NCCL collective gets CUDA tensors only."""
     assert all(t.device == CUDA for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """torch's own swaps what is in a parameter, which a fake one does not allow: a new one in its place."""
+    """Replaces each parameter by a new parameter. torch's own method swaps the data, and fake parameters refuse
+    that."""
     for child in module.children():
         child._apply(fn)
     for name, p in module._parameters.items():
@@ -89,9 +90,10 @@ def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """A tensor with a gradient asks for its device's guard, which torch without CUDA lacks: meta's, which does nothing.
+    """Provides a device guard for CUDA. A tensor with a gradient needs the guard, and torch without CUDA has no such
+    guard; the guard of meta does nothing and serves as a replacement.
 
-    torch does this itself where it is built with CUDA and there is no device.
+    torch does the same in a CUDA build without a device.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -105,7 +107,7 @@ def _guarded() -> Iterator[None]:
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """torch believes in one H100 inside."""
+    """Makes torch report an H100 within the context."""
     stream = mock.MagicMock(name="stream", device=CUDA)
     names: dict[str, Any] = dict(
         is_available=lambda: True,
@@ -139,17 +141,17 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         _guarded(),
         _Fake(allow_non_fake_inputs=True) as mode,
         mock.patch.multiple(torch.cuda, **names),
-        # It compares the states of generators; weights that are drawn have no values here anyway.
+        # `fork` compares states of generators; random weights have no values here anyway.
         mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
         mock.patch.object(torch.nn.Module, "_apply", _apply),
-        # What the collectives move has no values either, and these are not known to the mode.
+        # Collectives move no values here, and the mode does not know these functions.
         mock.patch.object(buffers, "_coalescing_manager", coalesced),
         mock.patch.object(buffers, "dist_all_gather_func", _same_device),
         mock.patch.object(buffers, "dist_reduce_scatter_func", _same_device),
         mock.patch.object(dist, "all_reduce", _same_device),
-        # It reads the sequences' lengths, one by one.
+        # The function reads the sequences' lengths one after the other.
         mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", lambda t, *_, **__: t.clone()),
-        # It is done in host memory, with values.
+        # Packing runs in host memory, with values.
         mock.patch.object(worker, "pack", with_values(worker.pack)),
         Known(),
     ):
@@ -157,7 +159,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, outside of the fake device."""
+    """Returns the function wrapped to run outside the fake device."""
 
     def called(*args: Any, **options: Any) -> Any:
         with unset_fake_temporarily(), torch._C.DisableTorchFunction():

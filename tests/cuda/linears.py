@@ -1,4 +1,4 @@
-"""What linear layers get and give, forward and backward, and what that is by plain loops over a recipe's blocks."""
+"""Inputs and outputs of linear layers, forward and backward, and their values by plain loops over a recipe's blocks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass
 class Linear:
-    """One layer's pass; float32, but for what is not there yet."""
+    """Tensors of a layer's pass, float32; tensors not yet recorded are empty."""
 
     given: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[R, in]."""
+    """Input [R, in]."""
     made: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[R, out]; its part of the rows where the layer scatters them."""
+    """Output [R, out]; with scattered rows, this rank's part."""
     splits: list[int] = field(default_factory=list)
-    """Rows of each expert; empty of a layer that is not grouped."""
+    """Rows of each expert; empty for a layer that is not grouped."""
     of_made: Tensor = field(default_factory=lambda: torch.empty(0))
     """Gradient of `made`."""
     of_given: Tensor = field(default_factory=lambda: torch.empty(0))
     """Gradient of `given`."""
     weights: list[Tensor] = field(default_factory=list)
-    """[out, in] of each expert."""
+    """Weights [out, in] of each expert."""
     of_weights: list[Tensor] = field(default_factory=list)
     scales: list[Scales] = field(default_factory=list)
-    """With delayed scaling, of each expert: what the pass multiplied its numbers by."""
+    """Scales of each expert with delayed scaling."""
 
 
 class Scales(NamedTuple):
-    """Of what is given, of the weight, and of the gradient of what is made."""
+    """Scales of input, weight and output gradient."""
 
     given: float
     weight: float
@@ -44,27 +44,27 @@ class Scales(NamedTuple):
 
 @contextmanager
 def watched(modules: dict[str, Any]) -> Iterator[dict[str, Linear]]:
-    """Notes one pass through modules of Transformer Engine's, by name."""
-    found = {name: Linear() for name in modules}
-    hooks = [module.register_forward_hook(_note(found[name])) for name, module in modules.items()]
+    """Records a pass through Transformer Engine modules, by name."""
+    passes = {name: Linear() for name in modules}
+    hooks = [module.register_forward_hook(_note(passes[name])) for name, module in modules.items()]
     states: dict[str, dict[str, Tensor]] = {name: {} for name in modules}
     for name, module in modules.items():
-        # Before the pass ends, and its own magnitudes are among those that make scales.
+        # Must run before the pass ends: its own magnitudes change the scales.
         hooks.append(module.register_forward_hook(_keep_scales(states[name], "scaling_fwd")))
-    yield found
+    yield passes
     for hook in hooks:
         hook.remove()
     for name, state in states.items():
         if state:
             forward, back = (state[key].tolist() for key in ("scaling_fwd", "scaling_bwd"))
-            found[name].scales = [
+            passes[name].scales = [
                 Scales(*pair, gradient)
                 for *pair, gradient in zip(forward[0::3], forward[1::3], back[0::2], strict=True)
             ]
     for name, module in modules.items():
         for p in (p for n, p in module.named_parameters() if n.startswith("weight")):
-            found[name].weights.append(_plain(p))
-            found[name].of_weights.append(_plain(p.grad))
+            passes[name].weights.append(_plain(p))
+            passes[name].of_weights.append(_plain(p.grad))
 
 
 def _note(into: Linear) -> Any:
@@ -73,7 +73,7 @@ def _note(into: Linear) -> Any:
         into.given, into.made = _plain(given[0]), _plain(made)
         if len(given) > 1:
             into.splits = [int(n) for n in given[1]]
-        if made.requires_grad:  # not in a pass that is only run again
+        if made.requires_grad:  # false in a pass that is only recomputed
             made.register_hook(lambda g: setattr(into, "of_made", _plain(g)))
             given[0].register_hook(lambda g: setattr(into, "of_given", _plain(g)))
 
@@ -101,13 +101,13 @@ def _plain(t: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, scale: Tensor | float, kind: torch.dtype) -> Tensor:
-    """values → the nearest number / scale."""
+    """Returns the values after scaling, rounding to the format, and scaling back."""
     most = torch.finfo(kind).max
     return (values * scale).clamp(-most, most).to(kind).float() / scale
 
 
 def in_rows(x: Tensor, kind: torch.dtype = E4M3) -> Tensor:
-    """Blocks of 1 × 128."""
+    """Returns x rounded with a scale for each block of 1 × 128."""
     out = torch.zeros_like(x)
     for start in range(0, x.shape[1], 128):
         for row in range(len(x)):
@@ -119,7 +119,7 @@ def in_rows(x: Tensor, kind: torch.dtype = E4M3) -> Tensor:
 
 
 def in_squares(w: Tensor, kind: torch.dtype = E4M3) -> Tensor:
-    """Blocks of 128 × 128."""
+    """Returns w rounded with a scale for each block of 128 × 128."""
     out = torch.zeros_like(w)
     for i in range(0, w.shape[0], 128):
         for j in range(0, w.shape[1], 128):
@@ -129,7 +129,7 @@ def in_squares(w: Tensor, kind: torch.dtype = E4M3) -> Tensor:
 
 
 def whole(x: Tensor, kind: torch.dtype) -> Tensor:
-    """One power of two for all: the largest that keeps the largest number within the format."""
+    """Returns x rounded with a single scale: the largest power of two that keeps all values within the format."""
     if not x.numel() or not x.abs().max() > 0:
         return x
     scale, most = 2.0**40, float(x.abs().max())
@@ -139,7 +139,7 @@ def whole(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def micro(x: Tensor, kind: torch.dtype = E4M3) -> Tensor:
-    """A power of two for 32 numbers of a row: the largest that clips none of them."""
+    """Returns x rounded with a scale for 32 numbers of a row: the largest power of two without clipping."""
     out = torch.zeros_like(x)
     for start in range(0, x.shape[1], 32):
         for row in range(len(x)):
@@ -149,22 +149,22 @@ def micro(x: Tensor, kind: torch.dtype = E4M3) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """The three products of a layer in a recipe, float32. With delayed scaling, by what numbers are multiplied."""
+    """Products of a layer in a recipe, float32; `scales` are given with delayed scaling."""
 
     recipe: str
     scales: Scales | None = None
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        """[R, in], [out, in] → [R, out]."""
+        """Returns the output [R, out] of [R, in] and [out, in]."""
         return self._given(x) @ self._weight(w).T
 
     def of_given(self, g: Tensor, w: Tensor) -> Tensor:
-        """[R, out], [out, in] → [R, in]."""
+        """Returns the input gradient [R, in] of [R, out] and [out, in]."""
         weight = micro(w.T).T if self.recipe == "mxfp8" else self._weight(w)
         return self._gradient(g) @ weight
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
-        """[R, out], [R, in] → [out, in]: blocks lie along the rows, over which it sums."""
+        """Returns the weight gradient [out, in] of [R, out] and [R, in]; blocks lie along the summed rows."""
         return self._gradient(g.T) @ self._given(x.T).T
 
     def _given(self, x: Tensor) -> Tensor:
@@ -182,4 +182,4 @@ class Products:
 
 
 ALONG = {"fp8_blockwise": in_rows, "mxfp8": micro, "fp8_current": whole}
-"""How activations and gradients are rounded, whose rows a product sums along."""
+"""Rounding of activations and gradients by recipe; a product sums along their rows."""

@@ -1,4 +1,4 @@
-"""Ranks of a rehearsal with Transformer Engine, each a process of its own: what it changes is for good."""
+"""Starter of ranks with Transformer Engine, each in a separate process, because changes to modules are permanent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank is to do."""
+    """Work of a rank."""
 
     rank: int
     address: str
@@ -41,19 +41,19 @@ def run(
     policies: Mapping[str, PolicyConfig],
     capability: tuple[int, int] = te.HOPPER,
 ) -> dict[str, list[Any]]:
-    """What each rank answers of each policy: `python -m tests.cuda.<module>` reads its case from standard input, and
-    writes a list of answers to the file that is named.
+    """Runs a program on each rank and returns the answers of each rank by policy. `python -m tests.cuda.<module>` reads
+    its case from standard input and writes a list of answers to the named file.
 
     Args:
         module: The program.
-        folder: With `model`. Logs are there.
-        parallel: Of the ranks.
-        policies: By name.
-        capability: Compute capability of the device that is apparently there.
+        folder: Folder with `model`; gets the logs.
+        parallel: Layout of the ranks.
+        policies: Policies by name.
+        capability: Compute capability of the simulated device.
     """
     variables = {name: value for policy in policies.values() for name, value in environment(policy.precision).items()}
     variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # No kernel is compiled on a CPU. What makes scales of magnitudes is Transformer Engine's Python, not its kernel.
+    # A CPU compiles no kernels. Scales are computed from magnitudes by Transformer Engine's Python, not by its kernel.
     variables |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_UNFUSED_FP8_UPDATE": "1"}
     address, started = f"127.0.0.1:{free_port()}", []
     for rank in range(parallel.ranks):
@@ -72,14 +72,14 @@ def run(
 
 
 def join(case: Case) -> None:
-    """Has this process join the others, on gloo, on a CPU that is taken for a device."""
+    """Joins the ranks' group on gloo, with the CPU as the device."""
     import torch.distributed as dist
 
     from skyrl_mega.megatron import layer_spec, model
     from tests.cuda.as_cpu import CudaAsCpu
     from tests.megatron.layouts import CPU
 
-    layer_spec.varlen_attn = None  # a kernel of the local spec, which no stand-in computes
+    layer_spec.varlen_attn = None  # a kernel of the local spec without a replacement
     exchanges()
     (host, port), ranks = case.address.split(":"), case.parallel.ranks
     store = dist.TCPStore(host, int(port), ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
@@ -88,20 +88,21 @@ def join(case: Case) -> None:
 
 
 class Request:
-    """One of gloo's, which may be waited for again, as NCCL's may: gloo itself would wait for another message."""
+    """A gloo request with NCCL's behaviour: a second `wait` returns at once. gloo's own request would wait for another
+    message."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Waits until the request is complete."""
         if self.own is not None:
             self.own.wait()
         self.own = None
 
 
 def exchanges() -> None:
-    """Has gloo send and receive as NCCL does, in this process, for good."""
+    """Makes gloo send and receive as NCCL does, permanently for this process."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as own
@@ -111,7 +112,7 @@ def exchanges() -> None:
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: Request(function(*args, **kwargs))
 
-    def unmapped(operations: Any) -> Any:  # it asks the group for CUDA's part, which gloo has none of
+    def unmapped(operations: Any) -> Any:  # the function asks the group for a CUDA backend, and gloo has none
         with torch._C.DisableTorchFunction():
             return batch(operations)
 

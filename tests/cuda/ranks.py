@@ -1,7 +1,7 @@
-"""Every rank of a layout in one process, one after the other, over torch's fake process group.
+"""All ranks of a layout in a single process, in sequence, over torch's fake process group.
 
-Run as a program in a process of its own it answers for Transformer Engine's classes (`te.install`): it reads a pickled
-list of cases from standard input and writes what each rank has built to the file that its argument names.
+As a program in a separate process, this module builds ranks with Transformer Engine's classes (`te.install`). The
+program reads a pickled list of cases from standard input and writes the built ranks to the file named by the argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
 
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "allreduce", "sequence_parallel", "shared", "shared_embedding")
-"""What megatron-core reads off a parameter."""
+"""Attributes of a parameter read by megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -35,39 +35,39 @@ class Case:
     spec: str
     dtype: str
     gradients: dict[str, Tensor]
-    """The whole model's, by Hugging Face name."""
+    """Gradients of the whole model, by Hugging Face name."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What an optimizer has of a parameter on one rank."""
+    """Optimizer data of a parameter on a rank."""
 
     decay: float
     """Factor of the weight decay."""
     run: tuple[int, int]
-    """Elements of the flattened parameter that this rank updates."""
+    """Range of the flattened parameter updated by this rank."""
     squares: float
-    """Of its gradient, as far as the norm counts it."""
+    """Sum of squares of the gradient, as counted in the norm."""
 
 
 @dataclass
 class Built:
-    """What one rank has built."""
+    """Model, sharded state and optimizers built by a rank."""
 
     params: dict[str, tuple[int, ...]]
     """Shapes by local name, in the order of `named_parameters`."""
     attributes: dict[str, dict[str, Any]]
     stored: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = field(default_factory=list)
-    """Of the model's sharded state: key, whole shape, offset, local shape, whether this rank is the one that saves."""
+    """Sharded state of the model: key, whole shape, offset, local shape, and True if this rank saves the tensor."""
     parts: list[dict[str, Updated]] = field(default_factory=list)
-    """For each optimizer, by local name."""
+    """Parameters of each optimizer, by local name."""
     norm_ranks: list[list[int]] = field(default_factory=list)
-    """For each optimizer, the ranks over which the squares are summed."""
+    """Ranks over which each optimizer sums the squares."""
 
 
 @contextmanager
 def fake_rank(rank: int, parallel: ParallelDims) -> Iterator[None]:
-    """This process is that rank inside; collectives return at once and move nothing."""
+    """Makes this process the given rank within the context; collectives return at once without effect."""
     from megatron.core import parallel_state
 
     from skyrl_mega.megatron import model as build
@@ -75,7 +75,7 @@ def fake_rank(rank: int, parallel: ParallelDims) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=parallel.ranks, store=FakeStore())
     new_group = dist.new_group
 
-    def fake_group(*args: Any, **options: Any) -> Any:  # megatron-core asks for Gloo's beside
+    def fake_group(*args: Any, **options: Any) -> Any:  # megatron-core also asks for a gloo group
         return new_group(*args, **{**options, "backend": "fake"})
 
     def everybody(answers: list[Any], mine: Any, group: Any = None) -> None:
@@ -92,7 +92,7 @@ def fake_rank(rank: int, parallel: ParallelDims) -> Iterator[None]:
 
 
 def build_rank(case: Case, rank: int) -> Built:
-    """Builds the rank's model, buffers and optimizer, and gives it its part of the whole model's gradients."""
+    """Builds the rank's model, buffers and optimizer, and sets the rank's part of the whole model's gradients."""
     from skyrl_mega.megatron import model as build
     from skyrl_mega.megatron.optimizer import build_optimizer
     from skyrl_mega.models.registry import architecture
@@ -123,7 +123,7 @@ def build_rank(case: Case, rank: int) -> Built:
 
 
 def updated(part: Any, names: dict[Tensor, str]) -> dict[str, Updated]:
-    """What one of the optimizers has of each parameter."""
+    """Returns an optimizer's data of each parameter."""
     pairs = [
         (model, main)
         for groups, shards in (
@@ -144,7 +144,7 @@ def updated(part: Any, names: dict[Tensor, str]) -> dict[str, Updated]:
 
 
 def stored(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]]:
-    """The model's tensors in a sharded checkpoint."""
+    """Yields the model's tensors in a sharded checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedTensor,
@@ -163,7 +163,7 @@ def stored(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], 
 
 
 def main() -> None:
-    """Answers for the cases on standard input, with Transformer Engine's classes where they ask for them."""
+    """Answers the cases on standard input, with Transformer Engine's classes if a case requests them."""
     from tests.cuda import te
 
     te.install()
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import ranks
 
     ranks.main()

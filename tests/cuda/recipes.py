@@ -1,6 +1,6 @@
-"""What Transformer Engine's classes make of `policy.precision`, as JSON; a program, in a process of its own.
+"""Description of Transformer Engine's classes for each `policy.precision`, as JSON; a program for a separate process.
 
-It reads a JSON list of `PrecisionConfig`s' fields from standard input and answers for each with what a rank has built.
+The program reads a JSON list of `PrecisionConfig` fields from standard input and describes a rank's model for each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HF: dict[str, Any] = dict(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=12
 
 
 def describe(precision: dict[str, Any]) -> dict[str, Any]:
-    """The model of a rank of TP2 EP2."""
+    """Returns a description of the model of a rank at TP2 EP2."""
     import torch
     from megatron.core import fp8_utils
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -56,7 +56,7 @@ def describe(precision: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers on standard output, after a line of its own."""
+    """Writes the answers to standard output, on a marked line."""
     from tests.cuda import te
 
     te.install()

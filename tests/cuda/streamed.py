@@ -1,5 +1,5 @@
-"""The exchange as on GPUs, by stand-ins, between real processes over gloo. Not collected by itself: test_streams.py
-runs it in a process in which TRITON_INTERPRET is set, as it must be before the first kernel is defined.
+"""The weight exchange as on GPUs, with simulated CUDA, between real processes over gloo. pytest does not collect this
+file: test_streams.py runs it in a process with TRITON_INTERPRET, a variable needed before the first kernel is defined.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "vocab_size": 50,
 }
-"""Small, because Triton's interpreter takes some milliseconds for each part."""
+"""Model with small sizes, because Triton's interpreter takes some milliseconds for each part."""
 RUNS = 3
 
 CASES = {
@@ -66,7 +66,7 @@ class Counted(Buffers):
 
 
 def sync(rank: int, address: str, case: Case) -> dict[str, int]:
-    """Three syncs in a row of other weights each: without checksums, with, and with them into other memory."""
+    """Runs three syncs of different weights: without checksums, with checksums, and with checksums into new memory."""
     source, target = case.layouts()
     ranks = case.parallel.ranks
     is_source = rank < ranks
@@ -78,7 +78,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
         params = empty(mine, case.dtype)
         for run in range(RUNS):
             expected = {name: t.to(case.dtype) for name, t in cut(mine, global_tensors(source.tensors, run)).items()}
-            streams.MAIN.count += 1  # the optimizer's step
+            streams.MAIN.count += 1  # simulates the optimizer's step
             if is_source:
                 for name, param in params.items():
                     param.copy_(expected[name])
@@ -130,7 +130,7 @@ FP8 = Case(
 
 
 def fp8_sync(rank: int, address: str, case: Case) -> dict[str, int]:
-    """Numbers and scales to engines that store them, as those of the whole tensors quantised at once."""
+    """Sends FP8 numbers and scales to engines and compares with a quantisation of the whole tensors."""
     source, target = case.layouts()
     names = quantised(target.tensors)
     wire = Wire(case.dtype, names)
@@ -160,7 +160,7 @@ def test_fp8_on_streams() -> None:
 
 
 def fail(rank: int, address: str, case: Case, how: str) -> str:
-    """Process 0 sends a wrong byte, or has a device that hangs; meanwhile the last process may leave."""
+    """Runs a sync that fails: process 0 sends a wrong byte or has a hanging device, or the last process leaves."""
     source, target = case.layouts()
     ranks = case.parallel.ranks
     streams.Stream.made.clear()

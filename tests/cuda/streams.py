@@ -1,9 +1,9 @@
-"""A process on a CPU that takes the way of a GPU in `weights/`: streams, events, NCCL, CUDA IPC and kernels stand-ins.
+"""Simulated CUDA for a process on a CPU, for the GPU code in `weights/`: streams, events, NCCL, CUDA IPC and kernels.
 
-Every stand-in is stricter than what it stands for. A message's bytes come when its work is waited for, and not before:
-until then the receiver's buffer holds rubbish. What is sent must not change before its work is waited for. An event
-must be recorded before anybody asks for it, and is never over at the first question. A kernel is launched on the
-exchange's own stream, which must have waited for the work that was given to the current one before.
+Every replacement is stricter than the original. The bytes of a message arrive at the wait for the message; until then
+the receiver's buffer holds garbage. Sent bytes must not change before the wait. An event must be recorded before a
+query, and the first query always says no. A kernel must be launched on the exchange's stream, after a wait for the
+earlier work of the current stream.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from tests.cuda.as_cpu import CudaAsCpu
 
 CUDA = torch.device("cuda")
-"""Without a number, so that the one in use has to be asked for."""
+"""CUDA device without an index, so that code must ask for the current device."""
 FIRST = torch.device("cuda", 0)
 RUBBISH = 0xEE
 
 
 class Stream:
-    """Counts what is put on it, and remembers what it has waited for."""
+    """Stream with a count of work, and the counts of awaited streams."""
 
     made: ClassVar[list[Stream]] = []
     current: ClassVar[Stream]
@@ -47,7 +47,7 @@ MAIN = Stream.current = Stream()
 
 @contextmanager
 def on(stream: Stream) -> Iterator[None]:
-    """`torch.cuda.stream`."""
+    """Replacement of `torch.cuda.stream`."""
     before, Stream.current = Stream.current, stream
     try:
         yield
@@ -56,7 +56,7 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 class Event:
-    """Over at the third question after it was recorded, unless the device hangs."""
+    """Event, complete at the third query after the recording, unless the device hangs."""
 
     hang = False
 
@@ -74,7 +74,7 @@ class Event:
 
 
 def touched() -> None:
-    """The current stream gets work."""
+    """Adds work to the current stream and checks that the stream is allowed to touch parameters."""
     stream = Stream.current
     assert stream is not MAIN, "it belongs on the exchange's stream"
     assert stream.seen.get(MAIN) == MAIN.count, "the parameters may still be written"
@@ -82,7 +82,7 @@ def touched() -> None:
 
 
 class Launched:
-    """A kernel, in Triton's interpreter; counts."""
+    """Kernel in Triton's interpreter that counts its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.launches = kernel, 0
@@ -98,7 +98,7 @@ class Launched:
 
 
 class Work:
-    """Messages under way. `wait` lets the current stream wait, as NCCL's does; here it is over then."""
+    """Pending messages. `wait` makes the current stream wait, as with NCCL; here the messages are then complete."""
 
     def __init__(self, works: list[Any], arriving: list[tuple[Tensor, Tensor]], leaving: list[tuple[Tensor, Tensor]]):
         self.works, self.arriving, self.leaving = works, arriving, leaving
@@ -118,13 +118,13 @@ class Work:
 
 
 class Options:
-    """`ProcessGroupNCCL.Options`."""
+    """Replacement of `ProcessGroupNCCL.Options`."""
 
     _timeout: Any = None
 
 
 class Nccl:
-    """`ProcessGroupNCCL` over gloo."""
+    """Replacement of `ProcessGroupNCCL` over gloo."""
 
     Options = Options
     aborted = 0
@@ -172,21 +172,22 @@ class Nccl:
 
 
 class Pool:
-    """`torch.cuda.MemPool`, and torch's allocator settings: what was in force when memory was taken from a pool."""
+    """Replacement of `torch.cuda.MemPool` and of torch's allocator settings; records the settings at each use of a
+    pool."""
 
     settings = "max_split_size_mb:512,expandable_segments:True"
     taken: ClassVar[list[str]] = []
 
     @classmethod
     def snapshot(cls) -> dict[str, Any]:
-        """What torch 2.11 and 2.13 both tell of it."""
+        """Returns the allocator settings as reported by torch 2.11 and 2.13."""
         expand = cls.settings.rpartition("expandable_segments:")[2] == "True"
         return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": cls.settings, "expandable_segments": expand}}
 
 
 @contextmanager
 def pooled(pool: Pool, device: Any) -> Iterator[None]:
-    """`torch.cuda.use_mem_pool`."""
+    """Replacement of `torch.cuda.use_mem_pool`."""
     assert isinstance(pool, Pool)
     assert device is None or isinstance(device, int), "torch refuses a device without a number"
     Pool.taken.append(Pool.settings)
@@ -194,14 +195,14 @@ def pooled(pool: Pool, device: Any) -> Iterator[None]:
 
 
 def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """`_share_cuda_`, by a file in shared memory."""
+    """Shares a storage through a file in shared memory; replaces `_share_cuda_`."""
     assert Pool.taken and Pool.taken[-1].endswith("expandable_segments:False"), "CUDA IPC cannot open it"
     manager, handle, size = storage._share_filename_cpu_()  # type: ignore[misc]
     return 0, handle, size, 0, manager, 0, b"event", False
 
 
 def open_shared(device: int, handle: bytes, size: int, offset: int, manager: bytes, *_: Any) -> torch.UntypedStorage:
-    """`_new_shared_cuda`."""
+    """Opens a shared storage; replaces `_new_shared_cuda`."""
     assert device == 0 and isinstance(handle, bytes) and isinstance(manager, bytes)
     return torch.UntypedStorage._new_shared_filename_cpu(manager, handle, size)
 
@@ -211,7 +212,7 @@ _pretending = False
 
 @contextmanager
 def no_cuda() -> Iterator[None]:
-    """Tensors say what they are."""
+    """Makes tensors report the real device within the context."""
     global _pretending
     before, _pretending = _pretending, False
     try:
@@ -225,7 +226,8 @@ _device, _is_cuda = torch.Tensor.device, torch.Tensor.is_cuda
 
 @contextmanager
 def pretended() -> Iterator[dict[str, Launched]]:
-    """This process has a GPU. It is not set back: for processes that end. Returns the kernels, by name."""
+    """Simulates a GPU in this process and yields the kernels by name. The changes are permanent, for processes that
+    end."""
     global _pretending
     from skyrl_mega.kernels import block_fp8_triton, boxes_triton
 

@@ -1,8 +1,8 @@
-"""Counts where the host waits for the device, on tensors that lie on the CPU and stand for the device's.
+"""Counter of the host's waits for the device. All tensors lie on the CPU and simulate host or device tensors.
 
-What a tensor stands for is kept beside it: what is made on the host, or copied to it, is the host's, and so is what is
-computed of the host's tensors alone; everything else is the device's. A wait is a value that Python asks the device
-for, an operation whose result has a size that only values tell, a copy to the host, or a call that waits outright.
+A mark on a tensor says which. Host tensors are tensors made on the host, copied to the host, or computed from host
+tensors alone; all other tensors belong to the device. A wait is a device value read by Python, an operation with a
+result size that depends on values, a copy to the host, or an explicit wait.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ SIZES = {
 }  # fmt: skip
 REPEATS = (torch.repeat_interleave, _T.repeat_interleave)
 ATEN = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "bincount", "equal", "is_nonzero")
-"""Names of operators with the same effect, for what C++ calls by itself."""
+"""Operators with a hidden wait, by name, for calls from C++."""
 HOST = "_skyrl_mega_on_the_host"
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Whether it stands for one in host memory."""
+    """Returns True if the tensor simulates a tensor in host memory."""
     return hasattr(tensor, HOST)
 
 
 def mark_host(value: Any) -> Any:
-    """Says so of every tensor in `value`, and returns it."""
+    """Marks every tensor in `value` as a host tensor and returns `value`."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             setattr(leaf, HOST, True)
@@ -57,14 +57,14 @@ def mark_host(value: Any) -> Any:
 
 
 def mark_device(tensors: Iterable[Tensor]) -> None:
-    """Says that they are the device's."""
+    """Marks the tensors as device tensors."""
     for tensor in tensors:
         if is_host(tensor):
             delattr(tensor, HOST)
 
 
 class AsCuda(CudaAsCpu):
-    """Tensors that do not stand for the host's answer as CUDA's."""
+    """Makes device tensors report CUDA as their device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _T.is_cuda.__get__:
@@ -75,7 +75,7 @@ class AsCuda(CudaAsCpu):
 
 
 class Waits:
-    """What was counted: the place and the kind."""
+    """Counts of waits by kind and place."""
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str]] = Counter()
@@ -83,13 +83,13 @@ class Waits:
         self.counting = False
 
     def note(self, kind: str) -> None:
-        """Adds one, with the innermost line that is no torch and none of these tests."""
+        """Counts a wait at the innermost line outside torch and these tests."""
         if self.counting and not self.paused:
             self.found[kind, _place()] += 1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What stands for a kernel computes inside: it may ask for values."""
+        """Stops counting within the context: a simulated kernel may read values."""
         self.paused += 1
         try:
             yield
@@ -108,7 +108,8 @@ def _place() -> str:
 
 
 class Counted(TorchFunctionMode):
-    """Counts what Python calls. Enter it within `CudaAsCpu`, so that it sees a call before the device is mapped."""
+    """Counts waits in calls from Python. Must be entered within `CudaAsCpu`, to see a call before the mapping of the
+    device."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Counted(TorchFunctionMode):
             result = _own(result, tensors)
             mark_host(result)
         elif func in (_T.to, _T.cuda) and tensors and is_host(tensors[0]) and isinstance(result, Tensor):
-            return result.detach().clone() if not result.requires_grad else result.clone()  # without the mark
+            return result.detach().clone() if not result.requires_grad else result.clone()  # drops the host mark
         return result
 
     def _kind(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
@@ -166,7 +167,7 @@ def _says_cpu(args: Any, kwargs: Any) -> bool:
 
 
 def _is_cpu(device: Any) -> bool:
-    """`torch.device` itself would be mapped by the mode around."""
+    """Returns True for the CPU; `torch.device` itself would be mapped by the outer mode."""
     return device.type == "cpu" if isinstance(device, torch.device) else str(device) == "cpu"
 
 
@@ -191,7 +192,7 @@ def _lands_on_the_host(func: Any, args: Any, kwargs: Any, tensors: list[Tensor])
 
 
 def _own(result: Any, tensors: list[Tensor]) -> Any:
-    """The same, apart from the tensors that it was made of: a copy to the host is another tensor."""
+    """Returns a new tensor if the result is a device tensor of the input: a copy to the host is another tensor."""
     if isinstance(result, Tensor) and any(result is t for t in tensors if not is_host(t)):
         return result.detach().clone()
     return result
@@ -203,7 +204,7 @@ def _nothing() -> Iterator[None]:
 
 
 class CountedBelow(TorchDispatchMode):
-    """Counts what C++ calls by itself: autograd's formulas, and operators made of others."""
+    """Counts waits in calls from C++: autograd's formulas, and operators built from other operators."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -221,17 +222,17 @@ class CountedBelow(TorchDispatchMode):
 
 
 class _Stream:
-    """A stream or an event whose waits by the host are counted; those of the device cost the host nothing."""
+    """Stream or event with counted host waits. Waits of the device cost the host nothing and are not counted."""
 
     def __init__(self, waits: Waits, *_: Any, **__: Any) -> None:
         self.waits = waits
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Counts a wait of the host."""
         self.waits.note("synchronize")
 
     def record_event(self, *_: Any) -> _Stream:
-        """An event of the same count."""
+        """Returns an event with the same counter."""
         return _Stream(self.waits)
 
     def wait_stream(self, *_: Any) -> None: ...
@@ -239,12 +240,13 @@ class _Stream:
     def wait(self, *_: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def query(self) -> bool:
-        """It is over."""
+        """Returns True: the work is complete."""
         return True
 
 
 def stand_in(waits: Waits) -> None:
-    """Streams and events of this process count; after `cpu.stand_in`, before a model is built."""
+    """Replaces streams and events of this process by counting ones. Runs after `cpu.stand_in` and before a model is
+    built."""
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = partial(_Stream, waits)
     cuda.current_device = lambda: CUDA
@@ -258,7 +260,7 @@ def stand_in(waits: Waits) -> None:
 
 @contextmanager
 def counting(waits: Waits) -> Iterator[None]:
-    """Counts the waits of what runs inside, in `AsCuda`."""
+    """Counts the waits within the context, in `AsCuda`."""
     with CountedBelow(waits), Counted(waits):
         waits.counting = True
         try:

@@ -1,9 +1,9 @@
-"""Transformer Engine's own Python over a stub of its compiled extension, so that its classes can be built on a CPU.
+"""Transformer Engine's Python over a stub of its compiled extension, to build its classes on a CPU.
 
-The wheel `transformer-engine` is Python alone; `requirements/install.sh` puts it into a folder that nobody imports
-from, for megatron-core cannot be imported while it is there without its extension. `install` is for a process of its
-own: it changes what `import transformer_engine` and `torch.cuda` mean for good. Parameters, attributes, sharded state
-and everything else that is decided in Python are real; nothing computes.
+The wheel `transformer-engine` is pure Python. `requirements/install.sh` installs the wheel outside the import path,
+because megatron-core cannot be imported beside a Transformer Engine without extension. `install` needs a separate
+process: the change to `import transformer_engine` and `torch.cuda` is permanent. Everything decided in Python is real,
+such as parameters, attributes and sharded state; nothing computes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from unittest.mock import MagicMock
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv" / "rehearsal"
-"""Where the wheel is, as `requirements/install.sh` has put it."""
+"""Folder of the wheel, written by `requirements/install.sh`."""
 
 DTYPES = ("kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1")
 HOPPER = 9, 0
-"""Compute capability."""
+"""Compute capability of Hopper."""
 BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 
 
 def absent() -> str:
-    """Why the rehearsal cannot run here; '' where it can."""
+    """Returns the reason why the rehearsal cannot run here; '' if it can."""
     if (FOLDER / "transformer_engine").is_dir():
         return ""
     return f"{FOLDER} has no transformer_engine: `make test` puts it there where a package index has it"
@@ -40,17 +40,17 @@ def absent() -> str:
 def install(
     kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({}), capability: tuple[int, int] = HOPPER
 ) -> None:
-    """Makes `transformer_engine` importable in this process, over a stub, and CUDA apparently there.
+    """Makes `transformer_engine` importable in this process, over a stub, and simulates CUDA.
 
-    Call it before megatron-core is imported, then `skyrl_mega.megatron.cpu.stand_in`.
+    Must run before the import of megatron-core, followed by `skyrl_mega.megatron.cpu.stand_in`.
 
     Args:
-        kernels: Functions of the extension that compute (`te_kernels`), by name; all others are mocks.
-        capability: Of the device that is apparently there.
+        kernels: Functions of the extension that compute (`te_kernels`), by name; all other functions are mocks.
+        capability: Compute capability of the simulated device.
     """
     import torch
 
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own way to be imported without its libraries
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine's switch for an import without libraries
     sys.path.insert(0, str(FOLDER))
     sys.modules["transformer_engine_torch"] = extension = _extension()
     for name, kernel in kernels.items():
@@ -66,14 +66,14 @@ def install(
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: capability
     torch.cuda.device_count = lambda: 1
-    torch.version.cuda = "13.0"  # as in the lock
+    torch.version.cuda = "13.0"  # as in the lock file
     package.common = importlib.import_module("transformer_engine.common")
     package.common.load_framework_extension = lambda *_: None
     package.pytorch = importlib.import_module("transformer_engine.pytorch")
 
 
 class _Number:
-    """An enumeration of pybind11's, whose members can be made into a number and are none."""
+    """Member of a pybind11 enumeration: convertible to a number, but not a number."""
 
     value: int
 
@@ -82,7 +82,7 @@ class _Number:
 
 
 class _Stub(types.ModuleType):
-    """A module of which every name is a mock."""
+    """Module with a mock for every name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -98,7 +98,7 @@ class _Stub(types.ModuleType):
 
 
 def _extension() -> _Stub:
-    """`transformer_engine_torch`, with what its importers compare with their own lists."""
+    """Returns a stub of `transformer_engine_torch` with the enumerations checked by its importers."""
     stub: Any = _Stub("transformer_engine_torch")
     stub.DType = enum.IntEnum("DType", {name: i for i, name in enumerate(DTYPES)})
     stub.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", BACKENDS)

@@ -1,7 +1,7 @@
-"""Transformer Engine's own Adam in megatron-core's distributed optimizer, over stand-ins of its kernels.
+"""Transformer Engine's Adam in megatron-core's distributed optimizer, with kernels in plain torch.
 
-Run as a program it reads pickled cases from standard input, takes some optimizer steps with each, and writes what the
-optimizer has then to the file that its argument names.
+As a program, this module reads pickled cases from standard input, takes a few optimizer steps with each, and writes the
+resulting optimizer state to the file named by its argument.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 STEPS = 3
 PIECE = 20_000
-"""Bytes: the model's optimizer has dozens."""
+"""Bytes of a piece: the model's optimizer has dozens of pieces."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of a model's optimizer with drawn gradients."""
+    """Steps of a model's optimizer with random gradients."""
 
     hf: dict[str, Any]
     optimizer: OptimizerConfig
     engine: bool
-    """Transformer Engine's, or what megatron-core has without it."""
+    """True for Transformer Engine's Adam, False for megatron-core's without Transformer Engine."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it, by the parameter's name; numpy, moments as float32."""
+    """Result of a case by parameter name; numpy, moments as float32."""
 
     adam: str
-    """The class that stepped."""
+    """Class of the Adam."""
     start: dict[str, Any]
     """Weights before the first step."""
     masters: dict[str, Any]
     moments: dict[str, dict[str, Any]]
     types: set[str]
-    """Of the moments."""
+    """Dtypes of the moments."""
     weights: dict[str, Any]
     gradients: list[dict[str, Any]]
-    """Of each step."""
+    """Gradients of each step."""
     away: int
-    """Bytes of masters and moments that the device does not hold."""
+    """Bytes of masters and moments outside the device."""
 
 
 def multi_tensor_adam(
     _chunk: int, _noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, step: int,
     mode: int, correction: int, decay: float,
 ) -> None:  # fmt: skip
-    """common/multi_tensor/adam.cu, decoupled decay: computed in float32, moments rounded as they are written."""
+    """Computes common/multi_tensor/adam.cu with decoupled decay: float32 arithmetic, moments rounded when written."""
     assert mode == correction == 1
     for g, p, m, v in zip(*lists, strict=True):
         mean = beta1 * m.float() + (1 - beta1) * g.float()
@@ -67,12 +67,12 @@ def multi_tensor_adam(
 
 
 def multi_tensor_l2norm(_chunk: int, _noop: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """The norm of all of them."""
+    """Returns the norm of all tensors."""
     return torch.stack([t.float().square().sum() for t in lists[0]]).sum().sqrt().view(1), None
 
 
 def multi_tensor_scale(_chunk: int, _noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
-    """Each of the first list times a number, into the second."""
+    """Writes each tensor of the first list times a number into the second list."""
     for source, to in zip(*lists, strict=True):
         to.copy_(source * scale)
 
@@ -133,7 +133,7 @@ def go(case: Case) -> Answer:
 
 
 def main() -> None:
-    """Answers for the cases on standard input, all of them with Transformer Engine or all without."""
+    """Answers the cases on standard input, either all with Transformer Engine or all without."""
     from tests.cuda import te
 
     cases: list[Case] = pickle.load(sys.stdin.buffer)
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import te_adam
 
     te_adam.main()

@@ -1,8 +1,8 @@
-"""What Transformer Engine's kernels for attention compute, in plain torch: cuDNN's of packed sequences, and what puts
-together the parts that context parallelism attends to one after another (its `context_parallel.py`, P2P).
+"""Transformer Engine's attention kernels in plain torch: cuDNN's attention of packed sequences, and the kernels that
+merge the partial results of context parallelism (Transformer Engine's `context_parallel.py`, P2P).
 
-Legend: T queries, S keys, H heads, G heads of keys and values, D of a head, N sequences. A rank of context parallelism
-has of each sequence one part of the first half and one of the second, so of each of its sequences a half is either.
+Legend: T queries, S keys, H heads, G heads of keys and values, D size of a head, N sequences. A context-parallel rank
+holds a part of the first half and a part of the second half of each sequence, so each of its sequences has two halves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the compiled extension's, by its name there."""
+    """Registers a function of the compiled extension by name."""
     KERNELS[function.__name__] = function
     return function
 
 
 @kernel
 def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
-    """cuDNN's for sequences of any length."""
+    """Returns cuDNN's backend for sequences of any length."""
     import transformer_engine_torch as tex
 
     return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
@@ -32,7 +32,7 @@ def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
 
 @kernel
 def fused_attn_fwd(*args: Any) -> list[Tensor]:
-    """Output [T, H, D], logarithm of the normaliser [T, H, 1] in float32, and state of the random numbers."""
+    """Returns output [T, H, D], logarithm of the normaliser [T, H, 1] in float32, and state of the random numbers."""
     q, v = args[16], args[18]
     assert args[4] == 0.0, "dropout"
     _plain(args[9], args[11:14], args[:2], args[14:16])
@@ -44,8 +44,8 @@ def fused_attn_fwd(*args: Any) -> list[Tensor]:
 
 @kernel
 def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
-    """Gradients of queries, keys, values, and of two that are not there. Output and normaliser are of all keys, which
-    may be more than these (FlashAttention-2, algorithm 2)."""
+    """Returns the gradients of queries, keys and values, and two None. Output and normaliser refer to all keys,
+    possibly more than the given keys (FlashAttention-2, algorithm 2)."""
     scale, (q, k, v, out, of_out), lse = args[2], args[19:24], args[25][0]
     assert lse.shape == (len(q), q.shape[1], 1) and args[3] == 0.0, "dropout"
     _plain(args[11], args[13:16], args[:2], args[17:19])
@@ -61,7 +61,7 @@ def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
 
 
 def _plain(bias: Any, others: tuple[Any, ...], longest: tuple[int, int], bounds: tuple[Tensor, Tensor]) -> None:
-    """Asserts that nothing is asked for that is not computed here, and that no sequence is longer than is said."""
+    """Checks that no unsupported feature is requested, and that no sequence exceeds the given length."""
     import transformer_engine_torch as tex
 
     assert bias is tex.NVTE_Bias_Type.NVTE_NO_BIAS and others[0] is tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
@@ -71,14 +71,14 @@ def _plain(bias: Any, others: tuple[Any, ...], longest: tuple[int, int], bounds:
 
 
 def _heads(keys: Tensor, q: Tensor) -> Tensor:
-    """Those of each query's head."""
+    """Returns the keys or values repeated for each query head."""
     return keys.float().repeat_interleave(q.shape[1] // keys.shape[1], 1)
 
 
 def _scores(
     mask: Any, scale: float, bounds: tuple[Tensor, Tensor], padded: tuple[Any, Any], q: Tensor, k: Tensor
 ) -> Tensor:
-    """float32 [H, T, S]; -inf where a query does not see a key: of another sequence, or later where it is causal."""
+    """Returns float32 scores [H, T, S]; -inf for a key of another sequence, or a later key under a causal mask."""
     import transformer_engine_torch as tex
 
     kinds = tex.NVTE_Mask_Type
@@ -96,7 +96,7 @@ def _scores(
 
 
 def _half(cu: Tensor, half: int) -> Tensor:
-    """int64 [T / 2]: where the tokens of each sequence's first half (0) or second (1) are."""
+    """Returns the token indices, int64 [T / 2], of each sequence's first half (0) or second half (1)."""
     starts, lengths = cu[:-1].long(), (cu[1:] - cu[:-1]).long()
     assert not (lengths % 2).any()
     parts = [torch.arange(n // 2) + s + half * n // 2 for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
@@ -105,13 +105,13 @@ def _half(cu: Tensor, half: int) -> Tensor:
 
 @kernel
 def thd_read_half_tensor(tensor: Tensor, cu: Tensor, half: int) -> Tensor:
-    """[T / 2, …] of [T, …]."""
+    """Returns a half of each sequence, [T / 2, …] of [T, …]."""
     return tensor[_half(cu, half)]
 
 
 @kernel
 def thd_read_second_half_lse(lse: Tensor, cu: Tensor, packed: bool, tokens: int) -> Tensor:
-    """[H, T / 2] of [H, T]."""
+    """Returns the normaliser of the second halves, [H, T / 2] of [H, T]."""
     assert packed
     found = lse[:, _half(cu, 1)]
     assert found.shape[1] == tokens
@@ -130,7 +130,7 @@ def thd_second_half_lse_correction(lse: Tensor, more: Tensor, cu: Tensor, packed
 def thd_out_correction(
     out: Tensor, more: Tensor, old: Tensor, new: Tensor, of_more: Tensor, cu: Tensor, second: bool, packed: bool
 ) -> None:
-    """Adds what other keys give to the output, of the second halves or of all; normalisers are [H, T]."""
+    """Adds the output of more keys to the output, for the second halves or for all tokens; normalisers are [H, T]."""
     assert packed and out.dtype == more.dtype
     at = _half(cu, 1) if second else torch.arange(len(out))
     before, share = (old - new).exp().T[at, :, None], (of_more - new[:, at]).exp().T[..., None]
@@ -139,7 +139,7 @@ def thd_out_correction(
 
 @kernel
 def thd_grad_correction(grad: Tensor, more: Tensor, cu: Tensor, first: str, second: str) -> None:
-    """What becomes of each half of a gradient [T, …]; `more` has the halves that it is for."""
+    """Updates each half of a gradient [T, …] as requested; `more` holds the halves to copy or add."""
     given = {half: _half(cu, half) for half, how in enumerate((first, second)) if how in ("copy", "add")}
     rows = torch.cat(list(given.values())).sort().values
     assert len(more) == len(rows)

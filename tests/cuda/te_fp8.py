@@ -1,7 +1,7 @@
-"""A rank whose parameters are in FP8, as Transformer Engine's own tensors, over stand-ins of its kernels.
+"""A rank with parameters in FP8, as Transformer Engine tensors, with kernels in plain torch.
 
-Run as a program it reads a pickled `Case` from standard input and writes what it found to the file that is named. Ranks
-are processes on gloo; megatron-core's data parallelism and optimizer, and Transformer Engine's tensors, are real.
+As a program, this module reads a pickled `Case` from standard input and writes its results to the named file. Ranks are
+processes on gloo. megatron-core's data parallelism and optimizer, and Transformer Engine's tensors, are real.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank is to do."""
+    """Work of a rank."""
 
     rank: int
     address: str
     folder: Path
-    """With two models, `model` and `other`; a checkpoint goes to `<name>-checkpoint`, an export to `<name>-export`."""
+    """Folder with the models `model` and `other`; gets a checkpoint `<name>-checkpoint` and an export
+    `<name>-export`."""
     parallel: ParallelDims
     name: str
     policy: PolicyConfig
@@ -41,29 +42,29 @@ class Case:
 
 @dataclass
 class Answer:
-    """What it found: names → numpy arrays, by the moment."""
+    """Results of a rank: name → numpy array, by moment."""
 
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the sync takes, FP8 as uint8, bfloat16 as float32."""
+    """Tensors of the weight sync, FP8 as uint8, bfloat16 as float32."""
     backward: dict[str, bool] = field(default_factory=dict)
-    """Whether what a backward pass reads is what a forward pass reads, in all parameters."""
+    """True if backward and forward passes read the same values, in all parameters."""
     masters: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
-    """Types of what data parallelism gathers."""
+    """Dtypes of the data-parallel gather buffers."""
     gathered: int = 0
-    """Bytes of it."""
+    """Bytes of the data-parallel gather buffers."""
     fp8: set[str] = field(default_factory=set)
     """Names of the parameters in FP8."""
     bytes: dict[str, int] = field(default_factory=dict)
-    """Of the parameters' memory, and of the reference's in host memory."""
+    """Bytes of the parameters' memory, and of the reference in host memory."""
     away: int = 0
-    """Bytes of the parameters that the device holds while they are away."""
+    """Device bytes of the parameters while offloaded."""
     excess: int = 0
-    """Bytes of memory that master weights lie in and do not need."""
+    """Unneeded bytes in the storages of master weights."""
     pieces: list[int] = field(default_factory=list)
-    """Numbers of the parameters that were rounded at once."""
+    """Elements of each rounding call."""
     copies: int = 0
-    """Storages that the parameters lie in."""
+    """Number of storages that hold the parameters."""
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -76,11 +77,11 @@ KERNELS = te_fp8_kernels.KERNELS | te_adam.KERNELS
 
 
 PIECE = 300_000
-"""More numbers than any parameter has, and fewer than all."""
+"""Piece size: larger than any parameter, smaller than all parameters together."""
 
 
 def in_pieces(pieces: list[int]) -> None:
-    """Notes what Transformer Engine is given at once, whoever gives it."""
+    """Records the number of elements of every rounding call to Transformer Engine."""
     from transformer_engine.pytorch.tensor import utils
 
     from skyrl_mega.megatron import fp8_parameters
@@ -97,7 +98,7 @@ def in_pieces(pieces: list[int]) -> None:
 
 
 def go(case: Case) -> Answer:
-    """Loads, steps, exchanges with a reference, parks, resets, saves, restores."""
+    """Loads, steps, swaps in a reference, offloads, resets, saves and restores a rank, and records the tensors."""
     import json
 
     import torch.distributed as dist
@@ -151,7 +152,7 @@ def go(case: Case) -> Answer:
 
 
 class Watch:
-    """Writes down what a rank has."""
+    """Records a rank's tensors."""
 
     def __init__(self, worker: Any, answer: Answer) -> None:
         from megatron.core.fp8_utils import is_float8tensor
@@ -160,7 +161,7 @@ class Watch:
         self.fp8 = {name: p for name, p in worker.params.items() if is_float8tensor(p)}
 
     def look(self, moment: str, *, deep: bool = True) -> None:
-        """Now; `deep`: masters and what a backward pass reads too."""
+        """Records the present tensors; with `deep`, also masters and values read by a backward pass."""
         from skyrl_mega.megatron.fp8_parameters import storage_tensors
         from skyrl_mega.megatron.moments import inner_optimizers, master_weights
 
@@ -194,7 +195,7 @@ class Watch:
         answer.gathered = sum(b.param_data.nbytes for b in buffers)
 
     def step(self, number: int) -> None:
-        """An optimizer step with drawn gradients, of which every data rank has another."""
+        """Takes an optimizer step with random gradients, different on every data rank."""
         worker = self.worker
         worker.optimizer.zero_grad()
         torch.manual_seed(100 * number + torch.distributed.get_rank())
@@ -208,7 +209,7 @@ class Watch:
         assert updated
 
     def park(self) -> None:
-        """Parameters and optimizer leave, and come back after others had the memory."""
+        """Offloads parameters and optimizer and reloads both."""
         from skyrl_mega.megatron.fp8_parameters import storage_tensors
 
         worker = self.worker
@@ -224,14 +225,14 @@ def _taken(worker: Any) -> dict[str, Tensor]:
 
 
 def _agree(p: Any) -> bool:
-    """A parameter's two sets of numbers and scales are one another's transpose."""
+    """Returns True if a parameter's column-wise numbers and scales are the transposed row-wise numbers and scales."""
     rows, columns = (-(-n // BLOCK) for n in p.shape)
     scales = p._columnwise_scale_inv[:columns, :rows].T
     return torch.equal(p._columnwise_data.T, p._rowwise_data) and torch.equal(scales, p._rowwise_scale_inv[:, :columns])
 
 
 def main() -> None:
-    """Answers for the case on standard input."""
+    """Answers the case on standard input."""
     case: Case = pickle.load(sys.stdin.buffer)
     from tests.cuda import te
 
@@ -247,7 +248,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import te_fp8
 
     te_fp8.main()

@@ -1,8 +1,8 @@
-"""What Transformer Engine's kernels make of numbers in FP8, in plain torch, for its own Python to call on a CPU.
+"""Transformer Engine's FP8 kernels in plain torch, called by its Python on a CPU.
 
-Which tensors a quantised matrix has, and which of them a product reads, is as on the device that `te.install` was told:
-a product asserts that they are there, and that its sides are as cuBLAS wants them. Sizes and checks are those of
-`common/gemm/cublaslt_gemm.cu: CanonicalizeGemmInput`; where a scale lies, of the quantisers' `get_scale_shape`.
+The tensors of a quantised matrix, and the choice of tensors for a product, follow the device given to `te.install`. A
+product checks that the tensors exist and that its sides meet cuBLAS's rules. Sizes and checks follow
+`common/gemm/cublaslt_gemm.cu: CanonicalizeGemmInput`; positions of scales follow the quantisers' `get_scale_shape`.
 
 Legend: R rows, C columns of a matrix, B = 128.
 """
@@ -20,17 +20,17 @@ from tests.cuda import te
 
 BLOCK, MICRO = 128, 32
 CPU = torch.device("cpu")
-"""What torch itself has to know of a tensor around tensors, which cannot be mapped."""
+"""Device of wrapper tensors: torch reads this device itself, so a mode cannot map it."""
 KINDS = {
     te.DTYPES.index("kFloat8E4M3"): torch.float8_e4m3fn,
     te.DTYPES.index("kFloat8E5M2"): torch.float8_e5m2,
 }
-"""Of Transformer Engine's numbers for types."""
+"""torch's dtypes by Transformer Engine's numbers for dtypes."""
 KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the compiled extension's, by its name there."""
+    """Registers a function of the compiled extension by name."""
     KERNELS[function.__name__] = function
     return function
 
@@ -39,7 +39,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bytes(values: Tensor, kind: torch.dtype) -> Tensor:
-    """What is beyond the format becomes its largest."""
+    """Returns the FP8 bytes of the values; larger values become the format's largest number."""
     most = torch.finfo(kind).max
     return values.clamp(-most, most).to(kind).view(torch.uint8)
 
@@ -49,30 +49,30 @@ def _up(n: int, multiple: int) -> int:
 
 
 def magnitudes(x_RC: Tensor) -> Tensor:
-    """Of blocks of 128 × 128, float32 [R/B, C/B]."""
+    """Returns the largest magnitude of each block of 128 × 128, float32 [R/B, C/B]."""
     rows, columns = x_RC.shape
     whole = F.pad(x_RC.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     return whole.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK).abs().amax((1, 3))
 
 
 def spread(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """A scale for every element, [R, C]."""
+    """Returns the scale of every element, [R, C]."""
     return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
 
 
 def scaled(x_RC: Tensor, scale: Tensor, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Rounded numbers of blocks of 128 × 128, uint8 [R, C]."""
+    """Returns x rounded with a scale for each block of 128 × 128, uint8 [R, C]."""
     return _bytes(x_RC.detach().float() * spread(scale, *x_RC.shape), kind)
 
 
 def _scale(amax: Tensor, kind: torch.dtype, powers: bool = False) -> Tensor:
-    """What a number is multiplied by: the format's largest / magnitude, down to a power of two if asked for."""
+    """Returns the scale, largest number of the format / magnitude, rounded down to a power of two if requested."""
     found = torch.where(amax > 0, torch.finfo(kind).max / amax, 1.0)
     return torch.ldexp(torch.ones_like(found), torch.frexp(found)[1] - 1) if powers else found
 
 
 def _rows(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Blocks of 128 along a row: uint8 [R, C], and what they are multiplied by afterwards, float32 [C/B, R]."""
+    """Rounds blocks of 128 along a row. Returns uint8 [R, C] and inverse scales, float32 [C/B, R]."""
     rows, columns = x_RC.shape
     parts = F.pad(x_RC, (0, -columns % BLOCK)).view(rows, -(-columns // BLOCK), BLOCK)  # an expert may have no rows
     scale = _scale(parts.abs().amax(-1), kind)
@@ -80,7 +80,7 @@ def _rows(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _micro(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Blocks of 32 along a row: uint8 [R, C], and their exponents + 127, uint8 [R, C/32]."""
+    """Rounds blocks of 32 along a row. Returns uint8 [R, C] and exponents + 127, uint8 [R, C/32]."""
     parts = x_RC.unflatten(-1, (x_RC.shape[1] // MICRO, MICRO))
     fraction, exponent = torch.frexp(parts.abs().amax(-1) / torch.finfo(kind).max)
     up = (exponent - (fraction == 0.5).int()).clamp(min=-127)
@@ -89,7 +89,7 @@ def _micro(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _into(target: Tensor, values: Tensor) -> None:
-    """Scales have paddings at their ends."""
+    """Writes scales into a padded tensor and clears the padding."""
     target.zero_()[: values.shape[0], : values.shape[1]].copy_(values)
 
 
@@ -100,7 +100,7 @@ def _into(target: Tensor, values: Tensor) -> None:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, _pinned: bool = False
 ) -> Any:
-    """As its own Python says of it: which tensors, of which shapes."""
+    """Returns an empty quantised tensor, with tensors and shapes from Transformer Engine's Python."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     kind: Any = Float8CurrentScalingQuantizer if isinstance(quantizer, Float8Quantizer) else type(quantizer)
@@ -118,7 +118,7 @@ def create_empty_quantized_tensor(
 
 @kernel
 def quantize(values: Tensor, quantizer: Any, out: Any = None, _noop: Any = None) -> Any:
-    """A matrix, rounded as `quantizer` has it, into the tensors that it has uses for."""
+    """Rounds a matrix with the quantiser's recipe into the tensors of its usages."""
     if out is None:
         out = create_empty_quantized_tensor(quantizer, values.shape, values.dtype, "cuda")
     x = values.detach().flatten(0, -2).float()
@@ -144,7 +144,8 @@ def _fill_blocks(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None
 
 
 def _fill_tensor(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None:
-    """One scale: that of the passes before, or the tensor's own, which the ranks of a group can agree on."""
+    """Rounds with a single scale: from earlier passes, or from the tensor, where a group of ranks can share the
+    maximum."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     if hasattr(quantizer, "scale"):
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
@@ -185,39 +186,39 @@ FILL: dict[str, Callable[..., None]] = {
 def split_quantize(
     values: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], *, disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """Each expert's rows."""
+    """Rounds each expert's rows."""
     return [quantize(part, each) for part, each in zip(values.split(list(sizes)), quantizers, strict=True)]
 
 
 @kernel
 def bgrad_quantize(values: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """The gradient of a bias, and that of the output, rounded."""
+    """Returns the bias gradient, and the rounded output gradient."""
     return values.detach().flatten(0, -2).float().sum(0).to(values.dtype), quantize(values, quantizer)
 
 
 @kernel
 def fp8_transpose(numbers: Tensor, _dtype: Any, out: Tensor | None = None) -> Tensor:
-    """Bytes, transposed."""
+    """Returns the transposed bytes."""
     flat = numbers.flatten(0, -2)
     return flat.T.contiguous() if out is None else out.copy_(flat.T)
 
 
 @kernel
 def swap_first_dims(x: Tensor, out: Tensor) -> Tensor:
-    """[a, b, …] → [b, a, …]."""
+    """Writes [a, b, …] transposed to [b, a, …]."""
     return out.copy_(x.transpose(0, 1))
 
 
 @kernel
 def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: Sequence[int], padded: Sequence[int]) -> None:
-    """Zeros behind every expert's rows."""
+    """Copies every expert's rows and adds rows of zeros as padding."""
     for part, into in zip(x.split(list(sizes)), out.split(list(padded)), strict=True):
         into.zero_()[: len(part)].copy_(part)
 
 
 @kernel
 def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: Sequence[int], sizes: Sequence[int]) -> None:
-    """Every expert's rows without those."""
+    """Copies every expert's rows without the padding."""
     for part, into in zip(x.split(list(padded)), out.split(list(sizes)), strict=True):
         into.copy_(part[: len(into)])
 
@@ -229,7 +230,7 @@ def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: Sequence[int], siz
 def multi_tensor_compute_scale_and_scale_inv(
     _chunk: int, _noop: Tensor, lists: list[list[Tensor]], largest: float, powers: bool, epsilon: float
 ) -> None:
-    """common/multi_tensor/compute_scale.cu, float32 scales."""
+    """Computes common/multi_tensor/compute_scale.cu with float32 scales."""
     assert not powers and not epsilon, "scales are powers of two: NVTE_FP8_BLOCK_SCALING_FP32_SCALES was not read"
     for amax, scale, inverse in zip(*lists, strict=True):
         scale.copy_(torch.where(amax > 0, largest / amax, torch.ones(())))
@@ -240,7 +241,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 def fp8_block_scaling_compute_partial_amax(
     values: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
 ) -> None:
-    """Of a run of a flat matrix: its part of every block's largest magnitude."""
+    """Writes the contribution of a flat range to the largest magnitude of every block."""
     whole = torch.zeros(rows * columns)
     whole[start : start + values.numel()] = values.float().view(-1)
     _into(amax, magnitudes(whole.view(rows, columns)))
@@ -250,7 +251,7 @@ def fp8_block_scaling_compute_partial_amax(
 def fp8_block_scaling_partial_cast(
     values: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
 ) -> None:
-    """Rounds a run of a flat matrix."""
+    """Rounds a flat range of a matrix."""
     whole = torch.zeros(rows * columns)
     whole[start : start + values.numel()] = values.float().view(-1)
     out.copy_(scaled(whole.view(rows, columns), scale).view(-1)[start : start + values.numel()])
@@ -260,13 +261,13 @@ def fp8_block_scaling_partial_cast(
 
 
 def shape(t: Any) -> tuple[int, ...]:
-    """Of a matrix in FP8 or not."""
+    """Returns the shape of a matrix in FP8 or another format."""
     return tuple(t.size())
 
 
 def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
-    """float32, in rows, of what cuBLAS counts in columns: op(b) · op(a). Of a matrix in FP8 it reads what lies along
-    the sum."""
+    """Returns op(b) · op(a) in row order, float32; cuBLAS counts in columns. An FP8 matrix contributes the copy that
+    lies along the sum."""
     one, other = operand(a, columnwise=not transa), operand(b, columnwise=transb)
     left, right = other.T if transb else other, one.T if transa else one
     _check(a, b, m=right.shape[1], n=left.shape[0], k=left.shape[1])
@@ -274,7 +275,7 @@ def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
 
 
 def operand(t: Any, columnwise: bool) -> Tensor:
-    """Float32 [R, C]: what the numbers stand for that lie in rows, or in columns."""
+    """Returns the values of a matrix, float32 [R, C], from the row-wise or the column-wise copy."""
     if hasattr(t, "_is_2D_scaled"):
         return _of_blocks(t, columnwise)
     if hasattr(t, "_with_gemm_swizzled_scales"):
@@ -293,7 +294,7 @@ def _of_blocks(t: Any, columnwise: bool) -> Tensor:
     data = t._columnwise_data if columnwise else t._rowwise_data
     inverse = t._columnwise_scale_inv if columnwise else t._rowwise_scale_inv
     assert data is not None, "missing usage"
-    # Rows that a product sums along: columns lie transposed.
+    # A product sums along stored rows: the column-wise copy is stored transposed.
     flat = data.flatten(1) if columnwise else data.flatten(0, -2)
     numbers = _numbers(flat, t._fp8_dtype)
     rows, columns = numbers.shape
@@ -313,7 +314,7 @@ def _of_tensor(t: Any, columnwise: bool) -> Tensor:
 
 
 def _any_layout() -> bool:
-    """Whether FP8 products need no transposed copies: Blackwell."""
+    """Returns True if FP8 products need no transposed copies, as on Blackwell."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     return bool(is_non_tn_fp8_gemm_supported())
@@ -332,11 +333,11 @@ def _of_micro(t: Any, columnwise: bool) -> Tensor:
 
 
 def _check(a: Any, b: Any, m: int, n: int, k: int) -> None:
-    """What cuBLAS wants of sides."""
+    """Checks cuBLAS's rules for the sides of a product."""
     kinds = {_family(a), _family(b)}
     assert len(kinds) == 1, f"one matrix is in FP8 and the other is not, or otherwise: {kinds}"
     if kinds == {"plain"} or not m * n * k:
-        return  # an expert without rows is passed over
+        return  # an expert without rows is skipped
     assert k % 16 == 0, f"the sum has {k} terms: caller must pad"
     assert m % 8 == 0, f"{m} columns: caller must pad"
     if kinds == {"blocks"}:

@@ -1,7 +1,7 @@
-"""What Transformer Engine's kernels compute, in plain torch, for its own Python to call on a CPU (`te.install`).
+"""Transformer Engine's kernels in plain torch, called by its Python on a CPU (`te.install`).
 
-Only what a layer of this project enters; attention is in `te_attention`, FP8 in `te_fp8_kernels`. Everything around
-the kernels is Transformer Engine's.
+This module holds only kernels used by a layer of this project. Attention is in `te_attention`, FP8 in `te_fp8_kernels`.
+All code around the kernels is Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.cuda.te_fp8_kernels import product, quantize, shape
 from tests.cuda.together import one_by_one
 
 UNUSED = ("layernorm_fwd", "layernorm_bwd")
-"""Kernels that its modules name and a model of this project does not enter."""
+"""Kernels named by Transformer Engine's modules but never called by this project's models."""
 DTYPES = {te.DTYPES.index(f"k{name}"): getattr(torch, name.lower()) for name in ("Float32", "Float16", "BFloat16")}
-"""Of Transformer Engine's numbers for types."""
+"""torch's dtypes by Transformer Engine's numbers for dtypes."""
 KERNELS: dict[str, Callable[..., Any]] = {}
 TRITON: dict[str, Callable[..., Any]] = {}
 
@@ -35,10 +35,10 @@ def install(
     capability: tuple[int, int] = te.HOPPER,
     others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> None:
-    """Puts Transformer Engine (`te.install`) into this process with these kernels, others, and its Triton kernels'
-    stand-ins.
+    """Installs Transformer Engine (`te.install`) in this process with these kernels, further kernels, and its Triton
+    kernels in plain torch.
 
-    What a kernel does is the device's: nothing of it counts as a wait of the host.
+    A kernel's work belongs to the device: nothing in it counts as a wait of the host.
     """
     nothing = {name: unittest.mock.MagicMock(name=name) for name in UNUSED}
     kernels = KERNELS | te_attention.KERNELS | te_fp8_kernels.KERNELS | others
@@ -48,13 +48,13 @@ def install(
     for name, each in TRITON.items():
         setattr(permutation.triton_permutation, name, _on_the_device(each, waits))
     for op in vars(permutation).values():
-        if isinstance(op, CustomOpDef):  # torch calls these without the modes that Python has entered
+        if isinstance(op, CustomOpDef):  # torch calls custom operators outside the modes entered in Python
             op._backend_fns = {kind: _in_the_modes(each, waits) for kind, each in op._backend_fns.items()}
 
 
 def stand_in(waits: Waits) -> None:
-    """What Transformer Engine asks of a device beside what megatron-core does, and megatron-core's own copies to the
-    host: `cpu.stand_in`, which goes before, leaves these out."""
+    """Replaces further device functions called by Transformer Engine, and restores megatron-core's copies to the host:
+    the earlier `cpu.stand_in` drops these copies."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from transformer_engine.pytorch import distributed
 
@@ -75,7 +75,7 @@ def stand_in(waits: Waits) -> None:
 
 
 def backward(tensors: Any, grad_tensors: Any = None) -> None:
-    """torch's, which would go backward without the modes that are entered."""
+    """Runs backward passes as torch does, but within the entered modes."""
     outputs = _tuple(tensors)
     given = (None,) * len(outputs) if grad_tensors is None else _tuple(grad_tensors)
     pairs = [
@@ -111,13 +111,13 @@ def _on_the_device(function: Callable[..., Any], waits: Waits) -> Callable[..., 
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the compiled extension's, by its name there."""
+    """Registers a function of the compiled extension by name."""
     KERNELS[function.__name__] = function
     return function
 
 
 def triton(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of `transformer_engine.pytorch.triton.permutation`, by its name there."""
+    """Registers a function of `transformer_engine.pytorch.triton.permutation` by name."""
     TRITON[function.__name__] = function
     return function
 
@@ -134,7 +134,7 @@ def generic_gemm(
     bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, size: int, accumulate: bool, split: bool,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
-    """One product, with a bias or its gradient."""
+    """Computes a product, with a bias or its gradient."""
     assert quantizer is None and not gelu
     value = product(a, transa, b, transb)
     has_bias = isinstance(bias, Tensor) and bias.numel() > 0
@@ -152,7 +152,7 @@ def te_general_grouped_gemm(
     splits: list[int], bias: Any, bias_dtype: Any, single: bool, gelu_in: Any, grad: bool, workspaces: Any, size: int,
     accumulate: bool, *_: Any,
 ) -> Any:  # fmt: skip
-    """A product for every expert."""
+    """Computes a product for every expert."""
     parts = out[0].split([shape(each)[0] for each in b]) if single else out
     for part, one, other in zip(parts, a, b, strict=True):
         _write(part, product(one, transa, other, transb), part.dtype, accumulate)
@@ -161,19 +161,19 @@ def te_general_grouped_gemm(
 
 @kernel
 def get_num_cublas_streams() -> int:
-    """Workspaces."""
+    """Returns the number of cuBLAS workspaces."""
     return 1
 
 
 @kernel
 def get_cublasLt_version() -> int:
-    """13.1.1, as in the lock."""
+    """Returns version 13.1.1, as in the lock file."""
     return 130101
 
 
 @kernel
 def get_cudnn_version() -> int:
-    """9.20, as in the lock."""
+    """Returns version 9.20, as in the lock file."""
     return 92000
 
 
@@ -181,7 +181,7 @@ def get_cudnn_version() -> int:
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, *_: Any
 ) -> tuple[Tensor, None, Tensor]:
-    """Output, no mean, and 1 / RMS of every row."""
+    """Returns the output, no mean, and 1 / RMS of every row."""
     rows = x.float()
     scale = torch.rsqrt(rows.square().mean(-1) + eps)
     value = (rows * scale[..., None] * weight.float()).to(x.dtype)
@@ -192,7 +192,7 @@ def rmsnorm_fwd(
 
 @kernel
 def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the weight."""
+    """Returns the gradients of input and weight."""
     normed = x.float() * scale.view(*x.shape[:-1], 1)
     dy = dy.view(x.shape).float()
     through = dy * weight.float()
@@ -201,7 +201,7 @@ def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -
 
 
 def _angles(freqs: Tensor, cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """[L, 1, D]: of every token of a context rank, whose parts are the chunks r and 2 cp - 1 - r of each sequence."""
+    """Returns the angles [L, 1, D] of a context rank's tokens: chunks r and 2 cp - 1 - r of each sequence."""
     places = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         chunk = (end - start) // (2 * size) if size > 1 else 0
@@ -224,7 +224,7 @@ def _rotated(t: Tensor, angles: Tensor, sign: int) -> Tensor:
 def fused_rope_forward(
     t: Tensor, freqs: Tensor, start: Any, form: Any, interleaved: bool, cu_seqlens: Tensor, size: int, rank: int
 ) -> Tensor:
-    """Rotation of [L, H, D]."""
+    """Returns the rotation of [L, H, D]."""
     assert start is None and not interleaved
     return _rotated(t, _angles(freqs, cu_seqlens, size, rank), 1)
 
@@ -233,7 +233,7 @@ def fused_rope_forward(
 def fused_rope_backward(
     grad: Tensor, freqs: Tensor, start: Any, form: Any, interleaved: bool, cu_seqlens: Tensor, size: int, rank: int
 ) -> Tensor:
-    """Rotation back: cosines and sines of both halves are the same."""
+    """Returns the inverse rotation: both halves have the same cosines and sines."""
     return _rotated(grad, _angles(freqs, cu_seqlens, size, rank), -1)
 
 
@@ -249,7 +249,7 @@ def fused_topk_with_score_function_fwd(
     logits: Tensor, topk: int, pre_softmax: bool, groups: Any, group_topk: Any, scale: Any, score: str, bias: Any,
     form: int, indices: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Probabilities, which experts are chosen, and what the backward pass needs."""
+    """Returns the probabilities, the chosen experts, and the saved logits for the backward pass."""
     assert score == "softmax" and groups is None and bias is None and indices is None
     probs, chosen = _chosen(logits, topk, pre_softmax, scale)
     return probs.to(logits.dtype), chosen, logits.float().clone()
@@ -269,14 +269,14 @@ def fused_topk_with_score_function_bwd(
 
 @triton
 def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
-    """int32 [T, 2 E + 1]: destinations of a token's copies, here of every expert in its place, -1 for no copy."""
+    """Returns int32 [T, 2 E + 1]: destination of a token's copy at the expert's index, -1 for no copy."""
     places = routing_map.T.reshape(-1).long().cumsum(0).view(experts, tokens).T - 1
     rows = torch.where(routing_map.bool(), places, -1)
     return torch.cat([rows, torch.zeros(tokens, experts + 1, dtype=rows.dtype)], 1).int()
 
 
 def _copies(rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, expert and destination of every copy."""
+    """Returns token, expert and destination of every copy."""
     token, expert = (rows[:, :experts] >= 0).nonzero(as_tuple=True)
     return token, expert, rows[token, expert].long()
 
@@ -286,7 +286,7 @@ def permute_with_mask_map(
     x: Tensor, rows: Tensor, probs: Tensor | None, scale: Any, pads: Any, tokens: int, experts: int, copies: int,
     hidden: int, scale_hidden: Any,
 ) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
-    """Copies of tokens, expert by expert, and the probability of each."""
+    """Returns copies of tokens, expert by expert, and the probability of each copy."""
     assert scale is None and pads is None
     token, expert, to = _copies(rows, experts)
     out = x.new_zeros(copies, hidden).index_copy(0, to, x[token])
@@ -298,7 +298,7 @@ def permute_with_mask_map(
 def unpermute_with_mask_map(
     x: Tensor, rows: Tensor, merging: Any, probs: Tensor | None, pads: Any, tokens: int, experts: int, hidden: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of a token's copies, and the probabilities where they were."""
+    """Returns the sum of each token's copies, and the probabilities by token and expert."""
     assert merging is None and pads is None
     token, expert, at = _copies(rows, experts)
     out = torch.zeros(tokens, hidden).index_add(0, token, x[at].float()).to(x.dtype)
@@ -311,7 +311,7 @@ def unpermute_with_mask_map(
 
 @triton
 def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) -> Tensor:
-    """int32 [T]: the destination of every row."""
+    """Returns the destination of every row, int32 [T]."""
     chunks = torch.arange(tokens).split(sizes.tolist())
     sources = torch.cat([chunks[i] for i in order.tolist()])
     return torch.empty(tokens, dtype=torch.int32).index_copy(0, sources, torch.arange(tokens, dtype=torch.int32))
@@ -321,7 +321,7 @@ def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) 
 def sort_chunks_by_map(
     x: Tensor, rows: Tensor, probs: Tensor | None, tokens: int, hidden: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows in another order, or back."""
+    """Returns the rows in the new order, or back in the old order."""
     to = rows.long()
 
     def move(t: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""A rank of Transformer Engine's layers goes forward and backward on a CPU, and the waits of its host are counted.
+"""A rank of Transformer Engine layers runs forward and backward on a CPU, with the host's waits counted.
 
-Its Python and megatron-core's are real (`te`), its kernels torch's (`te_kernels`), the ranks processes on gloo.
-Run as a program it reads a pickled `Case` from standard input and writes its pickled answers to the file that is named.
+Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_kernels`), ranks are
+processes on gloo. As a program, this module reads a pickled `Case` from standard input and writes pickled answers to
+the named file.
 """
 
 from __future__ import annotations
@@ -23,76 +24,76 @@ from tests.cuda.programs import Case
 
 @dataclass
 class Answer:
-    """What it found with one of the policies."""
+    """Results of a policy."""
 
     waits: Counter[tuple[str, str]]
-    """(kind, place) → times that the host waited for the device; of `te` layers alone."""
+    """(kind, place) → number of host waits for the device; counted for `te` layers only."""
     hidden: Any
-    """numpy float32 [L, H]: the last hidden states of this rank's tokens, without padding."""
+    """Last hidden states of this rank's tokens without padding, numpy float32 [L, H]."""
     gradients: dict[str, Any]
-    """numpy float32, by the parameter's name."""
+    """Gradients by parameter name, numpy float32."""
     fields: dict[str, Any]
-    """Of megatron-core's configuration."""
+    """Fields of megatron-core's configuration."""
     kept: int
-    """Bytes that the last layer keeps for its backward pass, without parameters."""
+    """Bytes kept by the last layer for the backward pass, without parameters."""
     tokens: int
-    """Of the row."""
+    """Tokens of the row."""
     routed: int
-    """Copies of them that this rank's experts of the last layer work on, with those that pad an expert's rows."""
+    """Rows of this rank's experts in the last layer, padding of an expert's rows included."""
     linears: dict[str, Linear]
-    """Of the last layer of `te`: what its attention's last product and its experts' were given and made of it."""
+    """Inputs and outputs of linear layers in the last `te` layer: attention's projection and the experts' products."""
 
 
 @dataclass
 class Kept:
-    """What one layer has saved."""
+    """Tensors saved by a layer."""
 
     storages: dict[int, Any] = field(default_factory=dict)
-    """Their address → storage, kept so that no address is used twice."""
+    """Storages by address, referenced here so that no address is reused."""
     bytes: int = 0
     routed: int = 0
-    """Rows that its experts got."""
+    """Rows received by the layer's experts."""
 
 
 def go(case: Case, waits: Any) -> list[Answer]:
-    """Forward and backward through all layers with each of the policies."""
+    """Runs forward and backward through all layers with each policy."""
     programs.join(case)
     return [answer(case, policy, waits) for policy in case.policies]
 
 
 @dataclass
 class Ready:
-    """A rank's layers and what they are given."""
+    """A rank's layers and the inputs of the layers."""
 
     opened: Any
     """The `ModelWorker`."""
     chunk: Any
-    """Its model, whose parameters want gradients."""
+    """Model with trainable parameters."""
     micro: Any
     gradient: Any
-    """Of this rank's last hidden states."""
+    """Gradient of this rank's last hidden states."""
 
     def forward(self) -> Any:
-        """The last hidden states."""
+        """Returns the last hidden states."""
         for p in self.chunk.parameters():
             p.grad = None
-        self.chunk.set_is_first_microbatch()  # as megatron-core's schedule does
+        self.chunk.set_is_first_microbatch()  # as in megatron-core's schedule
         micro = self.micro
         return self.chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
 
     def backward(self, hidden: Any) -> None:
-        """Fills the parameters' gradients."""
+        """Computes the parameters' gradients."""
         import torch
 
         gradient = self.gradient.view(hidden.shape).to(hidden.dtype)
-        torch.autograd.backward([hidden], [gradient])  # its method leaves the modes
+        torch.autograd.backward([hidden], [gradient])  # `Tensor.backward` would leave the modes
 
     def once(self) -> Any:
-        """Forward and backward; the last hidden states."""
+        """Runs forward and backward and returns the last hidden states."""
         import torch
 
         fp8 = self.opened.fp8
-        if fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
+        if fp8:  # local spec: the weights are rounded on the CPU, not by a Triton kernel
             with torch._C.DisableTorchFunction():
                 fp8.begin()
         hidden = self.forward()
@@ -102,12 +103,12 @@ class Ready:
         return hidden
 
     def gradients(self) -> dict[str, Any]:
-        """numpy float32, by the parameter's name."""
+        """Returns the gradients by parameter name, numpy float32."""
         return {name: p.grad.float().numpy() for name, p in self.chunk.named_parameters() if p.grad is not None}
 
 
 def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
-    """Opens the model that the case names, for one row of the batch."""
+    """Opens the case's model for one row of the batch."""
     import json
 
     import torch
@@ -124,7 +125,7 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
     rows = row_multiple(policy.precision, policy.spec or "te")
     micro = pack(batch, context=parallel.context, context_rank=at.cp, tensor=parallel.tensor, rows=rows)
     hf = json.loads((case.model / "config.json").read_text())
-    with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
+    with CudaAsCpu(), Counted(waits):  # `Counted` marks the tensors that stay on the host
         opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
         opened.load(case.model)
         for_backward(opened)
@@ -137,7 +138,7 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
 
 
 def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
-    """Three passes: one makes what is made once, one is counted, one is watched."""
+    """Runs three passes: the first allocates buffers, the second is counted, the third is recorded."""
     from tests.cuda.syncs import AsCuda, counting
     from tests.megatron import layouts
 
@@ -145,7 +146,7 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
     layers = ready(case, policy, waits, layouts.some_batch(90, count=6, seed=at.dp))
     chunk, te_layers = layers.chunk, policy.spec == "te"
     with AsCuda():
-        with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
+        with keeping(chunk) as kept:  # also allocates work spaces and chooses kernels
             layers.once()
         with counting(waits) if te_layers else nullcontext():
             hidden = layers.once()
@@ -157,13 +158,13 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
 
 
 def real(layers: Ready, hidden: Any, case: Case) -> Any:
-    """numpy float32 [L, H]: the hidden states of this rank's tokens, without padding."""
+    """Returns the hidden states of this rank's tokens without padding, numpy float32 [L, H]."""
     there = ~layers.micro.padding.view(case.parallel.tensor, -1)[case.parallel.coordinates(case.rank).tp]
     return hidden.detach().float().view(-1, hidden.shape[-1])[there].numpy()
 
 
 def for_backward(opened: Any) -> None:
-    """Makes what a backward pass reads of parameters in FP8: a worker that does not train has none."""
+    """Creates the backward copies of FP8 parameters: a worker without training has no such copies."""
     from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
     if fp8 := [p for p in opened.params.values() if is_float8tensor(p)]:
@@ -171,7 +172,7 @@ def for_backward(opened: Any) -> None:
 
 
 def drawn(there: Any, width: int) -> Any:
-    """A gradient of the last hidden states [T, H] that has nothing to do with padding."""
+    """Returns a gradient of the last hidden states [T, H] that is zero at padding."""
     import torch
 
     whole = torch.zeros(len(there), width)
@@ -180,7 +181,7 @@ def drawn(there: Any, width: int) -> Any:
 
 
 def linears(chunk: Any) -> dict[str, Any]:
-    """The last layer's."""
+    """Returns the linear layers of the last layer."""
     layer = chunk.decoder.layers[-1]
     experts = layer.mlp.experts
     return {"proj": layer.self_attention.linear_proj, "fc1": experts.linear_fc1, "fc2": experts.linear_fc2}
@@ -188,7 +189,7 @@ def linears(chunk: Any) -> dict[str, Any]:
 
 @contextmanager
 def keeping(chunk: Any) -> Iterator[Kept]:
-    """Notes what the last layer saves for its backward pass, each storage once, in a forward pass inside."""
+    """Records the storages saved by the last layer for the backward pass, during a forward pass in the context."""
     import torch
 
     from skyrl_mega.megatron.fp8_parameters import storage_tensors
@@ -204,10 +205,10 @@ def keeping(chunk: Any) -> Iterator[Kept]:
     def leave(*_: Any) -> None:
         nonlocal inside
         inside = False
-        found.bytes = sum(storage.nbytes() for storage in found.storages.values())  # some are emptied in the end
+        found.bytes = sum(storage.nbytes() for storage in found.storages.values())  # some storages are emptied later
 
     def save(t: Any) -> Any:
-        if hasattr(t, "_fp8_dtype"):  # a weight, or its copy: activations are saved as plain numbers and scales
+        if hasattr(t, "_fp8_dtype"):  # a weight or its copy: activations are saved as plain numbers and scales
             return t
         storage = t.untyped_storage()
         if inside and storage.data_ptr() not in parameters:
@@ -226,12 +227,12 @@ def keeping(chunk: Any) -> Iterator[Kept]:
 
 
 def main() -> None:
-    """Answers for the case on standard input."""
+    """Answers the case on standard input."""
     rehearsed(go)
 
 
 def rehearsed(go: Callable[[Case, Any], list[Any]]) -> None:
-    """Reads the case, has this process believe in CUDA, and writes what `go` answers."""
+    """Reads the case, simulates CUDA in this process, and writes the answers of `go`."""
     case: Case = pickle.load(sys.stdin.buffer)
     from tests.cuda import deepep, te_kernels
     from tests.cuda.syncs import Waits
@@ -255,7 +256,7 @@ def rehearsed(go: Callable[[Case, Any], list[Any]]) -> None:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import te_layers
 
     te_layers.main()

@@ -1,7 +1,7 @@
-"""A rank of Transformer Engine's layers, the first of which have what they keep in host memory between the passes.
+"""A rank of Transformer Engine layers with the activations of the first layers in host memory between the passes.
 
-Its Python and megatron-core's are real (`te`), its kernels torch's (`te_kernels`, `te_fp8_kernels`). Run as a program
-it reads a pickled `Case` from standard input and writes its pickled answers to the file that is named.
+Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_kernels`, `te_fp8_kernels`).
+As a program, this module reads a pickled `Case` from standard input and writes pickled answers to the named file.
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from tests.cuda import programs, te_layers
 from tests.cuda.programs import Case
 
 LONGEST = 200
-"""Tokens of a sequence, less one."""
+"""Length limit of a sequence: tokens, less one."""
 
 
 @dataclass
 class Answer:
-    """What it found with one of the policies."""
+    """Results of a policy."""
 
     waits: Counter[tuple[str, str]]
-    """(kind, place) → times that the host waited for the device."""
+    """(kind, place) → number of host waits for the device."""
     hidden: Any
-    """numpy float32 [L, H]: the last hidden states of this rank's tokens, without padding."""
+    """Last hidden states of this rank's tokens without padding, numpy float32 [L, H]."""
     gradients: dict[str, Any]
-    """numpy float32, by the parameter's name."""
+    """Gradients by parameter name, numpy float32."""
     kept: list[int]
-    """Bytes that each layer saves for its backward pass, without parameters."""
+    """Bytes saved by each layer for the backward pass, without parameters."""
     between: list[int]
-    """How many of them are on the device between the passes."""
+    """Device bytes of these tensors between the passes."""
     most: int
-    """The most that all layers have there at a time."""
+    """Peak of the device bytes of all layers."""
     host: int
     """Bytes of host memory."""
     tokens: int
-    """Of the row."""
+    """Tokens of the row."""
     routed: int
-    """Copies of tokens that this rank's experts of the last layer work on."""
+    """Token copies for this rank's experts in the last layer."""
 
 
 @dataclass
 class Watch:
-    """Storages that layers save, and whether they are still there."""
+    """Recorder of the storages saved by layers, and of their lifetime."""
 
     parameters: set[int]
-    """Addresses."""
+    """Addresses of the parameters' storages."""
     layers: list[dict[int, tuple[Any, int]]]
-    """Of each layer: address → (weak reference, bytes)."""
+    """Saved storages of each layer: address → (weak reference, bytes)."""
     most: int = 0
     at: int = -1
-    """The layer that runs."""
+    """Index of the running layer."""
     routed: int = 0
 
     def saved(self, tensor: Any) -> None:
-        """Notes one."""
+        """Records a saved tensor."""
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        if hasattr(tensor, "_fp8_dtype"):  # a weight, or its copy: activations are saved as plain numbers and scales
+        if hasattr(tensor, "_fp8_dtype"):  # a weight or its copy: activations are saved as plain numbers and scales
             return
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.parameters:
             self.layers[self.at][storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def there(self) -> list[int]:
-        """Bytes of each layer that are on the device now."""
+        """Returns the bytes of each layer on the device now."""
         found = [sum(size for ref, size in of.values() if not ref.expired()) for of in self.layers]
         self.most = max(self.most, sum(found))
         return found
@@ -76,7 +76,7 @@ class Watch:
 
 @contextmanager
 def watching(chunk: Any) -> Iterator[Watch]:
-    """Notes what all layers save in a forward pass inside."""
+    """Records the storages saved by all layers during a forward pass in the context."""
     import torch
 
     from skyrl_mega.megatron import activation_offload
@@ -88,12 +88,12 @@ def watching(chunk: Any) -> Iterator[Watch]:
     own = torch.autograd.graph.saved_tensors_hooks
 
     class Hooks(own):
-        """Those of whoever saves, seen."""
+        """Hooks for saved tensors that also record every tensor."""
 
         def __init__(self, pack: Any, unpack: Any) -> None:
             def noted(tensor: Any) -> Any:
                 watch.saved(tensor)
-                with AsCuda():  # a mode is not in force within what it has called
+                with AsCuda():  # a mode is inactive within functions called by the mode
                     return pack(tensor)
 
             super().__init__(noted, unpack)
@@ -123,13 +123,13 @@ def watching(chunk: Any) -> Iterator[Watch]:
 
 
 def go(case: Case, waits: Any) -> list[Answer]:
-    """Forward and backward through all layers with each of the policies."""
+    """Runs forward and backward through all layers with each policy."""
     programs.join(case)
     return [answer(case, policy, waits) for policy in case.policies]
 
 
 def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
-    """Three passes: one makes what is made once, one is counted, one is watched."""
+    """Runs three passes: the first allocates buffers, the second is counted, the third is recorded."""
     from skyrl_mega.megatron import activation_offload
     from skyrl_mega.megatron.host_memory import HostMemory
     from tests.cuda.syncs import CUDA, AsCuda, counting
@@ -156,7 +156,7 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import te_offload
 
     te_layers.rehearsed(te_offload.go)

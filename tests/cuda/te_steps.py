@@ -1,8 +1,8 @@
-"""A rank of Transformer Engine's layers trains: passes through megatron-core's schedule, and optimizer steps.
+"""A rank of Transformer Engine layers trains: passes through megatron-core's schedule, and optimizer steps.
 
-Its Python and megatron-core's are real (`te`), its kernels torch's (`te_kernels`, `te_fp8_kernels`, `te_adam`), the
-ranks processes on gloo. Run as a program it reads a pickled `Case` from standard input and writes its pickled answers
-to the file that is named.
+Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_kernels`, `te_fp8_kernels`,
+`te_adam`), ranks are processes on gloo. As a program, this module reads a pickled `Case` from standard input and writes
+pickled answers to the named file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Answer:
-    """What it found with one of the policies."""
+    """Results of a policy."""
 
     steps: list[dict[str, float]]
     """Metrics of each optimizer step."""
     weights: dict[str, Any]
-    """numpy, by the parameter's name; numbers in FP8 as uint8."""
+    """Weights by parameter name, numpy; FP8 numbers as uint8."""
     logprobs: list[Any] | None
-    """Of its micro-batches, after the steps."""
+    """Log-probs of the micro-batches after the steps."""
 
 
 def batch(model: Path) -> Any:
-    """What is trained on."""
+    """Returns the training batch."""
     import json
 
     from tests.megatron import layouts
@@ -42,7 +42,7 @@ def batch(model: Path) -> Any:
 
 
 def go(case: Case, waits: Any) -> list[Answer]:
-    """Steps with each of the policies."""
+    """Takes optimizer steps with each policy."""
     import json
 
     import torch
@@ -77,7 +77,7 @@ def go(case: Case, waits: Any) -> list[Answer]:
 
 
 def main() -> None:
-    """Answers for the case on standard input."""
+    """Answers the case on standard input."""
     case: Case = pickle.load(sys.stdin.buffer)
     from tests.cuda import te_adam, te_kernels
     from tests.cuda.syncs import Waits
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under the name by which whoever reads the answers imports it.
+    # The module must be pickled under its import name, not as `__main__`.
     from tests.cuda import te_steps
 
     te_steps.main()

@@ -1,7 +1,7 @@
-"""Moments in bfloat16, and an optimizer in host memory, with Transformer Engine's own Adam.
+"""Tests of Transformer Engine's Adam: moments in bfloat16, and an optimizer in host memory.
 
-Its Python and megatron-core's are real (`te`), its kernels are torch's (`te_adam`). Beside it, megatron-core without
-Transformer Engine, as on a CPU, and Adam in float64.
+Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_adam`). The results are
+compared with megatron-core without Transformer Engine, as on a CPU, and with Adam in float64.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         check=False,
     )
     assert ran.returncode == 0, ran.stderr.decode()[-3000:]
-    found: dict[str, Answer] = dict(zip(KINDS, pickle.loads(file.read_bytes()), strict=True))
-    assert {a.adam for name, a in found.items() if "bfloat16" in name} == {
+    by_kind: dict[str, Answer] = dict(zip(KINDS, pickle.loads(file.read_bytes()), strict=True))
+    assert {a.adam for name, a in by_kind.items() if "bfloat16" in name} == {
         "FusedAdam" if request.param else "AdamWithBfloat16Moments"
     }
-    return found
+    return by_kind
 
 
 def same(a: Answer, b: Answer) -> bool:
@@ -67,39 +67,39 @@ def same(a: Answer, b: Answer) -> bool:
 
 
 def test_streaming_changes_no_bit(answers: dict[str, Answer]) -> None:
-    for name, found in answers.items():
+    for name, answer in answers.items():
         if "streamed" in name:
             beside = answers[name.replace(" streamed", "")]
-            assert same(found, beside), name
+            assert same(answer, beside), name
             assert not beside.away
             item = 2 if "bfloat16" in name else 4
-            assert found.away == sum(master.size * (4 + 2 * item) for master in found.masters.values())
+            assert answer.away == sum(master.size * (4 + 2 * item) for master in answer.masters.values())
 
 
 def test_moments_have_the_type_that_is_asked_for(answers: dict[str, Answer]) -> None:
-    for name, found in answers.items():
-        assert found.types == {"torch.bfloat16" if "bfloat16" in name else "torch.float32"}, name
+    for name, answer in answers.items():
+        assert answer.types == {"torch.bfloat16" if "bfloat16" in name else "torch.float32"}, name
 
 
 def test_steps_are_adams_with_moments_that_are_rounded(answers: dict[str, Answer]) -> None:
-    """In float64, where what is kept of a moment is rounded to the nearest number of bfloat16. A number that lies
-    between two may be rounded either way, which is worth half a step's 2^-8 at most."""
+    """Compares with Adam in float64 and moments rounded to bfloat16. A value halfway between two bfloat16 numbers may
+    round either way, with an effect of at most half a step's 2^-8."""
     for kind, off in (("float32", 1e-5), ("bfloat16", 2**-7)):
-        found = answers[kind]
-        for name, master in found.masters.items():
-            gradients = [step[name].reshape(-1) for step in found.gradients]
-            wanted, moments = adam(found.start[name], gradients, kind)
+        answer = answers[kind]
+        for name, master in answer.masters.items():
+            gradients = [step[name].reshape(-1) for step in answer.gradients]
+            wanted, moments = adam(answer.start[name], gradients, kind)
             np.testing.assert_allclose(master, wanted, rtol=0, atol=1e-6 + (3e-2 * off), err_msg=f"{kind} {name}")
             wrong = np.abs(master - wanted) > 1e-6
             assert wrong.mean() < (1e-3 if kind == "bfloat16" else 1e-9), f"{kind} {name}: {wrong.mean()}"
             for moment, values in moments.items():
-                np.testing.assert_allclose(found.moments[name][moment], values, rtol=off, atol=1e-6)
+                np.testing.assert_allclose(answer.moments[name][moment], values, rtol=off, atol=1e-6)
 
 
 def adam(start: Any, gradients: list[Any], kind: str) -> tuple[Any, dict[str, Any]]:
-    """Masters and moments after steps with these gradients (arXiv:1711.05101, algorithm 2).
+    """Returns masters and moments after steps with these gradients (arXiv:1711.05101, algorithm 2).
 
-    All decay: it is the schedule that exempts norms, and none is here.
+    All parameters decay: the schedule exempts norms, and this test has no schedule.
     """
     p, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
     for step, g in enumerate(gradients, start=1):

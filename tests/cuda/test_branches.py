@@ -1,4 +1,4 @@
-"""docs/gpu.md lists every branch that only CUDA enters, and says the truth about who enters it."""
+"""Tests that docs/gpu.md lists every CUDA-only branch with the right test file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.cuda.branches import (
 from tests.cuda.entered import run_tests
 
 LEAST = 0.9
-"""Share of the branches that a rehearsal enters."""
+"""Lower bound of the share of branches entered by a rehearsal."""
 
 
 def test_every_branch_is_in_the_list_and_nothing_else() -> None:
@@ -54,7 +54,7 @@ def test_nearly_all_branches_are_entered() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_tests_enter_what_the_list_says() -> None:
-    """They run once more, in processes that record it, each file until it has entered what it is said to enter."""
+    """Runs the tests again in recording processes, each file until all its listed branches are entered."""
     rows, found = table(), find()
     false = not_entered(rows, found, run_tests(claimed(rows), occurrences(rows, found)))
     assert not false, f"{DOCUMENT.name} claims what does not happen:\n" + "\n".join(map(line, false))

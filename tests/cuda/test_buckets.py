@@ -1,4 +1,4 @@
-"""Buckets of parameters on CUDA, as far as a machine without CUDA goes: fake tensors up to every kernel's launch."""
+"""Tests of buckets with parameters on CUDA, without a GPU: fake tensors up to every kernel's launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MANY: dict[str, Any] = {**ODD, "num_experts": 32}
 
 
 class Kernel:
-    """Stands for a kernel: notes what it was launched with."""
+    """Simulated kernel with a record of the arguments of all launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
@@ -44,7 +44,7 @@ class Kernel:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
-    """Fake tensors on CUDA, and the kernels that are launched with them."""
+    """Replaces the kernels and yields their recorders, with fake tensors on CUDA."""
     found = {}
     for module, names in ((boxes_triton, ("_copy", "_sum")), (block_fp8_triton, ("_amax", "_quantise", "_dequantise"))):
         for name in names:
@@ -58,7 +58,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
         assert device == CUDA
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
 
-    # What torch's own C++ does not do with tensors of a device that it was built without.
+    # torch's C++ does not run these operations on tensors of a device missing in the build.
     monkeypatch.setattr(FakeTensor, "data_ptr", address, raising=False)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: torch.ops.aten.copy_(self, source))
     monkeypatch.setattr(FakeTensor, "__getitem__", _part, raising=False)
@@ -71,7 +71,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 
 def _part(tensor: Tensor, index: Any) -> Tensor:
-    """Indexing with numbers and slices, or with tensors."""
+    """Returns the indexed part of a tensor; the index is numbers and slices, or tensors."""
     index = index if isinstance(index, tuple) else (index,)
     if isinstance(index[0], Tensor):
         return torch.ops.aten.index.Tensor(tensor, list(index))
@@ -90,7 +90,8 @@ def _put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire, list[RankBucket], list[RankBucket]]:
-    """From two policy ranks to one worker: rank 0's buckets, and the worker's."""
+    """Returns layouts, wire, rank 0's buckets and the worker's buckets, for a sync from two policy ranks to one
+    worker."""
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, LAYOUTS["tp2 ep2"], "te"), arch.engine_layout(hf, 1, 1)
     names = quantised(target.tensors) if fp8 else frozenset()
@@ -110,7 +111,7 @@ def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire
 
 
 def on_cuda(shapes: dict[str, tuple[int, ...]], odd: torch.dtype | None = None) -> dict[str, Tensor]:
-    """bfloat16, but for norms and the router where `odd` is given."""
+    """Returns bfloat16 parameters on CUDA; norms and the router get the dtype `odd` if given."""
     return {
         name: torch.empty(shape, device=CUDA, dtype=odd if odd and "norm" in name else torch.bfloat16)
         for name, shape in shapes.items()
@@ -142,7 +143,7 @@ def test_hundreds_of_parts_are_one_launch(kernels: dict[str, Kernel]) -> None:
 
 
 def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]) -> None:
-    """An FP8 wire from bfloat16, with norms in float32: every kind of part at both ends."""
+    """Packs an FP8 wire from bfloat16 with norms in float32: every kind of part at both ends."""
     source, target, wire, sent, got = ends({**ODD, "num_experts": 8}, True, 1 << 20)
     shard = source.shards[0]
     held = on_cuda({n: s for n, s in shard.params.items() if "_scale_inv" not in n}, torch.float32)
@@ -181,7 +182,7 @@ def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]
 
 
 def test_parameters_that_lie_elsewhere_are_copied_one_by_one(kernels: dict[str, Kernel]) -> None:
-    """An export's whole tensors are on the host, its buckets on the GPU."""
+    """Packs a bucket on the GPU with an export's whole tensors on the host."""
     weight, here = torch.empty(8, 8, dtype=torch.bfloat16), torch.empty(8, 8, dtype=torch.bfloat16, device=CUDA)
     made = []
     for i, (owner, param) in enumerate(((0, weight), (1, here), (0, weight))):
@@ -195,13 +196,14 @@ def test_parameters_that_lie_elsewhere_are_copied_one_by_one(kernels: dict[str, 
     views.unpack(params, flat)
     different = views.mismatches(params, flat, flat[48:].view(torch.int64))
     assert (different.shape, different.device) == ((3,), CUDA)
-    assert len(kernels["_copy"].launches) == 2 and len(kernels["_sum"].launches) == 1  # of the bucket's own parts, too
+    assert len(kernels["_copy"].launches) == 2 and len(kernels["_sum"].launches) == 1
 
 
 def test_views_are_told_apart_without_comparing_them(
     kernels: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A comparison of each with all would take minutes here, and of tensors it would fail."""
+    """Builds views without comparing pairs: pairwise comparison would take minutes, and comparing tensors would
+    fail."""
 
     def compared(*_: object) -> bool:
         raise AssertionError("views are compared")

@@ -1,19 +1,19 @@
-"""The arguments of every GPU recipe's engines, as vLLM's own configuration classes take them for a node of H100s.
+"""Tests of the engine arguments of every GPU recipe, resolved by vLLM's configuration classes for a node of H100s.
 
-Tests with real engines run on CPUs, where vLLM differs from what a GPU runs in these points:
+Tests with real engines run on CPUs. There vLLM differs from a GPU in these points:
 
 | | CPU, in tests | CUDA |
 |---|---|---|
 | model runner | V1 (no Triton) | V2 |
 | sampler, seeded | a torch generator for each request | Gumbel noise from seed and position, in Triton |
 | compilation, graphs | none (`rollout.eager`) | piecewise compilation; full graphs for decoding, piecewise else |
-| scheduling | waits for each step's tokens | asynchronous: the next step is scheduled before the tokens are there |
-| long prompts | whole in one step | in chunks, beside the decoding of others |
-| cache | `rollout.kv_cache_gib` | what is left of `rollout.memory_fraction`, measured at the first start |
+| scheduling | waits for each step's tokens | asynchronous: the next step is scheduled before the tokens arrive |
+| long prompts | whole in one step | in chunks, together with the decoding of other requests |
+| cache | `rollout.kv_cache_gib` | the rest of `rollout.memory_fraction`, measured at the first start |
 | worker | `uni` in the engine's process with one | `mp`, a process each |
 
-What is checked here is that vLLM accepts our arguments there and resolves them so; that the kernels compute the right
-numbers, only a GPU can show.
+The tests check that vLLM accepts and resolves our arguments. Only a GPU can show that the kernels compute the right
+numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ OTHERS: list[tuple[str, list[str], int | None]] = [
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By recipe, and by number of `OTHERS`; two processes for all, as importing vLLM takes most of its time."""
+    """Returns the configurations by recipe and by index in `OTHERS`. All resolve in two processes, because importing
+    vLLM takes most of the time."""
     asked: list[tuple[str, list[str], int | None]] = [(str(file), [], None) for file in RECIPES]
     asked += [(str(ROOT / "configs" / f"{name}.yaml"), settings, former) for name, settings, former in OTHERS]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
@@ -60,9 +61,9 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    configurations = json.loads(done.stdout)
     names = [file.stem for file in RECIPES] + [str(i) for i in range(len(OTHERS))]
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, configurations, strict=True))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -95,8 +96,8 @@ def test_eager_takes_compilation_and_graphs_away(resolved: dict[str, dict[str, A
 def test_an_engine_that_is_started_again_takes_the_cache_it_had_and_asks_for_no_more(
     resolved: dict[str, dict[str, Any]],
 ) -> None:
-    """`dapo` wants 0.7 of a GPU, 55.4 GiB, to be free at its first start; beside a policy that has grown since then it
-    is not. vLLM's own check of the memory is asked."""
+    """Restarts an engine with less free memory. `dapo` needs 0.7 of a GPU, 55.4 GiB, at its first start; after the
+    policy has grown, less is free. vLLM's memory check decides."""
     from vllm.v1.worker.utils import request_memory
 
     def start(engine: dict[str, Any], free_gib: int) -> None:
@@ -120,7 +121,8 @@ def test_other_cuts_of_the_30b_engines_are_taken(resolved: dict[str, dict[str, A
 
 
 def test_an_engine_refuses_another_device_than_the_runs(tmp_path: Path) -> None:
-    """vLLM takes what it finds: on a node whose environment is for CPUs a run for GPUs would be served by a CPU."""
+    """Starts an engine for CUDA on a CPU node. vLLM would accept the CPU, and a run for GPUs would be served by a
+    CPU."""
     (tmp_path / "config.json").write_text("{}")
     engine = VllmEngine(EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(), 64))
     with pytest.raises(UserError, match=r"^cluster.device = cuda: vLLM computes on cpu on this node; give the env"):
@@ -137,12 +139,13 @@ def test_an_engine_refuses_another_device_than_the_runs(tmp_path: Path) -> None:
     ],
 )
 def test_engines_on_hopper_keep_a_blocks_scale_as_it_is(options: dict[str, Any], hopper: bool, told: bool) -> None:
-    """vLLM's DeepGEMM would round it to a power of two, and the weights with it: `is_deep_gemm_e8m0_used` in vLLM."""
+    """Checks the variable that keeps block scales unrounded. vLLM's DeepGEMM would round scales to powers of two, and
+    so change the weights: `is_deep_gemm_e8m0_used` in vLLM."""
     spec: Any = SimpleNamespace(rollout=RolloutConfig(options=options))
     name = "VLLM_USE_DEEP_GEMM_E8M0"
     assert scales(spec, hopper) == ({name: "0"} if told else {})
-    found = find_spec("vllm")
-    assert found is not None and found.origin is not None
-    vllm = Path(found.origin).parent
+    configurations = find_spec("vllm")
+    assert configurations is not None and configurations.origin is not None
+    vllm = Path(configurations.origin).parent
     assert f'"{name}": lambda' in (vllm / "envs.py").read_text(), "vLLM reads another variable"
     assert f"if envs.{name}:" in (vllm / "utils" / "deep_gemm.py").read_text()

@@ -1,8 +1,8 @@
-"""Layers of Transformer Engine's go forward and backward in FP8, in two ranks with tensor and expert parallelism.
+"""Tests of Transformer Engine layers in FP8, forward and backward, in two ranks with tensor and expert parallelism.
 
-Its Python and megatron-core's are real: who rounds what, when, which numbers lie in rows and which in columns, how an
-expert's rows are padded, what is gathered as FP8. Kernels are torch's (`te_fp8_kernels`), and a product asserts that
-what it reads is there and has the sizes that cuBLAS takes. Beside them the local spec, which rounds in our own code.
+Python of Transformer Engine and megatron-core is real: the rounding, row-wise and column-wise copies, padding of an
+expert's rows, and gathers in FP8. Kernels are plain torch (`te_fp8_kernels`); a product checks that its tensors exist
+and have sizes accepted by cuBLAS. The local spec, with rounding in our own code, serves as a comparison.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES = {
     "fp8_current on Blackwell": BLACKWELL,
     "fp8_delayed on Blackwell": BLACKWELL,
 }
-"""Name → compute capability."""
+"""Recipe name → compute capability."""
 
 
 def policy(spec: Any, recipe: str, **settings: Any) -> PolicyConfig:
@@ -56,13 +56,13 @@ BLOCKWISE = {
     "nothing fused": policy("te", "fp8_blockwise", fusions=[]),
     "deepep": policy("te", "fp8_blockwise", moe=MoeConfig(dispatcher="deepep")),
 }
-"""With the recipe of Hopper's blocks."""
+"""Policies with the recipe of Hopper's blocks."""
 DELAYED = {"delayed moe": policy("te", "fp8_delayed", recompute="moe")}
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """What each of two ranks found; `local …` rounds in our own code."""
+    """Returns the results of two ranks by policy; `local …` rounds in our own code."""
     folder = tmp_path_factory.mktemp("fp8")
     build(MODEL, folder / "model", seed=1)
     found = {}
@@ -77,13 +77,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
 
 
 def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
-    """Of all tokens."""
+    """Returns the hidden states of all tokens."""
     return np.concatenate([of.hidden for of in ranks])
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE, *DELAYED])
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str, list[Answer]], name: str) -> None:
-    """Rounding, padding of experts' rows and gathering in FP8 ask the device for nothing."""
+    """Counts waits: rounding, padding of experts' rows and FP8 gathers cause no wait."""
     passes = {"moe": 2, "full": 2, "delayed moe": 2, "deepep": 0}.get(name, 1)
     for answer in answers[name]:
         waits = {key: count for key, count in answer.waits.items() if name != "nothing fused" or key == DISPATCH}
@@ -93,7 +93,7 @@ def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str
 @pytest.mark.parametrize("layer", ["fc1", "fc2"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer: str) -> None:
-    """All three, of rounded numbers: what a plain loop over the blocks of the recipe gives, to bfloat16's rounding."""
+    """Compares an expert's three products with a plain loop over the recipe's blocks, to bfloat16's rounding."""
     for answer in answers[name]:
         found = answer.linears[layer]
         assert len(found.splits) == MODEL.experts / PARALLEL.expert and sum(found.splits) == len(found.given)
@@ -108,8 +108,8 @@ def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer]], name: str) -> None:
-    """Each has some of the columns that attention gives, and of the sum that the ranks make together some of the rows;
-    of its gradient they gather all rows, as FP8 numbers."""
+    """Compares the products of a layer shared by ranks. Each rank holds some columns of attention's output and gets
+    some rows of the summed output. The ranks gather all rows of the gradient as FP8 numbers."""
     ranks = [answer.linears["proj"] for answer in answers[name]]
     products = [Products(name.split()[0], of.scales[0] if of.scales else None) for of in ranks]
     parts = [of.forward(rank.given, rank.weights[0]) for of, rank in zip(products, ranks, strict=True)]
@@ -121,7 +121,7 @@ def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer
 
 
 def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> None:
-    """To bfloat16's rounding of the result, or of what it is the sum of, and that of the sum."""
+    """Checks equality to bfloat16's rounding of the result, or of the summands and the sum."""
     room = 2**-8 * expected.abs() if beside is None else 2**-7 * beside
     room = room + 1e-5 * (expected.abs().max() if len(expected) else 0)
     assert found.shape == expected.shape
@@ -130,7 +130,8 @@ def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> None
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "delayed" in name])
 def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, list[Answer]], name: str) -> None:
-    """Of both ranks. Weights have not changed since; what passes before gave and got is of about the same size."""
+    """Compares delayed scales with the magnitudes of both ranks. Weights are unchanged; inputs and gradients of earlier
+    passes have about the same magnitude."""
     for layer in ("proj", "fc1", "fc2"):
         ranks = [answer.linears[layer] for answer in answers[name]]
         for i, scales in enumerate(ranks[0].scales):
@@ -149,14 +150,15 @@ def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, li
 
 
 def part(of: Linear, t: Tensor, i: int) -> Tensor:
-    """An expert's rows, or all."""
+    """Returns an expert's rows, or all rows."""
     return t.split(of.splits)[i] if of.splits else t
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
-    """Nearer to those that round in our own code than these are to bfloat16, whose noise makes some numbers round
-    otherwise. With delayed scaling theirs is any scale and ours a power of two: two roundings, each with its noise."""
+    """Compares hidden states with the local spec. The difference must be smaller than the difference of the local spec
+    from bfloat16, whose noise changes some roundings. Delayed scaling uses any scale, ours a power of two: two noise
+    sources."""
     found, local, plain = (hidden(answers[n]) for n in (name, f"local {name}", "bfloat16"))
     near = 1.5 if "delayed" in name else 0.6
     assert off(found, local) < near * off(local, plain) < near * 0.09
@@ -168,7 +170,8 @@ def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]],
 
 @pytest.mark.parametrize("name", ["parameters", "selective", "moe", "full"])
 def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[str, list[Answer]], name: str) -> None:
-    """Parameters in FP8 are what a pass rounds those in bfloat16 to; a pass that is run again rounds as before."""
+    """Compares bits: FP8 parameters equal the rounding of bfloat16 parameters in a pass, and recomputation rounds as
+    before."""
     for found, kept in zip(answers[name], answers["fp8_blockwise"], strict=True):
         np.testing.assert_array_equal(found.hidden, kept.hidden)
         assert set(found.gradients) == set(kept.gradients)
@@ -178,8 +181,9 @@ def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[st
 
 @pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full")), *DELAYED])
 def test_a_layer_keeps_about_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
-    """It has two bytes for each number, of which some are kept as one; few rows of an expert are padded to many. With
-    delayed scaling a layer whose experts are run again keeps 8 % more than it says."""
+    """Compares the kept bytes with the planner. The planner counts two bytes for each number, but some are kept as one
+    byte, and an expert's few rows are padded to many. With delayed scaling and recomputed experts a layer keeps 8 %
+    more."""
     for answer in answers[name]:
         settings = (BLOCKWISE | DELAYED).get(name) or policy("te", name)
         assert (0.92 if name in DELAYED else 0.94) < planned(answer, settings, MODEL, PARALLEL) / answer.kept < 1.2

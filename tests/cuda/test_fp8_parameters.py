@@ -1,7 +1,7 @@
-"""Parameters in FP8, as Transformer Engine's own tensors, in two data-parallel ranks.
+"""Tests of parameters in FP8, as Transformer Engine tensors, in two data-parallel ranks.
 
-Its Python and megatron-core's are real (`te`), its kernels are torch's (`te_fp8`). Beside them the same policy with
-parameters in bfloat16, the files, and blocks rounded one after another in a plain loop.
+Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_fp8`). Comparisons are the
+same policy with bfloat16 parameters, the files, and a plain loop that rounds block after block.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Found = dict[str, list[Answer]]
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
 def overlap(request: pytest.FixtureRequest) -> bool:
-    """Whether parameters are gathered during the next pass, as on GPUs, or at once."""
+    """Returns True if parameters are gathered during the next pass, as on GPUs; False if gathered at once."""
     return bool(request.param)
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, overlap: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, overlap: bool) -> Found:
-    """What each rank found, with parameters in bfloat16 and in FP8."""
+    """Returns each rank's results, with parameters in bfloat16 and in FP8."""
     return {name: run(folder, name, overlap) for name in ("model", "fp8")}
 
 
@@ -84,7 +84,7 @@ def run(folder: Path, name: str, overlap: bool) -> list[Answer]:
 
 
 def test_linear_layers_are_in_fp8_and_nothing_else(found: Found) -> None:
-    """All of attention and experts in layers 1 and 2; layer 0 was asked for in bfloat16."""
+    """Checks that attention and experts of layers 1 and 2 are in FP8; layer 0 is set to bfloat16."""
     assert not found["model"][0].fp8
     every = set(found["model"][0].weights["built"])
     linear = {n for n in every if ".linear_" in n and n.rsplit(".", 1)[1].startswith("weight")}
@@ -93,7 +93,7 @@ def test_linear_layers_are_in_fp8_and_nothing_else(found: Found) -> None:
 
 
 def test_a_gather_moves_half_the_bytes(found: Found) -> None:
-    """One for each number in FP8 where there were two, but for paddings of buffers."""
+    """Compares the bytes of a gather: one byte for each FP8 number instead of two, except padding."""
     small, large = (found[name][0] for name in ("fp8", "model"))
     assert small.buffers == {"torch.uint8", "torch.bfloat16"} and large.buffers == {"torch.bfloat16"}
     numbers = sum(small.weights["built"][name].size for name in small.fp8)
@@ -102,15 +102,15 @@ def test_a_gather_moves_half_the_bytes(found: Found) -> None:
 
 @pytest.mark.parametrize("moment", ["loaded", "step 0", STEPPED, "reference gone", "back"])
 def test_master_weights_are_those_beside_bfloat16(found: Found, moment: str) -> None:
-    """A file's values whole, not their rounding, and then the same steps."""
+    """Compares master weights with the bfloat16 policy: unrounded values of a file, then the same steps."""
     for name in masters(found["model"], moment):
         np.testing.assert_array_equal(masters(found["fp8"], moment)[name], masters(found["model"], moment)[name])
 
 
 @pytest.mark.parametrize("moment", ["loaded", "step 0", STEPPED, "reference", "restored", "alone"])
 def test_numbers_and_scales_are_of_the_bfloat16_weights(found: Found, moment: str) -> None:
-    """As a loop over blocks rounds them: 448 / magnitude is what a number is multiplied by, as Transformer Engine has
-    it. So nothing that computes sees a difference to bfloat16 parameters, which every pass rounds."""
+    """Compares numbers and scales with a loop over blocks; the multiplier is 448 / magnitude, as in Transformer Engine.
+    So no computation differs from bfloat16 parameters, because every pass rounds these in the same way."""
     for rank in range(RANKS):
         plain, mine = found["model"][rank].weights[moment], found["fp8"][rank].weights[moment]
         for name, values in plain.items():
@@ -123,7 +123,7 @@ def test_numbers_and_scales_are_of_the_bfloat16_weights(found: Found, moment: st
 
 
 def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 as uint8, and the scales."""
+    """Returns E4M3 numbers as uint8, and the scales."""
     rows, columns = (-(-n // BLOCK) for n in values.shape)
     numbers, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(rows, columns)
     for i in range(rows):
@@ -136,7 +136,8 @@ def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_what_a_backward_pass_reads_is_never_stale(found: Found) -> None:
-    """After loads, steps, a reference's visit, parking, a new optimizer and a restored checkpoint."""
+    """Checks the backward copies after loads, steps, a reference swap, an offload, a new optimizer and a restored
+    checkpoint."""
     for answer in found["fp8"]:
         assert len(answer.backward) == 8 and all(answer.backward.values()), answer.backward
 
@@ -144,13 +145,14 @@ def test_what_a_backward_pass_reads_is_never_stale(found: Found) -> None:
 def test_all_ranks_have_one_set_of_weights(found: Found) -> None:
     first, second = found["fp8"]
     for moment, weights in first.weights.items():
-        if moment != "built":  # drawn at random by each rank
+        if moment != "built":  # random on each rank
             same(weights, second.weights[moment])
 
 
 @pytest.mark.parametrize("moment", ["reference gone", "back", "reset", "restored"])
 def test_nothing_else_changes_a_weight(found: Found, moment: str) -> None:
-    """A new optimizer takes master weights from parameters in bfloat16, as it does elsewhere, and never from FP8."""
+    """Checks that the weights stay. A new optimizer takes master weights from bfloat16 parameters, never from FP8
+    ones."""
     for answer in found["fp8"]:
         same(answer.weights[moment], answer.weights[STEPPED])
         for name, values in answer.masters[STEPPED].items():
@@ -164,9 +166,8 @@ def test_the_reference_is_another_model(found: Found) -> None:
 
 
 def test_memory(found: Found) -> None:
-    """Two bytes a number and two scales a block, and for a reference what a forward pass reads. Nothing is left on the
-    device while all of it is away, and no master weight keeps a whole parameter alive. What moves are a few large
-    copies, not one for each of an expert's tensors."""
+    """Checks memory: two bytes a number, two scales a block, and only forward copies for a reference. An offload leaves
+    nothing on the device, and no master weight keeps a whole parameter alive. Transfers are a few large copies."""
     answer, plain = (found[name][0] for name in ("fp8", "model"))
     blocks = 4 * 4 * len(answer.fp8) * 16  # a generous bound for so small a model: 64 blocks a tensor
     assert answer.bytes["parameters"] == pytest.approx(plain.bytes["parameters"], abs=blocks)
@@ -177,7 +178,7 @@ def test_memory(found: Found) -> None:
 
 
 def test_master_weights_are_rounded_in_pieces(found: Found) -> None:
-    """Never all of them, of which Transformer Engine makes bfloat16 copies first."""
+    """Checks that master weights are rounded in pieces: Transformer Engine first makes bfloat16 copies of its input."""
     for answer in found["fp8"]:
         numbers = sum(answer.weights["built"][name].size for name in answer.fp8)
         assert max(answer.pieces) <= PIECE < numbers / 4
@@ -186,7 +187,7 @@ def test_master_weights_are_rounded_in_pieces(found: Found) -> None:
 
 
 def test_an_export_has_what_engines_got(found: Found, folder: Path) -> None:
-    """Numbers times scales, in bfloat16; what is not in FP8 as it is."""
+    """Compares an export with the engines' weights: numbers times scales in bfloat16; other tensors unchanged."""
     exported = load_file(folder / "fp8-export" / "model.safetensors")
     weights = found["fp8"][0].weights[STEPPED]
     name = "0.decoder.layers.1.self_attention.linear_proj.weight"
@@ -206,6 +207,6 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def masters(ranks: list[Answer], moment: str) -> dict[str, Any]:
-    """Whole, by name: the ranks' runs one after another."""
+    """Returns whole master weights by name, joined from the ranks' ranges."""
     names = {name for answer in ranks for name in answer.masters[moment]}
     return {n: np.concatenate([a.masters[moment][n] for a in ranks if n in a.masters[moment]]) for n in names}

@@ -1,7 +1,7 @@
-"""A policy of Transformer Engine's layers trains in each precision: losses, gradient norms, weights, log-probs.
+"""Tests of training with Transformer Engine layers in each precision: losses, gradient norms, weights, log-probs.
 
-Passes go through megatron-core's schedule, several micro-batches each, gradients through its data parallelism, steps
-through its optimizer with Transformer Engine's Adam. Kernels are torch's. Beside them the local spec in float32.
+Several micro-batches pass through megatron-core's schedule, data parallelism and optimizer, with Transformer Engine's
+Adam. Kernels are plain torch. The comparison is the local spec in float32.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def policy(name: str, clip: float = 0.0, **settings: Any) -> PolicyConfig:
 
 
 def clip_of(layout: str) -> float:
-    """Clipping passes on the order in which a norm adds up; it makes no difference in one of the layouts."""
+    """Returns the clipping limit. Clipping makes a step depend on the order of a norm's sum, so only one layout
+    clips."""
     return 1.0 if layout == "tp2 ep2" else 0.0
 
 
@@ -91,7 +92,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
-    """What each rank found in each precision."""
+    """Returns each rank's results in each precision."""
     folder, parallel = tmp_path_factory.mktemp("steps"), LAYOUTS[layout]
     build(MODELS[layout], folder / "model", seed=1)
     found: Found = {}
@@ -104,7 +105,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
 
 @pytest.fixture(scope="module")
 def float32(tmp_path_factory: pytest.TempPathFactory, layout: str) -> list[dict[str, float]]:
-    """The same steps of the local spec in one process."""
+    """Returns the metrics of the same steps with the local spec in one process."""
     path = tmp_path_factory.mktemp("float32") / "model"
     build(MODELS[layout], path, seed=1)
     settings = dataclasses.replace(policy(PLAIN, clip_of(layout)), spec="local")
@@ -113,7 +114,7 @@ def float32(tmp_path_factory: pytest.TempPathFactory, layout: str) -> list[dict[
 
 
 def column(ranks: list[Answer], metric: str, layout: str) -> list[float]:
-    """Of the steps, which all ranks say alike; in a pipeline the last stage alone has a loss."""
+    """Returns a metric of the steps, equal on all ranks; in a pipeline only the last stage reports a loss."""
     first, last = ranks[0].steps, ranks[-1].steps
     if LAYOUTS[layout].pipeline == 1:
         assert first == last
@@ -122,8 +123,8 @@ def column(ranks: list[Answer], metric: str, layout: str) -> list[float]:
 
 
 def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float]], layout: str) -> None:
-    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth where
-    there are two layers, a tenth where there are four."""
+    """Compares with float32. Rounding changes a loss by less than a hundredth, and a gradient norm by less than a
+    twentieth with two layers, a tenth with four."""
     depth = MODELS[layout].layers / 2
     for name, ranks in answers.items():
         losses = column(ranks, "loss", layout)
@@ -136,7 +137,7 @@ def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float
 
 
 def test_nothing_depends_on_whether_parameters_are_in_fp8(answers: Found) -> None:
-    """Losses, log-probs and weights of the same steps, bit by bit; a norm adds its squares in another order."""
+    """Compares losses, log-probs and weights bit by bit; the squares of a norm are added in another order."""
     for kept, rounded in zip(answers[KEPT], answers[BLOCKWISE], strict=True):
         losses = [[step.get("loss") for step in of.steps] for of in (kept, rounded)]
         assert losses[0] == losses[1]
@@ -155,8 +156,8 @@ def test_nothing_depends_on_whether_parameters_are_in_fp8(answers: Found) -> Non
 
 
 def test_logprobs_are_those_of_the_weights(answers: Found) -> None:
-    """A pass without gradients, of what was trained: not that in bfloat16, but off by less than a twentieth of the two
-    nats that the steps have changed."""
+    """Compares log-probs after training with bfloat16: different, but by less than a twentieth of the two nats learned
+    in the steps."""
     for name, ranks in answers.items():
         assert ranks[-1].logprobs, "the last stage has them"
         for found, plain in zip(ranks, answers[PLAIN], strict=True):

@@ -1,4 +1,4 @@
-"""The fused head where its tensors are on CUDA: what is launched with what, and what torch does beside it."""
+"""Tests of the fused head with tensors on CUDA: launches of the kernels, and torch's work around the launches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_mega.kernels import linear_logprobs, linear_logprobs_triton
 from skyrl_mega.kernels.linear_logprobs import Head, Inputs
 
 TOKENS, WIDTH, COLUMNS = 300, 128, 2500
-"""Three chunks, the last of them narrower."""
+"""Sizes with three chunks of columns, the last chunk narrower."""
 
 
 class Kernel:
-    """Stands for a kernel: notes what it was launched with."""
+    """Simulated kernel with a record of the arguments of all launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]] = []
@@ -66,7 +66,7 @@ def test_what_is_launched(dtype: torch.dtype, entropy: bool) -> None:
 
 
 def _on_the_device(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Tensors of the device and whole numbers; all else is compiled in."""
+    """Checks that arguments are device tensors and integers; all else must be compiled in."""
     assert all(arg.device == CUDA for arg in args if isinstance(arg, Tensor))
     assert all(isinstance(arg, Tensor | int) for arg in args)
     assert {"BT", "BV", "BK", "EVEN", "DOUBLE", "num_warps", "num_stages"} <= constants.keys()

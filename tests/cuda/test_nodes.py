@@ -1,6 +1,6 @@
-"""What ranks and engine workers get on nodes of 8 GPUs, from Ray and from Slurm: devices, CPUs, environment.
+"""Tests of ranks and engine workers on nodes of 8 GPUs, under Ray and Slurm: devices, CPUs, environment.
 
-No GPU is there: Ray deals out numbers, NVML is a stand-in, and the actors only tell what they were given.
+No GPU is present: Ray assigns numbers, NVML is simulated, and the actors only report environment and CPUs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from skyrl_mega.weights.transports.ipc import device_owners
 from tests.cuda.nodes import PYNVML, ROOT, SOCKETS, Teller
 
 ADDRESSES = ("127.0.0.8", "127.0.0.10")
-"""Two nodes of this machine's loopback network; the order of the numbers is not that of the texts."""
+"""Two nodes on this machine's loopback network, with addresses in different numerical and textual order."""
 
 Device = tuple[str, str]
-"""A node's address, and a GPU of it."""
+"""A node's address and a GPU of the node."""
 
 
 def recipe(file: str, *settings: str) -> Config:
@@ -43,8 +43,8 @@ def recipe(file: str, *settings: str) -> Config:
 
 
 def one_process_a_device(ranks: list[Device], workers: list[Device], config: Config) -> None:
-    """The devices that the transfer plan counts on are those that there are, and no two processes of NCCL's group
-    share one; whoever is left out sits where its host sits."""
+    """Compares the devices of the transfer plan with the existing devices. No two processes of NCCL's group may share a
+    device; a process outside the group must share the owner's device."""
     shared, placement = config.cluster.shared, plan_placement(config)
     planned = Topology.from_placement(placement, Links.from_config(config.cluster))
     host_of = device_owners(planned, 0, len(ranks))
@@ -60,7 +60,7 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
 
 
 def known_places(config: Config, ranks: list[Device], workers: list[Device], group: Any, fleet: Any) -> None:
-    """What the weight sync is told of the places is so: same node, same GPU."""
+    """Checks that the weight sync knows the real places: same node, same GPU."""
     found = actual_placement(config, group.where, fleet.group.where)
     devices, sits = [*found.policy, *found.engines], [*ranks, *workers]
     assert [device % found.per_node for device in devices] == [int(gpu) for _, gpu in sits]
@@ -72,7 +72,7 @@ def known_places(config: Config, ranks: list[Device], workers: list[Device], gro
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Ray cluster of two nodes of 8 GPUs, whose processes find the stand-in for NVML."""
+    """Starts a Ray cluster of two nodes with 8 GPUs, and a simulated NVML in all processes."""
     from ray.cluster_utils import Cluster
 
     folder = tmp_path_factory.mktemp("nvml")
@@ -97,12 +97,12 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def without_model(_: Any, group: Any, *__: Any) -> Any:
-    """A group of actors whose model is not built."""
+    """Returns a group of actors without building the model."""
     return SimpleNamespace(group=group, load=lambda _: None)
 
 
 def dealt(placement: Placement | None, seed: int) -> Placement | None:
-    """As if Ray had dealt each node's GPUs to its places in another order, and had taken the nodes in another."""
+    """Returns the placement as if Ray had assigned GPUs and nodes in another order."""
     if placement is None:
         return None
     slots = list(placement.slots)
@@ -115,7 +115,7 @@ def told(group: Any) -> list[tuple[dict[str, str], set[int]]]:
 
 
 def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dapo`: 16 policy ranks, and two engines of 8 workers on the same GPUs."""
+    """Starts `dapo`: 16 policy ranks, and two engines of 8 workers on the same GPUs."""
     config = recipe("dapo")
     assert (policy_ranks(config), config.rollout.engines, config.rollout.tensor) == (16, 2, 8)
     monkeypatch.setattr(start_actors, "MegatronActor", Teller)
@@ -149,21 +149,21 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
             log = (tmp_path / "logs" / f"policy-{rank}.log").read_text()
             assert f"policy-{rank}: on CPUs" in log and f"nearest to GPU {rank % 8}" in log
         for env, cpus in engines:
-            assert cpus == {*SOCKETS[0], *SOCKETS[1]}  # its workers sit at both sockets
+            assert cpus == {*SOCKETS[0], *SOCKETS[1]}  # the engine's workers use both sockets
             assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and env["VLLM_HOST_IP"] == "127.0.0.1"
         for env, _ in ranks + engines:
             assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
             assert (env["NCCL_DEBUG"], env["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
             assert env["NCCL_SOCKET_IFNAME"] == "ib0"
 
-        # Started again, a rank has its own GPU again.
+        # A restarted rank gets the same GPU again.
         policy.group.replace(5, 120)
         env, cpus = policy.group.call_one(5, "tell", timeout=120)
         assert (policy.group.where[5].address, env["CUDA_VISIBLE_DEVICES"]) == (ADDRESSES[0], "5")
 
 
 def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 policy ranks and three engines of 4 workers, each on GPUs of its own."""
+    """Starts 4 policy ranks and three engines of 4 workers, all on separate GPUs."""
     sizes = ["cluster.shared=false", "cluster.nodes=2", "cluster.gpus_per_node=8", "policy.ranks=4"]
     config = recipe("gsm8k", *sizes, "rollout.engines=3", "rollout.tensor=4")
     monkeypatch.setattr(start_actors, "MegatronActor", Teller)
@@ -194,7 +194,7 @@ def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("nodes, gpus, tensor", [(1, 4, 1), (1, 4, 4), (1, 8, 2), (2, 8, 8), (4, 8, 8), (4, 8, 4)])
 def test_every_shape(nodes: int, gpus: int, tensor: int, shared: bool) -> None:
-    """Whatever order Ray deals in: rank r is on GPU r mod 8, engine workers are where the plan says."""
+    """Checks that, for any assignment by Ray, rank r is on GPU r mod 8 and engine workers are at the planned GPUs."""
     addresses = [f"10.0.0.{9 + node}" for node in range(nodes)]
     sizes = [
         f"cluster.nodes={nodes * (1 if shared else 2)}",
@@ -242,7 +242,7 @@ def test_what_the_user_says_goes_first() -> None:
 
 
 def test_one_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine is pointed at the library that torch has loaded, where that is a package's."""
+    """Compares Transformer Engine's path of cuDNN with torch's, for a cuDNN installed as a package."""
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     assert "CUDNN_PATH" not in library_settings({})
     (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
@@ -250,7 +250,7 @@ def test_one_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engines_worker_stays_near_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 6 of an engine on GPUs 0-7; on a CPU nothing is bound."""
+    """Binds worker 6 of an engine on GPUs 0-7; a worker on a CPU is not bound."""
     import torch
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
@@ -286,7 +286,7 @@ SCONTROL = 'for ((i = 1; i <= SLURM_JOB_NUM_NODES; i++)); do echo "node$i"; done
 
 @pytest.mark.parametrize("nodes, gpus", [(1, 4), (1, 8), (2, 8), (4, 8)])
 def test_a_slurm_job(nodes: int, gpus: int, tmp_path: Path) -> None:
-    """Every node's Ray has that node's GPUs, the environment is the one for GPUs, and NCCL's settings arrive."""
+    """Compares every node's GPUs in Ray, environment and NCCL settings with the Slurm job."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

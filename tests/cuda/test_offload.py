@@ -1,7 +1,7 @@
-"""Layers of Transformer Engine's whose activations lie in host memory between the passes (`policy.offload_layers`).
+"""Tests of Transformer Engine layers with activations in host memory between the passes (`policy.offload_layers`).
 
-Its Python and megatron-core's are real, kernels and streams stand-ins: what is saved, by whom, as what, and who else
-holds it, is what it is on a GPU.
+Python of Transformer Engine and megatron-core is real; kernels and streams are simulated. So the saved tensors, the
+formats and the references are the same as on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """What each of two ranks found; `<name>, moved` with two of the four layers in host memory."""
+    """Returns the results of two ranks; `<name>, moved` has two of the four layers in host memory."""
     from dataclasses import replace
 
     folder = tmp_path_factory.mktemp("offload")
@@ -57,15 +57,15 @@ def test_no_bit_of_a_gradient_changes(answers: dict[str, list[Answer]], name: st
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_host_does_not_wait(answers: dict[str, list[Answer]], name: str) -> None:
-    """But where it did without."""
+    """Checks that offloading adds no wait."""
     for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
         assert found.waits == plain.waits
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_layers_keep_is_in_host_memory(answers: dict[str, list[Answer]], name: str) -> None:
-    """But the table of rotations, which all layers read, and what is computed once more; of the last one that moves,
-    the device has all, as its backward pass is the next of them. No weight moves, in FP8 neither."""
+    """Compares the bytes on the device. Kept there are the table of rotations, read by all layers, recomputed tensors,
+    and the last offloaded layer, because the backward pass starts there. No weight moves, not even in FP8."""
     for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
         again = {"selective": 0.33}.get(name, 0.06)
         assert found.kept == plain.kept == plain.between

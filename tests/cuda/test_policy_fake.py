@@ -1,4 +1,4 @@
-"""The policy on a CUDA device that is not there: what is built and where, and what a step computes."""
+"""Tests of the policy on a simulated CUDA device: the tensors of a rank and their devices, and the result of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opened(config: BuildConfig, parallel: ParallelDims, dtype: torch.dtype, **ch
 
 
 def tensors_of(rank: ModelWorker) -> dict[str, Tensor]:
-    """Everything that a rank allocates before its first step, but for Adam's moments."""
+    """Returns all tensors of a rank allocated before its first step, except Adam's moments."""
     found = {f"parameter {name}": p for name, p in rank.params.items()}
     found |= {f"gradient {name}": p.main_grad for name, p in rank.params.items()}  # type: ignore[attr-defined]
     for i, chunk in enumerate(rank.chunks):
@@ -67,13 +67,13 @@ def test_all_that_a_rank_holds_is_on_its_device(
     config: BuildConfig, parallel: ParallelDims, rank: int, dtype: torch.dtype
 ) -> None:
     with fake_cuda(), fake_rank(rank, parallel):
-        made = opened(config, parallel, dtype)
-        assert {name: tuple(p.shape) for name, p in made.params.items()} == dict(made.shard.params)
-        for name, tensor in tensors_of(made).items():
+        worker = opened(config, parallel, dtype)
+        assert {name: tuple(p.shape) for name, p in worker.params.items()} == dict(worker.shard.params)
+        for name, tensor in tensors_of(worker).items():
             assert tensor.device == CUDA, name
             wanted = dtype if name.startswith("parameter") else torch.float32
             assert tensor.dtype == wanted, name
-        for chunk in made.chunks:  # what CUDA does by default
+        for chunk in worker.chunks:  # CUDA's default
             assert chunk.ddp_config.overlap_grad_reduce and chunk.ddp_config.overlap_param_gather
 
 
@@ -104,31 +104,31 @@ def test_a_packed_row_is_on_the_device(context: int) -> None:
 def test_forward_through_layers_and_head(
     parallel: ParallelDims, rank: int, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """In half precision the attention is torch's variable-length kernel, in float32 the padded grid."""
+    """Runs forward: attention is torch's variable-length kernel in half precision, the padded grid in float32."""
     batch = layouts.some_batch(100)
     micros = [batch.take(range(0, 6)), batch.take(range(6, 13))]
     seen: list[tuple[Tensor, Tensor, MicroBatch]] = []
 
     def finish(model: Any, micro: MicroBatch, _: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        head = dict(vocab=made.vocab, temperature=1.0, chunk=logit_chunk(made.policy, "cuda"))
+        head = dict(vocab=worker.vocab, temperature=1.0, chunk=logit_chunk(worker.policy, "cuda"))
         logprobs, entropy = heads.logprobs_of(model, hidden, micro, **head)
         seen.append((logprobs, entropy, micro))
         loss, metrics = objectives.supervised(objectives.inputs_of(logprobs, entropy, micro))
         return loss, {"loss": loss.detach(), **metrics}
 
     kernel = mock.Mock(side_effect=layer_spec.varlen_attn)
-    sums = mock.MagicMock()  # launched with fake tensors, which have no memory
+    sums = mock.MagicMock()  # the launch has fake tensors without memory
     with (
         fake_cuda(),
         fake_rank(rank, parallel),
         mock.patch.object(layer_spec, "varlen_attn", kernel),
         mock.patch.object(linear_logprobs_triton, "_sums", sums),
     ):
-        made = opened(DENSE, parallel, dtype, **changes)
+        worker = opened(DENSE, parallel, dtype, **changes)
         from megatron.core.pipeline_parallel import schedules
 
         with mock.patch.object(schedules, "backward_step", return_value=None):
-            kept = made._run(micros, finish, forward_only=False)
+            kept = worker._run(micros, finish, forward_only=False)
         assert len(seen) == len(micros) == len(kept)
         for logprobs, entropy, micro in seen:
             assert logprobs.shape == entropy.shape == micro.targets.shape
@@ -142,8 +142,8 @@ def test_forward_through_layers_and_head(
 
 
 def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: torch.dtype, as_cuda: bool) -> Any:
-    """Losses, norms and log-probs of a rank whose tensors say CUDA's, or the CPU's."""
-    # The fused head's kernels compute in tests/kernels alone.
+    """Returns losses, norms and log-probs of a rank with tensors that report CUDA, or the CPU."""
+    # Only tests/kernels runs the fused head's kernels.
     changes: dict[str, Any] = {"spec": "local", "recompute": "full", "head": "chunked"} if as_cuda else {}
     changes |= {"moe": MoeConfig(aux_loss=0.1)}
     if not as_cuda:
@@ -155,9 +155,9 @@ def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: to
         mock.patch.object(dist, "batch_isend_irecv", as_they_are(dist.batch_isend_irecv)),
         mock.patch.object(layer_spec, "varlen_attn", one_by_one),
     ):
-        made = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype)
-        assert all(c.ddp_config.overlap_param_gather for c in made.chunks)
-        return run_steps(made)
+        worker = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype)
+        assert all(c.ddp_config.overlap_param_gather for c in worker.chunks)
+        return run_steps(worker)
 
 
 def on_gloo(init: Any) -> Any:
@@ -169,7 +169,8 @@ def on_gloo(init: Any) -> Any:
 
 
 def as_they_are(send: Any) -> Any:
-    """Asks the group for its backend by the device of the tensors, which is the CPU's for gloo."""
+    """Returns the function wrapped to ask the group for a backend by the real device of the tensors, the CPU for
+    gloo."""
 
     def bare(operations: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -178,16 +179,17 @@ def as_they_are(send: Any) -> Any:
     return bare
 
 
-def run_steps(made: ModelWorker) -> Any:
-    _, micros = layouts.deal(layouts.some_batch(100), made)
-    trained = [made.train(micros, objectives.supervised) for _ in range(3)]
-    pairs = made.logprobs(micros) or []
+def run_steps(worker: ModelWorker) -> Any:
+    _, micros = layouts.deal(layouts.some_batch(100), worker)
+    trained = [worker.train(micros, objectives.supervised) for _ in range(3)]
+    pairs = worker.logprobs(micros) or []
     return trained, [(np.array(values), np.array(entropy)) for values, entropy in pairs]
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
                *, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
-    """Attention of each sequence alone, as torch's kernel documents it: the causal mask ends at the last key."""
+    """Computes the attention of each sequence alone, as documented for torch's kernel: the causal mask ends at the last
+    key."""
     assert window_size == (-1, 0) and enable_gqa and cu_q.dtype == cu_k.dtype == torch.int32
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
     assert ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v)
@@ -222,7 +224,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ids=["moe EP2", "dense TP2", "dense PP2"],
 )
 def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, parallel: ParallelDims) -> None:
-    """float32: every branch for CUDA but the half-precision kernel; overlap is on, recomputation too."""
+    """Compares float32 steps with all CUDA branches except the half-precision kernel; overlap and recomputation are
+    on."""
     found, expected = (
         run_ranks(parallel.ranks, steps, models[model], parallel, torch.float32, as_cuda) for as_cuda in (True, False)
     )
@@ -231,7 +234,8 @@ def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, p
 
 @pytest.mark.parametrize("parallel", [ParallelDims(), ParallelDims(2, context=2)], ids=["one", "CP2"])
 def test_the_kernel_for_half_precision_attends_as_the_grid(models: dict[str, Path], parallel: ParallelDims) -> None:
-    """In bfloat16, whose noise is some 1e-2 here; `tests/megatron/test_attention.py` holds it to 1e-6 in float32."""
+    """Compares in bfloat16, with a noise of about 1e-2; `tests/megatron/test_attention.py` compares to 1e-6 in
+    float32."""
     found, expected = (
         run_ranks(parallel.ranks, steps, models["dense"], parallel, torch.bfloat16, as_cuda)
         for as_cuda in (True, False)

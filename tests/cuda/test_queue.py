@@ -1,9 +1,9 @@
-"""Generation phases of the recipes for GPUs: a queue that takes an hour ends nothing by a time limit.
+"""Tests of generation phases of the GPU recipes: a queue of an hour must not trigger a time limit.
 
-Everything of a phase is real and has the recipe's settings as a run on GPUs resolves them: generator, agents, router,
-fleet and engine actors' code. Simulated are vLLM, which runs as many sequences at once as the planned cache holds, the
-messages between actors, and time (`tests/support/simulated_time.py`). `tests/rollout/test_waiting.py` has real actors
-and a real vLLM, with small queues and limits of seconds.
+All code of a phase is real, with the recipe's settings as resolved for a run on GPUs: generator, agents, router, fleet
+and engine actors. Simulated are vLLM, which runs as many sequences at once as the planned cache holds, the messages
+between actors, and time (`tests/support/simulated_time.py`). `tests/rollout/test_waiting.py` has real actors and a real
+vLLM, with small queues and limits of seconds.
 """
 
 from __future__ import annotations
@@ -42,45 +42,45 @@ from tests.support import simulated_time
 from tests.support.simulated_engine import SimulatedEngine
 
 SCALE = 64
-"""A simulated token stands for so many: lengths and caches are divided by it, and the time of a token multiplied."""
+"""Real tokens per simulated token: lengths and caches are divided by this number, the time of a token is multiplied."""
 FLAGSHIPS = ("dapo", "searchr1_30b")
 USER = EnvironmentConfig(classes={"talk": "tests.rollout.user_envs:Talk"})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe, scaled, and what the dry run says of its engines."""
+    """A scaled recipe with the dry run's figures of its engines."""
 
     config: Config
     cache: int
-    """Tokens that an engine's cache holds."""
+    """Tokens in an engine's cache."""
     token_s: float
-    """Seconds for one token of every sequence that runs."""
+    """Seconds for a token of every running sequence."""
 
     @property
     def longest(self) -> int:
-        """Tokens of a trajectory's first request at most."""
+        """Largest number of tokens of a trajectory's first request."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.sampling.max_tokens
 
     @property
     def places(self) -> int:
-        """Sequences of that length that an engine runs at once."""
+        """Sequences of the largest length that an engine runs at once."""
         return min(self.config.rollout.concurrency, self.cache // self.longest)
 
     @property
     def limit_s(self) -> float:
-        """The time limit in question."""
+        """Time limit under test."""
         return self.config.rollout.request_timeout_s
 
 
 def planned(recipe: str, *settings: str) -> Plan:
-    """`settings` change what is played, not what was planned."""
+    """Returns the plan of a recipe; `settings` change the simulated run, not the planned figures."""
     file = ROOT / "configs" / f"{recipe}.yaml"
     config = compose(file)
     hf, rollout = known(config.model.path), config.rollout
-    d = architecture(hf).describe(hf)
+    decoder = architecture(hf).describe(hf)
     made = batch(config, parallel_of(config)[0])
-    cache = engine_memory(config, d).tokens
+    cache = engine_memory(config, decoder).tokens
     steps = made.sequences / rollout.engines * made.generated / mean_concurrency(config, cache, made)
     lengths = {
         "max_prompt_tokens": rollout.max_prompt_tokens,
@@ -88,11 +88,11 @@ def planned(recipe: str, *settings: str) -> Plan:
         "max_length": length_limit(rollout),
     }
     scaled = compose(file, [*settings, *(f"rollout.{key}={length // SCALE}" for key, length in lengths.items())])
-    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, d, made) / steps)
+    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, decoder, made) / steps)
 
 
 class LocalActors:
-    """`ActorGroup` as far as engines ask it, in the test's own process; no engine that is ended comes back."""
+    """Replacement of `ActorGroup` for engines, in the test's process. A killed engine is not restarted."""
 
     def __init__(self, name: str, specs: Sequence[EngineSpec], plan: Plan, faults: Sequence[int | None]) -> None:
         self.name = name
@@ -108,20 +108,20 @@ class LocalActors:
         return len(self.actors)
 
     def call_all(self, method: str, timeout: float) -> list[Facts]:
-        """Of engines: `start`, whose vLLM follows when there is an event loop."""
+        """Returns the facts of all engines for `start`; their vLLM starts once there is an event loop."""
         assert method == "start"
         return [self.facts] * len(self)
 
     def replace(self, rank: int, timeout: float) -> None:
-        """There is no other."""
+        """Raises: no replacement is available."""
         raise ActorFailed(f"{self.name}-{rank}", rank, "start", "no GPU is left")
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is no process to end."""
 
 
 class _Method:
-    """An actor's generator, whose items come one by one; what it raises comes as Ray brings it."""
+    """Actor generator that yields items in sequence and raises errors in Ray's form."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
@@ -144,13 +144,13 @@ async def _arrived(item: Any) -> Any:
 
 
 class Here:
-    """`EnvPool` without any: the environments' code takes no simulated time."""
+    """Replacement of `EnvPool` without workers: environment code takes no simulated time."""
 
     def __init__(self, most: int, count: Callable[[int], None]) -> None:
         pass
 
     async def run(self, call: Call, limit_s: float) -> Any:
-        """The function's value."""
+        """Returns the function's value."""
         value, error = call.run()
         if error is not None:
             raise Raised(error)
@@ -162,7 +162,7 @@ Fleets = Callable[..., tuple[Fleet, LocalActors]]
 
 @pytest.fixture
 def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
-    """Starts a plan's engines as a run on GPUs does."""
+    """Returns a function that starts a plan's engines as a run on GPUs does."""
     monkeypatch.setattr(generator, "EnvPool", Here)
     (tmp_path / "config.json").write_text("{}")
 
@@ -186,7 +186,7 @@ def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
 
 
 def play(fleet: Fleet, plan: Plan, count: int) -> float:
-    """Plays so many trajectories, whose prompts and responses are as long as they may be. Seconds of the phase."""
+    """Runs `count` trajectories with prompts and responses of the largest length; returns the phase's seconds."""
     rollout = plan.config.rollout
     chat: Any = SimpleNamespace(
         stop_tokens=(),
@@ -204,7 +204,7 @@ def play(fleet: Fleet, plan: Plan, count: int) -> float:
 
 
 def test_a_step_of_dapo_waits_for_hours_and_ends(fleets: Fleets) -> None:
-    """As many trajectories as a step has, at the speed that the dry run expects, each as long as it may be."""
+    """Runs a step's number of trajectories of the largest length at the dry run's speed."""
     plan = planned("dapo")
     fleet, actors = fleets(plan)
     data = plan.config.data
@@ -218,7 +218,7 @@ def test_a_step_of_dapo_waits_for_hours_and_ends(fleets: Fleets) -> None:
 
 @pytest.mark.parametrize("recipe", FLAGSHIPS)
 def test_slow_tokens_and_a_queue_of_ten_caches_end_nothing(fleets: Fleets, recipe: str) -> None:
-    """One response alone takes longer than the limit."""
+    """Runs responses that alone take longer than the limit."""
     plan = planned(recipe, "rollout.engines=1")
     slow = replace(plan, token_s=1.25 * plan.limit_s / plan.config.rollout.sampling.max_tokens)
     fleet, _ = fleets(slow)
@@ -229,7 +229,7 @@ def test_slow_tokens_and_a_queue_of_ten_caches_end_nothing(fleets: Fleets, recip
 
 @pytest.mark.parametrize("recipe", FLAGSHIPS)
 def test_an_engine_that_stands_still_is_found_within_the_limit(fleets: Fleets, recipe: str) -> None:
-    """Its requests, those in its queue too, are answered by the others."""
+    """Checks that the requests of a stalled engine, queued requests included, go to other engines."""
     plan = planned(recipe)
     found: list[tuple[float, str]] = []
     tokens = 3

@@ -1,4 +1,5 @@
-"""Transformer Engine's own classes take each recipe of `policy.precision`, and have what it says."""
+"""Tests of Transformer Engine's classes with each recipe of `policy.precision`: accepted, with the documented
+settings."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Any]]:
-    """By recipe, from one process with the variables of all of them."""
+    """Returns the answers by recipe, from one process with the variables of all recipes."""
     variables: dict[str, str] = {}
     for one in ASKED:
         variables |= precision.environment(PrecisionConfig(**one))
@@ -43,8 +44,8 @@ def answers() -> dict[str, dict[str, Any]]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.partition("\nanswers ")[2].splitlines()[0])
-    return {one["recipe"]: answer for one, answer in zip(ASKED, found, strict=True)}
+    descriptions = json.loads(ran.stdout.partition("\nanswers ")[2].splitlines()[0])
+    return {one["recipe"]: answer for one, answer in zip(ASKED, descriptions, strict=True)}
 
 
 def test_recipes_and_formats(answers: dict[str, dict[str, Any]]) -> None:
@@ -58,7 +59,7 @@ def test_recipes_and_formats(answers: dict[str, dict[str, Any]]) -> None:
 
 
 def test_scales_are_those_of_the_wire_and_of_the_emulation(answers: dict[str, dict[str, Any]]) -> None:
-    """Float32 for blocks, and powers of two for tensors; by default it is the other way round."""
+    """Checks float32 scales for blocks and powers of two for tensors; the defaults are the opposite."""
     assert answers["fp8_blockwise"]["powers"] == [False] * 3
     assert answers["fp8_current"]["powers"] == [True] * 3
 
@@ -74,11 +75,12 @@ def test_layers_in_another_precision(answers: dict[str, dict[str, Any]]) -> None
 
 @pytest.mark.parametrize("recipe", [one["recipe"] for one in ASKED])
 def test_only_linear_layers_have_numbers_of_their_own(answers: dict[str, dict[str, Any]], recipe: str) -> None:
-    """No router, head or norm; parameters stay as they are; tokens of experts are padded in the grouped layer."""
-    found = answers[recipe]
-    assert found["linear"] == ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"]
-    assert found["attention"] is False
-    assert found["copies"], "what `megatron.precision.drop_fp8_copies` empties is called otherwise"
-    assert found["padded"] == ["quantization_padding", "quantization_unpadding"]
-    assert found["routed_padding"] is False
-    assert found["types"] == ["torch.bfloat16"]
+    """Checks for FP8 weights in linear layers only (no router, head or norm), unchanged dtypes of parameters, and
+    padding of experts' tokens in the grouped layer."""
+    answer = answers[recipe]
+    assert answer["linear"] == ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"]
+    assert answer["attention"] is False
+    assert answer["copies"], "what `megatron.precision.drop_fp8_copies` empties is called otherwise"
+    assert answer["padded"] == ["quantization_padding", "quantization_unpadding"]
+    assert answer["routed_padding"] is False
+    assert answer["types"] == ["torch.bfloat16"]

@@ -1,6 +1,5 @@
-"""The reference's weights change places with the policy's own: bit by bit, in place, through a bounded buffer, also
-after an error. Real copies on a CPU; what a GPU would be asked for with fake tensors of device `cuda`.
-"""
+"""Tests of swapping the reference's weights with the policy's: bit by bit, in place, through a bounded buffer, also
+after an error. Copies are real on a CPU; requests to a GPU are tested with fake tensors of device `cuda`."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from tests.support.ranks import run_ranks
 
 PIECE = 128
 COPIES = 6 * 7
-"""There and back, of the parameters below: 336 elements of two bytes, and 17 of four."""
+"""Number of copies there and back for the parameters below: 336 elements of two bytes, and 17 of four."""
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies, and allocated bytes; the copies in `fail` raise, before or (`late`) after they are made."""
+    """Counts copies and allocated bytes; the copies numbered in `fail` raise, before or (`late`) after the copy."""
 
     def __init__(self, fail: set[int] = frozenset(), late: bool = False) -> None:  # type: ignore[assignment]
         super().__init__()
@@ -58,7 +57,7 @@ class Copies(TorchDispatchMode):
 
 
 def parameters() -> list[Tensor]:
-    """Three in one buffer with paddings between them, and a frozen one beside it; random bits, among them NaNs."""
+    """Returns three parameters in one buffer with padding between, and a frozen one outside; random bits with NaNs."""
     buffer = torch.randint(-(2**15), 2**15, (500,), dtype=torch.int16).view(torch.bfloat16)
     inside = [buffer[64 : 64 + 90].view(9, 10), buffer[192:193], buffer[256:400].view(2, 72)]
     return [*inside, torch.randint(-(2**31), 2**31, (17,), dtype=torch.int32).view(torch.float32)]
@@ -70,7 +69,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], Reference, list[bytes], list[bytes]]:
-    """Parameters, a reference with other weights in it, and the bits of both."""
+    """Returns parameters, a reference with different weights, and the bits of both."""
     monkeypatch.setattr(reference, "PIECE", PIECE)
     torch.manual_seed(0)
     params, other = parameters(), parameters()
@@ -95,7 +94,7 @@ def test_weights_change_places_bit_by_bit_and_stay_where_they_are(pair: Any) -> 
 
 
 def test_what_lies_between_parameters_stays_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallelism's buffer has other tenants before the first parameter and after the last."""
+    """Checks the buffer around the parameters: a data-parallel buffer holds other data before and after."""
     monkeypatch.setattr(reference, "PIECE", PIECE)
     buffer = torch.arange(100.0)
     held = Reference([buffer[20:40], buffer[50:70]])
@@ -116,7 +115,7 @@ def test_an_exchange_takes_one_piece_of_memory(pair: Any) -> None:
 
 
 def everywhere() -> Iterator[tuple[set[int], bool]]:
-    """Errors at every copy of an exchange, before and after it is made; and at two in a row."""
+    """Yields errors at every copy of a swap, before and after the copy; and at two copies."""
     for late in (False, True):
         for k in range(1, COPIES + 1):
             yield {k}, late
@@ -134,7 +133,7 @@ def test_after_an_error_anywhere_the_weights_are_the_policys_own(pair: Any) -> N
                     pass
             except KeyboardInterrupt:
                 broken += 1
-            # An error on the way back leaves that to whoever wants the weights next.
+            # After an error on the way back, the next user of the weights must restore.
             while bits(params) != own:
                 try:
                     held.restore_policy()
@@ -182,10 +181,10 @@ def test_on_a_gpu_host_memory_is_pinned_and_the_device_gives_one_piece(monkeypat
                 storage = out.untyped_storage()
                 if storage.nbytes() and storage._cdata not in known:
                     allocated.append(storage.nbytes())
-                known[storage._cdata] = storage  # held, so that no other gets its number
+                known[storage._cdata] = storage  # referenced, so that no other storage reuses the number
             return out
 
-    # torch's own Tensor.copy_ asks for CUDA's device guard, which a build without CUDA does not have.
+    # torch's Tensor.copy_ needs CUDA's device guard, missing in a build without CUDA.
     copy = lambda self, source, non_blocking=False: torch.ops.aten.copy_(self, source, non_blocking)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     with FakeTensorMode():

@@ -1,6 +1,6 @@
-"""Parts of a rank's state on their way between a GPU and locked host memory: streams, locking, in their order.
+"""Tests of moving a rank's state between a GPU and locked host memory: streams, locking, order of calls.
 
-The device is pretended: tensors lie in host memory and say that they are CUDA's. A stream counts what is put on it.
+The device is simulated: tensors lie in host memory and report CUDA as their device. A stream counts its work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.cuda.fake_cuda import CUDA, CpuAsCuda
 
 
 class Events(TorchDispatchMode):
-    """Writes down copies, with the stream that they are on and whether they block the host."""
+    """Records copies with their stream and blocking mode."""
 
     def __init__(self, told: list[Any]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Events(TorchDispatchMode):
 
 
 class Stream(streams.Stream):
-    """Also writes down what waits for what."""
+    """Stream that also records waits."""
 
     told: list[Any]
 
@@ -52,7 +52,7 @@ class Stream(streams.Stream):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What CUDA is asked for, in order."""
+    """Yields the list of calls to CUDA, in order."""
     found: list[Any] = []
     Stream.told = found
 
@@ -92,11 +92,11 @@ def test_parts_go_to_locked_memory_on_a_stream_of_their_own(told: list[Any]) -> 
     assert told[0][0] == "lock" and locked >= sum(sizes) and flags == code == 0
     assert host % 4096 == 0, "whole pages"
     assert told[2:] == [
-        "side waits",  # for what computes with them
+        "side waits",  # waits for computation on the parameters
         ("copy", False, False, host, at[0]),
         ("copy", False, False, host + 512, at[1]),
         "main waits",
-        "synchronized",  # before the memory is anybody else's
+        "synchronized",  # before the memory is reused
         "given back",
     ]
     told.clear()
@@ -104,7 +104,7 @@ def test_parts_go_to_locked_memory_on_a_stream_of_their_own(told: list[Any]) -> 
     assert resident.onload(["parameters"]) == sum(sizes)
     back = [p.data_ptr() for p in params]
     assert told == [
-        "side waits",  # for whoever had the memory
+        "side waits",  # waits for the former user of the memory
         ("copy", False, False, back[0], host),
         ("copy", False, False, back[1], host + 512),
         "main waits",
@@ -146,8 +146,8 @@ def test_what_is_refused_is_an_error(told: list[Any], monkeypatch: pytest.Monkey
 
 
 def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor], list[Any]]:
-    """Of parameters of one piece each in two groups, with their masters, and an Adam that writes down which it is given
-    and adds 1."""
+    """Returns an optimizer part with one parameter a piece in two groups, the weights, the masters, and the list of
+    steps of a simulated Adam that adds 1."""
     weights = [torch.full((300,), float(i), dtype=torch.bfloat16) for i in range(count)]
     masters = [w.float() for w in weights]
     said: list[Any] = []
@@ -155,7 +155,7 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor
 
     def step(closure: Any) -> None:
         for group in inner.param_groups:
-            if group["params"]:  # some versions of Transformer Engine's count no call for a group without any
+            if group["params"]:  # some versions of Transformer Engine do not count a step of an empty group
                 group["step"] = group.get("step", 0) + 1
         (stepped,) = (group for group in inner.param_groups if group["params"])
         given = [i for i, m in enumerate(masters) if any(m is w for w in stepped["params"])]
@@ -196,7 +196,7 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
             m.grad = torch.ones(300)
         said.clear()
         part.step()
-        part.to_model()  # as megatron-core does after a step: it is done
+        part.to_model()  # as megatron-core does after a step; already done here
         order = [("step", *event[1]) if event[0] == "step" else event for event in said]
         assert order == [
             ("comes", 0), ("comes", 1), ("here", 0), ("step", 0), ("leaves", 0),

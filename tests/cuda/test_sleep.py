@@ -1,4 +1,4 @@
-"""What a worker on CUDA asks of vLLM's allocator for sleep mode, and of its arguments to have one."""
+"""Tests of sleep mode in a worker on CUDA: calls to vLLM's allocator, and the arguments for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from skyrl_mega.engines.vllm.transfer import ShardTransferEngine, WorkerExtensio
 
 
 class Allocator:
-    """vLLM's allocator, as far as it is called: discards by tag, wakes what is asked for and every tag that it never
-    defers (`DEFERRABLE_TAGS`), and records the calls."""
+    """Replacement of vLLM's allocator: discards by tag, wakes the given tags and every tag never deferred
+    (`DEFERRABLE_TAGS`), and records the calls."""
 
     def __init__(self, tensors: dict[str, list[Tensor]]) -> None:
         self.calls: list[tuple[str, tuple[str, ...]]] = []
@@ -47,7 +47,7 @@ class Allocator:
 
 
 class Rotary(Module):
-    """It has a table that no update brings, and a kernel that keeps another one."""
+    """Module with a table outside every update, and a kernel that keeps another table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class Rotary(Module):
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with a device of CUDA, and the allocator of its process."""
+    """Returns a worker on CUDA with a simulated allocator."""
     model, cache = Rotary(), torch.ones(32)
     weights = [*[p.data for p in model.parameters()], model.table, model.kernel["order"][0]]
     allocator = Allocator({"weights": weights, "kv_cache": [cache], "workspace": [torch.ones(16)]})
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: allocator.calls.append(("empty_cache", ())))
     monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: allocator)
-    made: Any = WorkerExtension()
+    worker_extension: Any = WorkerExtension()
     engine = SimpleNamespace(device=torch.device("cuda"), model=model, parameters=SimpleNamespace(undefined=False))
-    made.weight_transfer_engine = engine
-    made.synchronize_device = lambda: allocator.calls.append(("synchronize", ()))
-    made.model_runner, made.allocator = SimpleNamespace(kv_caches=[cache.view(4, 8)]), allocator
-    return made
+    worker_extension.weight_transfer_engine = engine
+    worker_extension.synchronize_device = lambda: allocator.calls.append(("synchronize", ()))
+    worker_extension.model_runner, worker_extension.allocator = SimpleNamespace(kv_caches=[cache.view(4, 8)]), allocator
+    return worker_extension
 
 
 def test_a_worker_drops_by_tags_and_gets_back_what_no_update_brings(worker: Any) -> None:

@@ -1,4 +1,4 @@
-"""Short branches that only CUDA enters and that no larger rehearsal comes by: who is asked for what."""
+"""Tests of short CUDA-only branches outside the larger rehearsals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dapo(*settings: str) -> Config:
 def test_transformer_engine_is_allowed_on_cuda_and_refused_on_a_cpu_by_the_settings_alone() -> None:
     config = dapo("policy.spec=te")
     check(config, planned=True)
-    _check_spec(config)  # a driver without a GPU cannot tell: the ranks do
+    _check_spec(config)  # a driver without a GPU accepts; the ranks check
     with pytest.raises(UserError, match=r"^policy\.spec = te: .*cluster\.device is cpu"):
         check(compose(ROOT / "configs" / "quickstart.yaml", ["policy.spec=te"]))
 
@@ -124,7 +124,7 @@ def test_an_embedder_is_refused_a_gpu_that_is_not_there_and_takes_one_that_is(
         Embedder(tmp_path, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = object.__new__(Embedder)
-    with pytest.raises(UserError, match=str(tmp_path)):  # no model lies there
+    with pytest.raises(UserError, match=str(tmp_path)):  # the folder has no model
         found.__init__(tmp_path, device="auto")  # type: ignore[misc]
     assert found.device.type == "cuda"
 
@@ -142,13 +142,13 @@ def test_what_a_preflight_asks_of_a_node_with_gpus(monkeypatch: pytest.MonkeyPat
 
 
 class _Remote:
-    """An actor's class with options."""
+    """Actor class that records its options."""
 
     def __init__(self, made: list[Any], options: dict[str, Any]) -> None:
         made.append(options)
 
     def remote(self, *_: Any) -> None:
-        """Starts nothing."""
+        """Does nothing."""
 
 
 def test_a_run_on_gpus_has_a_preflight_of_gpus_and_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_run_on_gpus_has_a_preflight_of_gpus_and_network(monkeypatch: pytest.M
     assert (promised.gb_s, promised.is_reliable) == (
         dapo().cluster.topology.nic_gb_s,
         False,
-    )  # no node told of adapters
+    )  # no node reported network adapters
 
 
 def test_two_gpus_exchange_though_ray_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Streams, events, NCCL's and CUDA IPC's ways through `weights/`, without a GPU: in processes of their own."""
+"""Tests of the CUDA code in `weights/` (streams, events, NCCL, CUDA IPC) without a GPU, in separate processes."""
 
 from __future__ import annotations
 

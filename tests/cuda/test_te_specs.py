@@ -1,6 +1,6 @@
-"""A policy of Transformer Engine's layers is what `models` says, what the local spec is, and clips by the right norm.
+"""Tests of the policy with Transformer Engine layers: parameters as in `models`, equal to the local spec, right norm.
 
-Transformer Engine's and megatron-core's classes are the real ones (`te`), built for every rank of every layout.
+The classes of Transformer Engine and megatron-core are real (`te`), built for every rank of every layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAIRS = [
     *(("llama", layout) for layout in ("one", "tp2")),
 ]  # fmt: skip
 DTYPES = {"one": "float32", "tp2": "float32", "tp2 ep2": "float32"}
-"""Master weights are another path through the optimizer than a float32 model's own; most layouts go the former."""
+"""Dtypes by layout. Most layouts use bfloat16, because master weights take another code path than a float32 model."""
 
 Key = tuple[str, str, str]
 
@@ -59,7 +59,7 @@ def case(model: str, layout: str, spec: str) -> Case:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, list[Built]]:
-    """Every rank of every pair in both specs, from one process with Transformer Engine's classes."""
+    """Returns every rank of every pair in both specs, from one process with Transformer Engine's classes."""
     keys = [(model, layout, spec) for model, layout in PAIRS for spec in ("te", "local")]
     answers = tmp_path_factory.mktemp("te") / "answers.pickle"
     ran = subprocess.run(
@@ -92,7 +92,7 @@ def test_names_shapes_and_order(built: dict[Key, list[Built]], model: str, layou
 def test_every_gradient_counts_once_in_the_norm(
     built: dict[Key, list[Built]], model: str, layout: str, spec: str
 ) -> None:
-    """The squares that all ranks count add up to those of the whole gradients, which one process would have."""
+    """Compares the squares counted by all ranks with the squares of the whole gradients."""
     ranks = built[model, layout, spec]
     everybody = list(range(len(ranks)))
     assert all(group == everybody for found in ranks for group in found.norm_ranks)
@@ -113,7 +113,7 @@ def squared(gradient: Tensor) -> float:
 
 
 def test_attributes_are_the_local_specs(built: dict[Key, list[Built]], model: str, layout: str) -> None:
-    """By what a parameter holds: a name is not the same in both."""
+    """Compares attributes by a parameter's content, because names differ between the specs."""
     hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
     for rank, (one, other) in enumerate(zip(built[model, layout, "te"], built[model, layout, "local"], strict=True)):
         by_spec = [
@@ -124,7 +124,7 @@ def test_attributes_are_the_local_specs(built: dict[Key, list[Built]], model: st
 
 
 def meaning(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core takes them for, with its defaults; where a shard is cut matters to no one but its loader."""
+    """Returns the attributes with megatron-core's defaults; the cut dimension matters only to the loader."""
     defaults = dict(tensor_model_parallel=False, allreduce=True, sequence_parallel=False, shared=False,
                     shared_embedding=False)  # fmt: skip
     found = {name: attributes.get(name, default) for name, default in defaults.items()}
@@ -133,7 +133,7 @@ def meaning(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def contents(hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """For each parameter, the Hugging Face tensors in it and where they lie."""
+    """Yields each parameter with its Hugging Face tensors and their positions."""
     held: dict[str, list[Any]] = defaultdict(list)
     for piece in architecture(hf).megatron_shard(hf, parallel, rank, spec).pieces:
         held[piece.param].append((piece.tensor, str(piece.box), piece.offset))
@@ -145,7 +145,8 @@ def contents(hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: Any) -
 def test_optimizers_share_out_every_parameter_once(
     built: dict[Key, list[Built]], model: str, layout: str, spec: str
 ) -> None:
-    """Experts have an optimizer of their own under expert parallelism; norms and biases do not decay."""
+    """Checks that experts have a separate optimizer under expert parallelism, and that norms and biases do not
+    decay."""
     parallel = MORE_LAYOUTS[layout]
     runs: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     sizes: dict[tuple[Any, ...], int] = {}
@@ -164,12 +165,13 @@ def test_optimizers_share_out_every_parameter_once(
 
 
 def place(at: RankCoords, name: str) -> tuple[Any, ...]:
-    """What the ranks have in common that hold the same of a parameter."""
+    """Returns the coordinates shared by all ranks with the same part of a parameter."""
     return (at.pp, at.ep, at.etp, name) if ".experts." in name else (at.pp, at.tp, name)
 
 
 def test_the_sharded_state_covers_every_tensor_once(built: dict[Key, list[Built]], model: str, layout: str) -> None:
-    """What megatron-core would store of Transformer Engine's layers, over the ranks that store it."""
+    """Checks the stored elements of Transformer Engine's layers in megatron-core's sharded state, over all storing
+    ranks."""
     covered: dict[str, np.ndarray] = {}
     for found in built[model, layout, "te"]:
         for key, whole, offset, local, stores in found.stored:

@@ -1,8 +1,8 @@
-"""Weights in the order that CUDA kernels want them: after every update the tensors that a fresh load would have made,
-bit for bit, at the addresses that CUDA graphs hold.
+"""Tests of weights in the order of CUDA kernels: an update must leave the same bits as a fresh load, at the addresses
+held by CUDA graphs.
 
-vLLM itself is the judge: what it loads from the files, by its own loaders and post-processing, is compared with what
-our update path leaves. `vllm_worker` says what stands for the device.
+vLLM is the reference: tensors loaded from files by its loaders and post-processing are compared with the tensors after
+our update. `vllm_worker` describes the simulated device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "layers": 1, "ffn": 256, "tied": True},
     ),
 }
-"""Experts of 192 columns are padded for kernels that want multiples of 128, of one worker and of two."""
+"""Models by name. Experts of 192 columns need padding for kernels with multiples of 128, with one worker and with
+two."""
 ROUTER = {"ignore": [r"re:.*\.mlp\.gate$"]}
 ONLINE = {"quantization": "fp8_per_block", "quantization_config": ROUTER}
 PER_TENSOR = {"quantization": "fp8_per_tensor", "quantization_config": ROUTER}
@@ -96,11 +97,11 @@ CASES: dict[str, tuple[str, Worker, str]] = {
     }.items()
     if gpu in backends
 }
-"""Name → model, worker, and the backend of the experts that vLLM must pick on it."""
+"""Name → model, worker, and the backend that vLLM must choose for the experts."""
 
 
 def write_fp8(path: Path) -> Path:
-    """The model with block-scaled FP8 weights, as a checkpoint on the hub has them."""
+    """Writes the model with block-scaled FP8 weights, in the hub's checkpoint format."""
     folder = path.with_name(f"{path.name}-fp8")
     folder.mkdir()
     weights = load_file(path / "model.safetensors")
@@ -113,7 +114,7 @@ def write_fp8(path: Path) -> Path:
 
 
 def shard_of(path: Path, worker: Worker) -> Shard:
-    """What our side says that this worker holds, scales included where the files have them."""
+    """Returns the worker's shard by our own layout, with scales if the files have scales."""
     hf = json.loads((path / "config.json").read_text())
     arch = architecture(hf)
     shard = arch.engine_shard(hf, worker.tensor, worker.rank, worker.expert_parallel)
@@ -124,11 +125,11 @@ def shard_of(path: Path, worker: Worker) -> Shard:
 
 
 def kernel_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Everything that a forward pass reads: parameters, buffers, and what kernels hold of their own."""
+    """Returns all tensors read by a forward pass: parameters, buffers, and tensors held by kernels."""
     found = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
     found |= dict(model.named_buffers(remove_duplicate=False))
     for name, module in model.named_modules():
-        if hasattr(module, "shard_indices"):  # nobody reads the rows past the vocabulary
+        if hasattr(module, "shard_indices"):  # rows past the vocabulary are never read
             found[f"{name}.weight"] = found[f"{name}.weight"][: module.shard_indices.num_org_elements]
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -140,7 +141,7 @@ def kernel_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def update(parameters: Any, shard: Shard, path: Path, *, check: bool = False) -> list[str]:
-    """Writes a worker's shard from the files in the order of a sync: a layer closes when all of it is there."""
+    """Writes a worker's shard from the files in the order of a sync: a layer closes once all its parts are written."""
     tensors = load_file(path / "model.safetensors")
     parameters.open(check=check)
     for name in shard.params:
@@ -154,7 +155,7 @@ def update(parameters: Any, shard: Shard, path: Path, *, check: bool = False) ->
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, shape and type included."""
+    """Returns True if both tensors agree in bits, shape and dtype."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -163,7 +164,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
-    """Two fresh loads, then an engine that starts with dummy weights and takes updates."""
+    """Runs two fresh loads, then an engine with dummy weights that takes updates."""
     from skyrl_mega.engines.vllm.transfer import ShardTransferEngine
 
     pool = Pool("weights")
@@ -184,7 +185,7 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
         found["backend"] = "".join(b.name for b in backends)
         before = kernel_tensors(model)
         addresses = {n: (t.data_ptr(), t.stride()) for n, t in before.items()}
-        assert {n for n, t in before.items() if not same(t, fresh[1][n])}  # dummy weights are neither
+        assert {n for n, t in before.items() if not same(t, fresh[1][n])}  # dummy weights equal neither model
         engine = ShardTransferEngine(config.weight_transfer_config, config, torch.device("cpu"), model)
         parameters = engine.parameters
         for which in (1, 0, 1):
@@ -203,7 +204,7 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
         for module in model.modules():
             if hasattr(
                 module, "shard_indices"
-            ):  # no update brings the rows past the vocabulary; they are 0 after a wake
+            ):  # no update sends the rows past the vocabulary; these are 0 after a wake
                 module.weight.data[module.shard_indices.num_org_elements :] = 0
         found["stale"] = sleep(pool, model, parameters, lambda: update(parameters, shard, paths[1]))
         after = kernel_tensors(model)
@@ -213,8 +214,8 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
 
 
 def sleep(pool: Pool, model: torch.nn.Module, parameters: Any, bring: Callable[[], Any]) -> list[str]:
-    """Drops what vLLM allocated while it loaded the model, takes it back, and brings the same weights: whatever of it
-    somebody still holds and has other bytes afterwards."""
+    """Drops vLLM's load-time allocations, restores them and sends the same weights; returns still referenced tensors
+    with different bytes."""
     from skyrl_mega.engines.presence import WEIGHTS
     from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts
 
@@ -235,7 +236,7 @@ def sleep(pool: Pool, model: torch.nn.Module, parameters: Any, bring: Callable[[
 
 
 def refusals(folder: Path) -> dict[str, Any]:
-    """On Blackwell: a re-packed layer of which a part arrives, and is left; scales over all workers."""
+    """Runs the refused cases on Blackwell: a partly written re-packed layer, and scales over all workers."""
     from skyrl_mega.engines.vllm.params import LoadTimeParameters
 
     found: dict[str, Any] = {}
@@ -257,7 +258,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         after = kernel_tensors(model)
         found["changed"] = [n for n, (t, at) in before.items() if not same(t, after[n]) or at != after[n].data_ptr()]
         parameters.open()
-        parameters.close()  # of an update that brought nothing
+        parameters.close()  # end of an update without parts
         found["changed"] += [n for n, (t, _) in before.items() if not same(t, kernel_tensors(model)[n])]
         worker = Worker(BLACKWELL, options=PER_TENSOR)
         try:
@@ -274,8 +275,8 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 
 def rehearse(rank: int, _address: str, folder: Path) -> dict[str, Any]:
-    """All cases of one kind of GPU, in a process of its own. A case that raises is told of by its traceback."""
-    # vLLM would compile its quantiser, which takes a minute here.
+    """Runs all cases for one kind of GPU in a separate process. A failed case returns a traceback."""
+    # vLLM would compile its quantiser here, which takes a minute.
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
     gpu = (HOPPER, BLACKWELL)[rank]
     found: dict[str, Any] = {"refusals": refusals(folder)} if gpu == BLACKWELL else {}
@@ -302,7 +303,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_updates_leave_what_a_fresh_load_would(found: dict[str, Any], case: str) -> None:
-    """Three updates, each bit-compared; then a check, which finds what differs and changes nothing; then sleep."""
+    """Runs three updates with a comparison of bits, a check that finds differences without a change, and a sleep."""
     result = found[case]
     assert isinstance(result, dict), result
     assert result["backend"] == CASES[case][2]
@@ -320,11 +321,12 @@ def test_a_part_of_a_repacked_layer_changes_nothing(found: dict[str, Any]) -> No
 
 
 def test_blocks_that_a_cut_goes_through_are_refused(found: dict[str, Any]) -> None:
-    """vLLM would make smaller ones, for which no wire brings scales."""
+    """Cuts through blocks: vLLM would make smaller blocks, and no wire sends scales for smaller blocks."""
     said = found["refusals"]["cut blocks"]
     assert "a worker has 96 columns of an expert" in said and "leaves a multiple of 128" in said
 
 
 def test_scales_over_all_workers_are_refused(found: dict[str, Any]) -> None:
-    """They take a collective for each layer, and workers close their layers in different orders."""
+    """Uses scales over all workers: such scales need a collective per layer, and workers close layers in different
+    orders."""
     assert "allowed is rollout.options.quantization=fp8_per_block" in found["refusals"]["per tensor"]

@@ -1,7 +1,7 @@
-"""A layer of Transformer Engine's computes what the local one does, fused or not, its host waits once at most, and it
-keeps for its backward pass what the planner says.
+"""Tests of a Transformer Engine layer: same results as the local layer, fused or not, at most one host wait, and the
+planner's bytes for the backward pass.
 
-All of Python is the real one, Transformer Engine's and megatron-core's; kernels are torch's (`te_kernels`).
+All Python of Transformer Engine and megatron-core is real; kernels are plain torch (`te_kernels`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ POLICIES = {
     "deepep": PolicyConfig(spec="te", moe=MoeConfig(dispatcher="deepep")),
 }
 DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
-"""How many tokens go to each rank and expert, which NCCL's and cuBLAS's calls want from the host."""
+"""The wait for the numbers of tokens for each rank and expert: calls to NCCL and cuBLAS need these numbers on the
+host."""
 LAYERS = 2
 MODEL = BuildConfig(layers=LAYERS, hidden=128, heads=8, head_dim=32, experts=16, experts_per_token=4, expert_ffn=64)
 PARALLEL = ParallelDims(2, tensor=2, expert=2)
@@ -44,7 +45,7 @@ CONTEXT = ParallelDims(2, context=2, expert=2)
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """What each of two ranks found with each policy."""
+    """Returns the results of two ranks with each policy."""
     folder = tmp_path_factory.mktemp("waits")
     build(MODEL, folder / "model", seed=1)
     return run("te_layers", folder, PARALLEL, POLICIES)
@@ -52,7 +53,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
 
 @pytest.fixture(scope="module")
 def in_context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """What each of two ranks found that have parts of the same sequences."""
+    """Returns the results of two context-parallel ranks."""
     folder = tmp_path_factory.mktemp("context")
     build(MODEL, folder / "model", seed=1)
     policies = {name: POLICIES[name] for name in ("fused", "moe", "local")}
@@ -71,19 +72,19 @@ def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answe
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(
     answers: dict[str, list[Answer]], name: str, passes: int
 ) -> None:
-    """Once in a layer's forward pass, once more where the pass is repeated, and never in a backward pass."""
+    """Counts a wait for a layer's forward pass, another for a repeated pass, and none for a backward pass."""
     for answer in answers[name]:
         assert dict(answer.waits) == {DISPATCH: passes * LAYERS}
 
 
 def test_with_deepep_no_call_of_a_layer_waits(answers: dict[str, list[Answer]]) -> None:
-    """Its own dispatch does, for the same numbers."""
+    """Counts no wait in the layers; only DeepEP's dispatch waits for the numbers of tokens."""
     for answer in answers["deepep"]:
         assert dict(answer.waits) == {}
 
 
 def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[Answer]]) -> None:
-    """So the count finds what is there: two waits for queries, two for keys, two where tokens are sorted."""
+    """Checks the counter itself: two waits for queries, two for keys, and two for the sort of tokens."""
     rope = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
     sort = "megatron/core/transformer/moe/moe_utils.py:permute"
     for answer in answers["nothing fused"]:
@@ -97,7 +98,7 @@ def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[A
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
 def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
-    """In bfloat16, whose noise is between them."""
+    """Compares results in bfloat16, within the noise of the format."""
     for found, local in zip(answers[name], answers["local"], strict=True):
         assert off(found.hidden, local.hidden) < 0.02
         assert set(found.gradients) and all(np.isfinite(g).all() for g in found.gradients.values())
@@ -106,7 +107,8 @@ def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]
 
 @pytest.mark.parametrize("name", ["fused", "moe"])
 def test_parts_of_sequences_are_attended_to_without_a_wait(in_context: dict[str, list[Answer]], name: str) -> None:
-    """Keys and values go round; what comes of it is what the local spec computes, which goes another way."""
+    """Compares context parallelism, with keys and values passed around the ranks, with the local spec's different
+    method."""
     passes = 2 if name == "moe" else 1
     for found, local in zip(in_context[name], in_context["local"], strict=True):
         assert dict(found.waits) == {DISPATCH: passes * LAYERS}
@@ -122,7 +124,8 @@ def test_a_layer_keeps_what_the_planner_says(answers: dict[str, list[Answer]], n
 
 
 def test_a_fused_activation_function_keeps_three_widths_less(answers: dict[str, list[Answer]]) -> None:
-    """silu, up once more and the product before the router's probability, of every row of an expert."""
+    """Compares the kept bytes: unfused layers keep silu, up and the product before the router's probability, for every
+    row."""
     for alone, without in zip(answers["swiglu"], answers["nothing fused"], strict=True):
         assert without.kept - alone.kept == 3 * without.routed * MODEL.expert_ffn * BYTES
         policies = POLICIES["nothing fused"], POLICIES["swiglu"]
@@ -130,7 +133,7 @@ def test_a_fused_activation_function_keeps_three_widths_less(answers: dict[str, 
 
 
 def planned(answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, parallel: ParallelDims = PARALLEL) -> int:
-    """Bytes of the formula, with the experts' rows that there were."""
+    """Returns the bytes of the planner's formula for the actual rows of the experts."""
     hf = hf_config(model)
     even = answer.tokens / parallel.tensor * model.experts_per_token * parallel.expert_tensor
     how: dict[str, Any] = dict(recompute=policy.recompute, spec="te", fused=fused(policy, "te", True))
@@ -139,9 +142,9 @@ def planned(answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, pa
 
 
 BYTES = 2
-"""Of an element, which is bfloat16."""
+"""Bytes of a bfloat16 element."""
 EMBEDDING = "embedding.word_embeddings.weight"
-"""Its gradient has come through every layer."""
+"""A parameter with a gradient that depends on every layer."""
 
 
 @pytest.mark.parametrize("name", ["selective", "moe"])
@@ -153,5 +156,5 @@ def test_what_is_recomputed_changes_no_gradient(answers: dict[str, list[Answer]]
 
 
 def off(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Distance over length."""
+    """Returns the distance relative to the expected length."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

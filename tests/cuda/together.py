@@ -1,6 +1,6 @@
-"""Collectives that are issued together, on gloo: one after another, and over as they are issued.
+"""Coalesced collectives on gloo, run in sequence and complete when issued.
 
-Gloo lays what comes together into one tensor of one type, where NCCL sends each as it is.
+gloo would merge coalesced tensors into a single tensor of a single dtype; NCCL sends each tensor unchanged.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 
 
 class Done:
-    """What came together, and is over."""
+    """Handle of coalesced collectives, already complete."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once."""
 
 
 def one_by_one() -> None:
-    """Transformer Engine's, and those of megatron-core's data parallelism. For this process, after their imports."""
+    """Replaces the coalesced collectives of Transformer Engine and of megatron-core's data parallelism in this process.
+    Must run after both imports."""
     from megatron.core.distributed import param_and_grad_buffer
 
     modules: list[Any] = [torch.distributed, param_and_grad_buffer]

@@ -1,10 +1,10 @@
-"""A worker of a vLLM engine as CUDA would have it, on CPU tensors: its model, loaded and post-processed by vLLM's code.
+"""Simulated CUDA worker of a vLLM engine, on CPU tensors: vLLM's code loads and post-processes the model.
 
-vLLM's classes ask the platform which kernels there are, so the platform answers as a Hopper or a Blackwell GPU does,
-and everything that follows from it is vLLM's own: the choice of backends, padded sizes, loading, post-processing, the
-metadata for reloading. What a device alone has is replaced at its boundary: FlashInfer's and DeepGEMM's functions that
-say how a kernel wants its weights are permutations of the same shapes here, and every other one raises when it is
-called. Ranks above 0 come from torch's fake process group. Use it in a process of its own: vLLM keeps what it found.
+vLLM's classes ask the platform for the available kernels. The platform answers like a Hopper or Blackwell GPU, and vLLM
+does the rest: backends, padded sizes, loading, post-processing, metadata for reloading. Code that needs a device is
+replaced at the boundary. Functions of FlashInfer and DeepGEMM for the layout of weights are permutations of the same
+shapes here; all further functions raise. Ranks above 0 belong to torch's fake process group. A worker needs a separate
+process, because vLLM caches results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 @dataclass(frozen=True)
 class Worker:
-    """Which worker of which engine."""
+    """Identity of a worker in an engine."""
 
     gpu: tuple[int, int]
     """Compute capability."""
@@ -41,20 +41,21 @@ class Worker:
     rank: int = 0
     expert_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """vLLM's engine arguments."""
+    """Engine arguments of vLLM."""
 
 
 # ---- what a device has -----------------------------------------------------------------------------------------------
 
 
 def _rows(seed: int, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """An order of a matrix' rows that is no order's inverse of itself: applied twice it shows."""
+    """Returns a permutation of a matrix' rows. The permutation is not its own inverse, so a double application is
+    visible."""
     rows = weight.shape[0]
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed + rows))
 
 
 def _cached_rows(seed: int, cache: dict[Any, Tensor], weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """FlashInfer keeps what it has made, on the device, in a dict of vLLM's."""
+    """Returns a cached permutation: FlashInfer caches permutations on the device, in a dict owned by vLLM."""
     key = seed, weight.shape
     if key not in cache:
         cache[key] = _rows(seed, weight)
@@ -64,15 +65,17 @@ def _cached_rows(seed: int, cache: dict[Any, Tensor], weight: Tensor, *_: Any, *
 def _required_layout(
     sf: Tensor, mn: int, k: int, recipe: tuple[int, int, int], num_groups: int, disable_ue8m0_cast: bool, **_: Any
 ) -> Tensor:
-    """DeepGEMM's layout of block scales: on Blackwell one scale a row, four of them in an int32, row by row."""
+    """Returns DeepGEMM's layout of block scales: on Blackwell a scale per row, packed by four into an int32, row by
+    row."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_device_capability_family(100):
-        return sf  # Hopper's kernel reads block scales as they are
+        return sf  # Hopper's kernel reads block scales unchanged
     assert not disable_ue8m0_cast and sf.shape[0] == num_groups
     rows = sf.index_select(-2, torch.arange(mn) // recipe[1])
     exponents = (rows.view(torch.int32) >> 23).to(torch.uint8)
-    assert torch.equal((exponents.to(torch.int32) << 23).view(torch.float32), rows)  # powers of two, or it is lossy
+    # Scales are powers of two, else the format loses bits.
+    assert torch.equal((exponents.to(torch.int32) << 23).view(torch.float32), rows)
     columns = -(-rows.shape[-1] // 4) * 4
     packed = torch.zeros(*rows.shape[:-1], columns, dtype=torch.uint8)
     packed[..., : rows.shape[-1]] = exponents
@@ -80,7 +83,7 @@ def _required_layout(
 
 
 def _scaled_fp8(input: Tensor, scale: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """vLLM's operator for numbers of a given scale."""
+    """Replacement of vLLM's operator for quantising with a given scale."""
     return (input.float() / scale).to(torch.float8_e4m3fn), scale
 
 
@@ -98,7 +101,7 @@ PACKAGES: dict[str, dict[str, Callable[..., Any]]] = {
         "set_pdl": lambda enable: None,
     },
 }
-"""Packages of a CUDA environment, and the functions of them that weights go through."""
+"""Packages of a CUDA environment, and the layout functions called for weights."""
 
 
 def _package(name: str) -> ModuleType:
@@ -124,7 +127,7 @@ def _package(name: str) -> ModuleType:
 
 @contextmanager
 def device(gpu: tuple[int, int]) -> Iterator[None]:
-    """vLLM takes this process for one with a GPU of this compute capability, its packages installed."""
+    """Makes vLLM treat this process as a GPU process of the compute capability, with all packages installed."""
     import vllm.model_executor.models.qwen3_moe
     import vllm.v1.attention.backends.fa_utils  # noqa: F401  (asks for CUDA's extensions when it is imported)
     from vllm import _custom_ops
@@ -147,7 +150,7 @@ def device(gpu: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {"VLLM_HAS_FLASHINFER_CUBIN": "1"}))
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(kind, name, answer))
-        for name in supported:  # which kernels the wheel was built with
+        for name in supported:  # kernels compiled into the wheel
             stack.enter_context(mock.patch.object(_custom_ops, name, return_value=True))
         stack.enter_context(mock.patch.object(_custom_ops, "scaled_fp8_quant", _scaled_fp8))
         for name in ("empty_cache", "max_memory_allocated", "reset_peak_memory_stats"):
@@ -164,7 +167,7 @@ def device(gpu: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def ranks(worker: Worker) -> Iterator[None]:
-    """vLLM's groups, of which this process is one rank and the others are not there."""
+    """Creates vLLM's groups with this process as a rank; all further ranks are fake."""
     import vllm.distributed.parallel_state as state
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed.device_communicators import shm_broadcast
@@ -192,19 +195,19 @@ def ranks(worker: Worker) -> Iterator[None]:
 
 
 class Pool(TorchDispatchMode):
-    """vLLM's allocator for sleep mode (`CuMemAllocator`), as far as a worker asks it: within it, what is allocated
-    belongs to a tag, `discard` makes garbage of that, and it comes back at the same addresses."""
+    """Replacement of vLLM's allocator for sleep mode (`CuMemAllocator`), reduced to the calls of a worker. Allocations
+    in the context get a tag; `discard` overwrites tagged memory, and `wake_up` restores the same addresses."""
 
     def __init__(self, tag: str) -> None:
         super().__init__()
         self.tag = tag
         self.pointer_to_data: dict[int, Any] = {}
         self.storages: list[torch.UntypedStorage] = []
-        """Held, so that no address is given out twice."""
+        """Storages referenced here, so that no address is reused."""
         self.asleep = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func is torch.ops.aten.lift_fresh.default  # torch.tensor has filled it already
+        made = func is torch.ops.aten.lift_fresh.default  # torch.tensor has already filled the memory
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if not made and _has_memory(t)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -217,22 +220,22 @@ class Pool(TorchDispatchMode):
         return out
 
     def bytes(self) -> dict[int, Tensor]:
-        """What is in it, by address."""
+        """Returns the bytes of every storage, by address."""
         return {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in self.storages}
 
     def held(self) -> set[int]:
-        """Addresses of what is in use, whoever it is that uses it."""
+        """Returns the addresses of storages with further references."""
         return {s.data_ptr() for s in self.storages if torch._C._storage_Use_Count(s._cdata) > 1}
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """As vLLM's. NaN in every floating-point type."""
+        """Overwrites the tagged memory with NaN bytes, as vLLM's allocator drops the content."""
         if self.tag in tags:
             self.asleep = True
             for content in self.bytes().values():
                 content.fill_(0xFF)
 
     def wake_up(self, tags: list[str]) -> None:
-        """As vLLM's."""
+        """Marks the memory as awake, as vLLM's allocator does."""
         assert not self.asleep or self.tag in tags
         self.asleep = False
 
@@ -245,7 +248,7 @@ def _has_memory(leaf: Any) -> bool:
 
 
 def load(config: Any, worker: Worker, path: Path, load_format: str = "auto") -> Module:
-    """A worker's model as vLLM loads it from a Hugging Face directory. Inside of `device`."""
+    """Loads a worker's model with vLLM from a Hugging Face directory. Must run within `device`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader import get_model
@@ -258,7 +261,8 @@ def load(config: Any, worker: Worker, path: Path, load_format: str = "auto") -> 
 
 
 def configuration(path: Path, worker: Worker) -> Any:
-    """vLLM's configuration of the engine: made as for a CPU, which has no device to look for, then cut."""
+    """Returns vLLM's configuration of the engine: created as for a CPU, to avoid a search for devices, then set to the
+    worker."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum

@@ -1,4 +1,5 @@
-"""Python runs this first in every process of a recorded run; see `tests.cuda.entered`."""
+"""Starts the recorder in every process of a recorded run, because Python imports this module first; see
+`tests.cuda.entered`."""
 
 import os
 from pathlib import Path
