@@ -1,4 +1,4 @@
-"""What torch allocates: every new storage, and how much there was at once."""
+"""Recorder of torch's allocations: every new storage, and the peak of bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """While it is entered, storages that operations make, by bytes; those from before do not count."""
+    """Mode that records the storages created by operations, in bytes; earlier storages do not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        """Of each, in order."""
+        """Bytes of each storage, in order."""
         self.peak = 0
-        """The most bytes at once."""
+        """Peak of bytes at the same time."""
         self._now = 0
         self._known: set[int] = set()
 

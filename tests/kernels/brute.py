@@ -1,4 +1,4 @@
-"""E4M3, blocks and boxes written out one by one, in float64 or bytes, without the kernels' formulas."""
+"""E4M3 numbers, blocks and boxes computed element by element, in float64 or bytes, without the kernels' formulas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def e4m3(byte: int) -> float:
-    """What the OCP table says a byte means: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity."""
+    """Returns the value of a byte in the OCP table: sign, 4 bits of exponent with bias 7, 3 of mantissa, no
+    infinity."""
     sign = -1.0 if byte & 0x80 else 1.0
     exponent, mantissa = byte >> 3 & 15, byte & 7
     if exponent == 15 and mantissa == 7:
@@ -19,11 +20,12 @@ def e4m3(byte: int) -> float:
 
 
 FINITE = np.array([e4m3(byte) for byte in range(0x7F)])
-"""Every magnitude; the index is the byte."""
+"""Every magnitude, indexed by byte."""
 
 
 def nearest(values: np.ndarray) -> np.ndarray:
-    """Float64 magnitudes within 448 to the byte of the nearest E4M3 number, ties to the even byte; keeps the sign."""
+    """Returns the bytes of the nearest E4M3 numbers for float64 magnitudes up to 448; ties go to the even byte, signs
+    stay."""
     above = np.clip(np.searchsorted(FINITE, np.abs(values)), 1, len(FINITE) - 1)
     low, high = above - 1, above
     to_low, to_high = np.abs(values) - FINITE[low], FINITE[high] - np.abs(values)
@@ -32,7 +34,7 @@ def nearest(values: np.ndarray) -> np.ndarray:
 
 
 def amax(weight: Tensor, row0: int, col0: int) -> np.ndarray:
-    """Largest magnitude by global block, element by element, float64."""
+    """Returns the largest magnitude of each global block, element by element, float64."""
     values = np.abs(weight.double().numpy())
     rows, columns = values.shape
     first = row0 // 128, col0 // 128
@@ -44,7 +46,7 @@ def amax(weight: Tensor, row0: int, col0: int) -> np.ndarray:
 
 
 def quantise(weight: Tensor, scale: Tensor, row0: int, col0: int) -> np.ndarray:
-    """Bytes. The product with the inverse of the scale is rounded to float32 once, as the format's users do."""
+    """Returns the bytes. The product with the inverse scale is rounded to float32 once, as users of the format do."""
     i = (np.arange(weight.shape[0]) + row0) // 128 - row0 // 128
     j = (np.arange(weight.shape[1]) + col0) // 128 - col0 // 128
     inverse = (np.float32(1) / scale.numpy())[i[:, None], j[None, :]]
@@ -52,7 +54,7 @@ def quantise(weight: Tensor, scale: Tensor, row0: int, col0: int) -> np.ndarray:
 
 
 def dequantise(numbers: np.ndarray, scale: Tensor, row0: int, col0: int) -> np.ndarray:
-    """Float64."""
+    """Returns the values in float64."""
     i = (np.arange(numbers.shape[0]) + row0) // 128 - row0 // 128
     j = (np.arange(numbers.shape[1]) + col0) // 128 - col0 // 128
     values = np.array([e4m3(byte) for byte in range(256)])[numbers]
@@ -60,12 +62,12 @@ def dequantise(numbers: np.ndarray, scale: Tensor, row0: int, col0: int) -> np.n
 
 
 def packed(views: list[Tensor]) -> bytes:
-    """The views' elements one after the other."""
+    """Returns the bytes of the views' elements in sequence."""
     return b"".join(view.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for view in views)
 
 
 def checksum(box: Tensor) -> int:
-    """Word by word in plain integers."""
+    """Returns the checksum, computed word by word in plain integers."""
     data = packed([box])
     data += bytes(-len(data) % 8)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]

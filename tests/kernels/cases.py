@@ -1,4 +1,4 @@
-"""What every kernel must do on whatever device: run on a GPU by tests/gpu, in Triton's interpreter by tests/kernels."""
+"""Cases for every kernel on any device: run on a GPU by tests/gpu, in Triton's interpreter by tests/kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHARDS = [
 
 
 def hard(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Numbers of all magnitudes and signs, with zeros, a block of zeros where it fits, and ties of the rounding."""
+    """Returns numbers of all magnitudes and signs, with zeros, a block of zeros in large matrices, and rounding
+    ties."""
     generator = torch.Generator().manual_seed(sum(shape))
     values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-12, 3, shape, generator=generator)
     values[..., ::7, ::5] = 0.0
@@ -34,13 +35,13 @@ def hard(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def same_bits(found: Tensor, wanted: Tensor) -> None:
-    """Every byte, NaN and the sign of zero too."""
+    """Compares every byte, including NaN and the sign of zero."""
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
     assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def fp8_like_the_reference(weight: Tensor, row0: int, col0: int, dtype: torch.dtype) -> None:
-    """Magnitudes, numbers, and numbers back to weights."""
+    """Compares magnitudes, FP8 numbers, and dequantised weights."""
     amax = block_fp8.block_amax_reference(weight, row0, col0)
     same_bits(block_fp8_triton.block_amax(weight, row0, col0), amax)
     scales = block_fp8.scales(amax)
@@ -51,7 +52,7 @@ def fp8_like_the_reference(weight: Tensor, row0: int, col0: int, dtype: torch.dt
 
 
 def fp8_every_byte(device: str) -> None:
-    """All 254 numbers there and back with scale 1, and values between and beside them."""
+    """Converts all 254 numbers in both directions with scale 1, and values between and next to the numbers."""
     every = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device=device)
     numbers = every.view(torch.float8_e4m3fn).reshape(2, 127)
     one = torch.ones(1, 1, device=device)
@@ -66,7 +67,7 @@ def fp8_every_byte(device: str) -> None:
 
 
 def fp8_not_a_number(device: str) -> None:
-    """NaN and infinity are not lost."""
+    """Checks that NaN and infinity survive."""
     weight = torch.ones(130, 130, device=device)
     weight[3, 4] = float("nan")
     weight[3, 129] = float("inf")
@@ -78,7 +79,8 @@ def fp8_not_a_number(device: str) -> None:
 
 
 def box_views(device: str, seed: int = 0) -> list[Tensor]:
-    """Boxes of several dtypes, widths and shapes: rows, columns, stacks, single elements, whole tensors, none."""
+    """Returns boxes of several dtypes, widths and shapes: rows, columns, stacks, single elements, whole tensors,
+    none."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -109,7 +111,7 @@ def box_views(device: str, seed: int = 0) -> list[Tensor]:
 
 
 def boxes_like_the_reference(device: str) -> None:
-    """Packed one after the other with gaps between, and dealt out again; nothing else is touched."""
+    """Packs boxes with gaps between, unpacks the boxes, and checks that all other bytes stay."""
     views = box_views(device)
     offsets, end = [], 3
     for k, view in enumerate(views):
@@ -117,28 +119,28 @@ def boxes_like_the_reference(device: str) -> None:
         end += view.nbytes + (0, 1, 2, 8)[k % 4]
     found = torch.full((end + 5,), 0xA5, dtype=torch.uint8, device=device)
     wanted = found.clone()
-    made = regions(views, offsets)
-    table = Table(made, torch.device(device))
+    packed_regions = regions(views, offsets)
+    table = Table(packed_regions, torch.device(device))
     table.copy(views, found, pack=True)
-    pack_reference(made, views, wanted)
+    pack_reference(packed_regions, views, wanted)
     same_bits(found, wanted)
-    # Into disjoint places of other tensors.
+    # Unpacks into disjoint places of other tensors.
     flat = found.flip(0).contiguous()
     bases = [torch.zeros(50, 90, dtype=torch.bfloat16, device=device) for _ in range(4)]
     both = []
     for base in (bases[:2], bases[2:]):
         both.append([base[0][:, 3:9], base[0][10:20, 20:84], base[1][1::2], base[1][0, 5:6]])
     places = [0, 600, 600 + 1280, 600 + 1280 + 4500]
-    made = regions(both[0], places)
-    Table(made, torch.device(device)).copy(both[0], flat, pack=False)
-    unpack_reference(made, both[1], flat)
+    packed_regions = regions(both[0], places)
+    Table(packed_regions, torch.device(device)).copy(both[0], flat, pack=False)
+    unpack_reference(packed_regions, both[1], flat)
     same_bits(bases[0], bases[2])
     same_bits(bases[1], bases[3])
     assert bases[0].view(torch.int16)[10:20, 20:84].count_nonzero() > 0
 
 
 def one_table_for_tensors_that_move(device: str) -> None:
-    """Several boxes of one tensor; then the same of others of its form, also one that is aligned otherwise."""
+    """Packs several boxes of a tensor, then of further tensors with the same form, also with another alignment."""
     wanted = [Region(0, 7, (5, 3), (20, 1), torch.bfloat16, 16), Region(1, 0, (4,), (1,), torch.uint8, 48)]
     table = Table(wanted, torch.device(device))
     for shift in (0, 0, 1, 4, 0, 4, 4, 4, 4):
@@ -154,14 +156,15 @@ def one_table_for_tensors_that_move(device: str) -> None:
 
 
 def checksums_like_the_reference(device: str) -> None:
-    """Of every kind of box where it lies, as of its bytes one after the other; wherever a row ends in a word."""
+    """Compares the checksum of every kind of box with the checksum of its bytes, with rows ending anywhere in a
+    word."""
     views = box_views(device, seed=1) + [
         torch.randn(rows, columns + 3, generator=torch.Generator().manual_seed(rows)).to(device).to(dtype)[:, 1:-2]
         for rows, columns in ((1, 1), (3, 5), (9, 64), (2, 5000))
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
     ]
-    for offsets in ([0] * len(views), range(len(views))):  # what is packed where has no part in it
-        made = regions(views, offsets)
-        found = Table(made, torch.device(device)).checksums(views)
-        same_bits(found, checksums_reference(made, views))
+    for offsets in ([0] * len(views), range(len(views))):  # the offsets must not matter
+        packed_regions = regions(views, offsets)
+        found = Table(packed_regions, torch.device(device)).checksums(views)
+        same_bits(found, checksums_reference(packed_regions, views))
         assert [int(value) % 2**64 for value in found] == [brute.checksum(view) for view in views]

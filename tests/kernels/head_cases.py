@@ -1,4 +1,4 @@
-"""What the fused head must do on whatever device: the numbers and gradients of torch's log_softmax, in float64."""
+"""Cases for the fused head on any device: numbers and gradients equal torch's log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_mega.kernels.linear_logprobs import Head, Inputs
 
 @dataclass(frozen=True)
 class Case:
-    """A head's inputs, cut over tensor ranks that are played one after the other."""
+    """Inputs of a head, split over tensor ranks that run in sequence."""
 
     tokens: int = 9
     width: int = 16
@@ -23,16 +23,16 @@ class Case:
     temperature: float = 1.0
     soft_cap: float | None = None
     scale: float = 1.0
-    """Of the logits."""
+    """Scale of the logits."""
     padding: int = 0
-    """Columns of the whole beyond the vocabulary, at least; what they hold must not matter."""
+    """Lower bound of the weight's padding columns after the vocabulary; the content of padding must not matter."""
     floor: bool = False
-    """Every other token's distribution is cut to a support; that of one to its target alone."""
+    """True if every other token's distribution is cut to a support; the last support is the target alone."""
     entropy: bool = True
-    """Something is learned from it."""
+    """True if the loss includes the entropy."""
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """hidden [T, H], weight [ranks · v, H], targets [T], floor [T], upstream [2, T], float64 on the CPU."""
+        """Returns hidden [T, H], weight [ranks · v, H], targets [T], floor [T], upstream [2, T], float64 on the CPU."""
         g = torch.Generator().manual_seed(self.tokens * 1009 + self.vocab)
         width = -(-(self.vocab + self.padding) // self.ranks)
         hidden = torch.randn(self.tokens, self.width, generator=g, dtype=torch.float64)
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass
 class Answer:
-    """All that a head says; log-probs, entropies, Σ p² and gradients, the weight's of all ranks together."""
+    """Outputs of a head: log-probs, entropies, Σ p² and gradients; the weight's gradient is joined over ranks."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -60,7 +60,7 @@ class Answer:
 
 
 def expected(case: Case, dtype: torch.dtype) -> Answer:
-    """By autograd, from inputs that have been rounded to `dtype`."""
+    """Returns the outputs by autograd, from inputs rounded to `dtype`."""
     hidden, weight, targets, floor, (of_logprobs, of_entropy) = case.tensors()
     hidden, weight = hidden.to(dtype).double().requires_grad_(), weight.to(dtype).double().requires_grad_()
     logits = hidden @ weight[: case.vocab].T
@@ -80,7 +80,7 @@ def expected(case: Case, dtype: torch.dtype) -> Answer:
 
 
 def answered(case: Case, dtype: torch.dtype, device: str, *, by_kernel: bool) -> Answer:
-    """By `linear_logprobs`, rank after rank, in float64 on the CPU."""
+    """Returns the outputs of `linear_logprobs`, rank after rank, in float64 on the CPU."""
     hidden, weight, targets, floor, upstream = case.tensors()
     precise = head_of.precise(dtype)
     width = len(weight) // case.ranks
@@ -107,7 +107,7 @@ def answered(case: Case, dtype: torch.dtype, device: str, *, by_kernel: bool) ->
 
 
 def like_autograd(case: Case, dtype: torch.dtype, device: str, *, by_kernel: bool, near: float) -> None:
-    """Everything to `near`: absolutely where it is of order 1, else relatively."""
+    """Compares all outputs within `near`: absolute for values of order 1, else relative."""
     found, wanted = answered(case, dtype, device, by_kernel=by_kernel), expected(case, dtype)
     for name, value in vars(wanted).items():
         other = vars(found)[name]
@@ -123,7 +123,7 @@ RAGGED = [
     Case(tokens=70, width=33, vocab=291, temperature=0.7),
     Case(tokens=5, width=8, vocab=700, ranks=2, soft_cap=2.0, scale=3.0, entropy=False),
     Case(tokens=130, width=40, vocab=261, ranks=4, padding=7, temperature=1.3, floor=True),
-    Case(tokens=3, width=64, vocab=10, ranks=4, padding=118, soft_cap=5.0, floor=True),  # ranks that are all padding
+    Case(tokens=3, width=64, vocab=10, ranks=4, padding=118, soft_cap=5.0, floor=True),  # some ranks hold only padding
     Case(tokens=1, width=1, vocab=1),
     Case(tokens=6, width=20, vocab=600, ranks=2, scale=1e4),
     Case(tokens=0, width=8, vocab=20, ranks=2),
@@ -132,7 +132,7 @@ RAGGED = [
 
 
 def extremes_are_exact(device: str, dtype: torch.dtype, *, by_kernel: bool) -> None:
-    """Logits of ±10⁴, three of them alike: ln 3 to float32's last places, though the logits' own are 10⁻³."""
+    """Checks logits of ±10⁴ with three equal ones: ln 3 to float32's last places, although logits resolve only 10⁻³."""
     vocab, width = 520, 8
     weight = torch.full((vocab, width), -1e4, dtype=torch.float64)
     weight[[3, 270, 519]] = 1e4
@@ -151,7 +151,7 @@ def extremes_are_exact(device: str, dtype: torch.dtype, *, by_kernel: bool) -> N
     entropy = torch.stack([few, most, few, few])
     torch.testing.assert_close(saved.entropy_T.cpu().float(), entropy, atol=2e-6, rtol=0)
     assert grad_hidden.isfinite().all() and grad_weight.isfinite().all()
-    # Tokens 0, 2 and 3 push a third each from all three columns, and two of them pull at their targets.
+    # Tokens 0, 2 and 3 add a third to all three columns, and two of these tokens subtract at their targets.
     pull = grad_weight[[3, 270, 519], 0].cpu().float()
     torch.testing.assert_close(pull, torch.tensor([0.0, -1.0, 0.0]), atol=1e-5, rtol=0)
 
@@ -162,6 +162,6 @@ ON_A_GPU = [
     (case, dtype, near)
     for dtype, near in NEAR.items()
     for case in (*RAGGED, LARGE)
-    if case.scale < 1e4  # whose rounded gradients are another's
+    if case.scale < 1e4  # at such a scale rounding changes the gradients
 ]
-"""Cases with the types that a GPU computes with, and how near the kernels' numbers must be."""
+"""Cases with a GPU's dtypes, and the tolerance of the kernels' numbers."""

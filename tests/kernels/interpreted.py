@@ -1,6 +1,5 @@
-"""The Triton kernels in Triton's interpreter, on the CPU. Not collected by itself: test_triton.py runs it in a process
-in which TRITON_INTERPRET is set, as it must be before the first kernel is defined.
-"""
+"""Tests of the Triton kernels in Triton's interpreter, on the CPU. pytest does not collect this file: test_triton.py
+runs the file in a process with TRITON_INTERPRET, a variable needed before the first kernel is defined."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.kernels.head_cases import Case
 @pytest.mark.parametrize("rows, columns, row0, col0", cases.SHARDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8(rows: int, columns: int, row0: int, col0: int, dtype: torch.dtype) -> None:
-    # Back to float32: the interpreter cuts off where a GPU rounds to bfloat16.
+    # Back to float32: the interpreter truncates to bfloat16, a GPU rounds.
     cases.fp8_like_the_reference(cases.hard(rows, columns, dtype=dtype, device="cpu"), row0, col0, torch.float32)
 
 
@@ -72,7 +71,8 @@ def test_checksums_of_words_of_all_widths_are_one_launch() -> None:
 
 
 class Unseen:
-    """A kernel whose launches are not looked at: the interpreter copies what it is given, and keeps it in circles."""
+    """Kernel outside the recorded allocations: the interpreter copies the arguments and keeps reference cycles to the
+    copies."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -115,7 +115,7 @@ def test_head_of_any_shape(case: Case) -> None:
     head_cases.like_autograd(case, torch.float64, "cpu", by_kernel=True, near=EXACT)
 
 
-# bfloat16 is left to GPUs: the interpreter's matrix product takes its bits for integers.
+# bfloat16 is tested on GPUs only: the interpreter's matrix product treats bfloat16 bits as integers.
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 3e-5), (torch.float16, 3e-3)], ids=str)
 def test_head_in_lower_precision(dtype: torch.dtype, near: float) -> None:
     case = Case(tokens=70, width=72, vocab=600, ranks=2, temperature=0.7, soft_cap=4.0, padding=9)
@@ -131,10 +131,10 @@ def test_the_heads_buffers_are_as_large_as_is_said() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, width, generator=g).half() for n in (tokens, columns))
     inputs = Inputs(hidden, weight, torch.arange(tokens), Head(columns, temperature=0.7))
-    few = 16 * tokens * 4  # numbers of a token
+    few = 16 * tokens * 4  # a few numbers per token
 
     def product(to: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        with _disable_current_modes():  # a GPU adds up in float32 without copies of that type
+        with _disable_current_modes():  # a GPU accumulates in float32 without float32 copies
             to.addmm_(a.float(), b.float())
 
     with (
@@ -146,13 +146,13 @@ def test_the_heads_buffers_are_as_large_as_is_said() -> None:
         for squares in (False, True):
             with Allocations() as seen:
                 sums = head_of.merge(head_of.partial_sums(inputs, squares=squares))
-            said = head_of.forward_bytes(tokens, columns, squares=squares)
-            assert [size for size in seen.sizes if size > few] == [said] and seen.peak <= said + few
+            planned_bytes = head_of.forward_bytes(tokens, columns, squares=squares)
+            assert [size for size in seen.sizes if size > few] == [planned_bytes] and seen.peak <= planned_bytes + few
         logprobs, _, saved = head_of.finish(sums)
         with Allocations() as seen:
             grads = head_of.gradients(inputs, saved, logprobs, logprobs)
     returned = sum(grad.nbytes for grad in grads)
-    said = head_of.backward_bytes(tokens, columns, width, 2)
-    assert sum(size for size in seen.sizes if size > few) == said + returned
-    # The hidden states' gradient is there in its own type when the chunk is gone.
-    assert seen.peak == said + grads[1].nbytes
+    planned_bytes = head_of.backward_bytes(tokens, columns, width, 2)
+    assert sum(size for size in seen.sizes if size > few) == planned_bytes + returned
+    # The gradient of the hidden states is converted to its dtype after the chunk is freed.
+    assert seen.peak == planned_bytes + grads[1].nbytes

@@ -1,4 +1,5 @@
-"""Block-scaled FP8 against numbers written out one by one, against vLLM, and cut anywhere against uncut."""
+"""Tests of block-scaled FP8: against a computation number by number, against vLLM, and shards against whole
+matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def weight(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Magnitudes over five decades, with zeros."""
+    """Returns magnitudes over five decades, with zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator)
     values *= 10.0 ** torch.randint(-4, 2, (rows, columns), generator=generator)
@@ -48,7 +49,8 @@ def test_like_brute_force(shard: tuple[int, int, int, int], dtype: torch.dtype, 
 @given(shard=shards, row_cut=st.integers(0, 300), col_cut=st.integers(0, 300), seed=st.integers(0, 2**20))
 @settings(max_examples=60, deadline=None)
 def test_four_shards_are_the_whole(shard: tuple[int, int, int, int], row_cut: int, col_cut: int, seed: int) -> None:
-    """A matrix cut anywhere, also inside blocks: with shared magnitudes the shards are bit for bit its parts."""
+    """Compares a matrix cut anywhere, also inside blocks, with the whole: with shared magnitudes all bits must
+    agree."""
     rows, columns, row0, col0 = shard
     w = weight(rows, columns, seed, torch.bfloat16)
     whole_amax = block_amax(w, row0, col0)
@@ -88,16 +90,16 @@ def test_a_stack_is_each_of_its_matrices() -> None:
 def test_bit_for_bit_like_vllm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
     w = weight(*shape, seed=3, dtype=dtype)
-    w[:, :128] = 0  # a column of blocks of zeros
+    w[:, :128] = 0  # a column of zero blocks
     with torch.compiler.set_stance("force_eager"):
-        theirs, their_scales = deep_gemm.per_block_cast_to_fp8(w, [128, 128], use_ue8m0=False)
+        vllm_numbers, vllm_scales = deep_gemm.per_block_cast_to_fp8(w, [128, 128], use_ue8m0=False)
     s = scales(block_amax(w))
-    assert torch.equal(s, their_scales)
-    assert torch.equal(quantise(w, s).view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(s, vllm_scales)
+    assert torch.equal(quantise(w, s).view(torch.uint8), vllm_numbers.view(torch.uint8))
 
 
 def test_error_is_within_half_a_step() -> None:
-    """Of normal numbers: 2^-4 relative; and a weight of zeros comes back as zeros."""
+    """Checks the error of normal numbers, 2^-4 relative, and that zeros stay zeros."""
     w = torch.randn(256, 256) + 3.0
     s = scales(block_amax(w))
     back = dequantise(quantise(w, s), s, dtype=torch.float32)

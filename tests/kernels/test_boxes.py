@@ -1,4 +1,4 @@
-"""Boxes packed and unpacked, against bytes written one after the other."""
+"""Tests of packing and unpacking boxes, against bytes written in sequence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_there_and_back_leaves_the_rest_alone() -> None:
 
 
 def test_boxes_are_of_whatever_tensors_are_given() -> None:
-    """The regions say where within a tensor, not in which memory, and not with what contents."""
+    """Packs from new tensors with the same regions: regions hold positions within a tensor, no memory and no
+    content."""
     boxes = Boxes([Region(0, 4, (2, 4), (4, 1), torch.float32, 0)], CPU)
     flat = torch.zeros(32, dtype=torch.uint8)
     for value in (5.0, 6.0):

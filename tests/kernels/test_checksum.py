@@ -1,4 +1,4 @@
-"""The checksum: by its definition in plain integers, wherever the box lies, and whatever changes."""
+"""Tests of the checksum: the definition in plain integers, any position of the box, any change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_change_shows(change: str) -> None:
 
 
 def test_cost() -> None:
-    """What it costs is printed; a copy of the same box beside it."""
+    """Prints the rate of the checksum and of a copy of the same box."""
     whole = torch.randn(4096, 4096).bfloat16()
     box = whole[:, 512:3584]
 

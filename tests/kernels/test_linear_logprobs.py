@@ -1,4 +1,5 @@
-"""The fused head in torch: against log_softmax for all shapes, its memory, its refusals. The kernel: test_triton.py."""
+"""Tests of the fused head in torch: log_softmax for all shapes, memory, refusals. The kernel is tested in
+test_triton.py."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_it_is_log_softmax(case: Case) -> None:
 @pytest.mark.parametrize("case", head_cases.RAGGED, ids=str)
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 3e-4), (torch.bfloat16, 2e-2)], ids=str)
 def test_in_lower_precision(case: Case, dtype: torch.dtype, near: float) -> None:
-    if case.scale < 1e4:  # whose rounded logits are other distributions
+    if case.scale < 1e4:  # a larger scale changes the distribution by rounding
         head_cases.like_autograd(case, dtype, "cpu", by_kernel=False, near=near)
 
 
@@ -54,7 +55,8 @@ def test_parts_and_chunks_are_whole_tiles_and_no_more_than_there_are() -> None:
 
 
 def test_a_twentieth_of_the_chunked_heads_memory() -> None:
-    """At 30B's head, 8,192 tokens: beside a chunk's logits, twice, and the weight's gradient in float32."""
+    """Compares memory at 30B's head with 8,192 tokens. The chunked head holds a chunk's logits twice and the weight's
+    gradient in float32."""
     chunked = 1024 * 151936 * 8 + 151936 * 2048 * 4
     assert head_of.backward_bytes(8192, 151936, 2048, 2) == 8192 * (2048 * 2 + 2048 * 4) < chunked / 20
     assert head_of.forward_bytes(8192, 151936) == 4 * 4 * 33 * 8192 < 1024 * 151936 * 16 / 500

@@ -1,4 +1,4 @@
-"""The Triton kernels where there is no GPU: in Triton's interpreter, in a process of their own."""
+"""Tests of the Triton kernels without a GPU: in Triton's interpreter, in a separate process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_kernels_in_the_interpreter_are_the_references() -> None:
 @pytest.mark.parametrize("architecture", [90, 100], ids=["Hopper", "Blackwell"])
 @pytest.mark.parametrize("width", [8, 1])
 def test_the_tables_kernels_compile_for_a_gpu(architecture: int, width: int) -> None:
-    """What the interpreter takes for granted, Triton's compiler does not. It needs no GPU."""
+    """Compiles the kernels with Triton's compiler, stricter than the interpreter, for a GPU that need not be
+    present."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -45,13 +46,13 @@ def test_the_tables_kernels_compile_for_a_gpu(architecture: int, width: int) -> 
     ):
         given = {name: value for name, value in (constants | more).items() if name in kernel.arg_names}
         source = ASTSource(kernel, signature | dict.fromkeys(given, "constexpr"), given)
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
-        assert len(made.asm["cubin"]) > 1000
+        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
+        assert len(compiled.asm["cubin"]) > 1000
 
 
 @pytest.mark.parametrize(("architecture", "half"), [(90, True), (100, True), (89, True), (90, False)])
 def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> None:
-    """With cap, temperature, support, entropy and squares. On Hopper their products are its tensor cores'."""
+    """Compiles with cap, temperature, support, entropy and squares; on Hopper the products must use tensor cores."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     import torch
     from triton.backends.compiler import GPUTarget
@@ -75,12 +76,12 @@ def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> N
         attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
         source = ASTSource(kernel, signature | dict.fromkeys(given, "constexpr"), given, attributes)
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert len(made.asm["cubin"]) > 1000
+        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        assert len(compiled.asm["cubin"]) > 1000
         most = 99 if architecture == 89 else 160
-        assert made.metadata.shared <= most * 1024, "an A100 has 163 KiB, an H100 227"
+        assert compiled.metadata.shared <= most * 1024, "an A100 has 163 KiB, an H100 227"
         if half and architecture == 90:
-            assert "wgmma.mma_async" in made.asm["ptx"]
+            assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
 FP8 = ("rows", "columns", "row_in", "col_in", "stack_stride", "row_stride", "col_stride")
@@ -99,7 +100,7 @@ HEAD = ("tokens", "columns", "width", "first", "valid", "split")
     ],
 )
 def test_kernels_compile_for_numbers_that_are_one(module: str, name: str, ones: tuple[str, ...]) -> None:
-    """Triton makes such an argument a constant, which has no methods of a tensor."""
+    """Compiles with arguments equal to 1: Triton turns such an argument into a constant without tensor methods."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -115,5 +116,5 @@ def test_kernels_compile_for_numbers_that_are_one(module: str, name: str, ones: 
     given |= {key: 1 for key in ones if key in kernel.arg_names}
     signature = {key: "constexpr" if key in given else pointers.get(key, "i32") for key in kernel.arg_names}
     source = ASTSource(kernel, signature, given)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert len(made.asm["cubin"]) > 1000
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert len(compiled.asm["cubin"]) > 1000
