@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: bit for bit like the torch references on it and on the CPU; the head like autograd."""
+"""Tests of the Triton kernels on a GPU: equal bits as the torch references on GPU and CPU; the head equals autograd."""
 
 from __future__ import annotations
 
