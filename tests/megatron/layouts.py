@@ -1,4 +1,4 @@
-"""What a rank does in the layout tests: join, load, give log-probs, take optimizer steps."""
+"""Steps of a rank in the layout tests: join, load, compute log-probs, take optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_rank(
     dtype: torch.dtype = torch.float32,
     head: HeadKind = "vocab",
 ) -> ModelWorker:
-    """A loaded rank on gloo."""
+    """Opens a rank on gloo and loads the model."""
     torch.set_num_threads(1)
     cpu.stand_in()
     host, port = address.split(":")
@@ -45,7 +45,7 @@ def open_rank(
 
 
 def deal(batch: Sequences, rank: ModelWorker) -> tuple[list[list[int]], list[Sequences]]:
-    """This rank's micro-batches: rows of the batch, and the tokens."""
+    """Returns this rank's micro-batches: rows of the batch, and the sequences."""
     p = rank.parallel
     multiple = p.pipeline if p.virtual_pipeline > 1 else 1
     rows = balance(batch.lengths.tolist(), p.data, rank.policy.micro_tokens * p.context, multiple=multiple)
@@ -56,7 +56,7 @@ def deal(batch: Sequences, rank: ModelWorker) -> tuple[list[list[int]], list[Seq
 def train(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, batch: Sequences, steps: int
 ) -> Any:
-    """Losses and gradient norms of `steps` supervised steps on the same batch."""
+    """Returns losses and gradient norms of `steps` supervised steps on the same batch."""
     opened = open_rank(rank, address, path, parallel, policy)
     _, micros = deal(batch, opened)
     return [opened.train(micros, objectives.supervised) for _ in range(steps)]
@@ -65,7 +65,7 @@ def train(
 def logprobs(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, batch: Sequences
 ) -> Any:
-    """Rows and (log-probs, entropy) of this rank's sequences."""
+    """Returns rows and (log-probs, entropy) of this rank's sequences."""
     opened = open_rank(rank, address, path, parallel, policy)
     rows, micros = deal(batch, opened)
     answer = opened.logprobs(micros)
@@ -74,7 +74,7 @@ def logprobs(
 
 
 def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) -> np.ndarray:
-    """[T] of the batch, by real ranks in the layout of these sizes."""
+    """Returns the batch's log-probs [T], computed by real ranks in the layout of these sizes."""
     answers = run_ranks(ranks, logprobs, path, layout(ranks, **sizes), policy_config(micro_tokens=400), batch)
     found = np.full(len(batch.tokens), np.nan)
     for answer in answers:
@@ -84,7 +84,7 @@ def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) 
 
 
 def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) -> Sequences:
-    """Random sequences of random lengths with random advantages-like weights that sum to 1."""
+    """Returns random sequences of random lengths, with random weights that sum to 1."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, count)
     batch = Sequences.of([rng.integers(0, vocab, n) for n in lengths])
@@ -95,11 +95,11 @@ def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) ->
 
 
 def policy_config(**changes: Any) -> PolicyConfig:
-    """Small micro-batches and a learning rate that moves the second step's loss."""
+    """Returns settings with small micro-batches and a learning rate large enough to change the second step's loss."""
     values: dict[str, Any] = dict(micro_tokens=64, logit_chunk=16, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.5))
     return PolicyConfig(**{**values, **changes})
 
 
 def layout(ranks: int, **sizes: Any) -> ParallelDims:
-    """A layout by its sizes."""
+    """Returns a layout of the given sizes."""
     return ParallelDims.from_config(LayoutConfig(**sizes), ranks)

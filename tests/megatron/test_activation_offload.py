@@ -1,5 +1,5 @@
-"""What layers keep goes to host memory and comes back: on a CPU, and with a GPU's streams, whose copies here happen
-when somebody waits for them and not before."""
+"""Tests of offloading activations to host memory, on a CPU and with simulated GPU streams. A simulated copy happens
+only when its stream is waited for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from skyrl_mega.megatron.host_memory import HostMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HIDDEN = 8
-own_copy = torch.Tensor.copy_
+torch_copy = torch.Tensor.copy_
 
 
 class Layer(nn.Module):
-    """Keeps views of one product, a table that all layers share, and the input of what it may compute once more."""
+    """Layer with saved views of a product, a table shared by all layers, and the input of a recomputed part."""
 
     def __init__(self, *, again: bool) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ def mix(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Copies:
-    """The stream that copies."""
+    """The copy stream."""
 
     def __init__(self, *_: Any) -> None:
         self.queue: list[Callable[[], None]] = []
         self.done = 0
 
     def wait_stream(self, _: Any) -> None:
-        """What computes is always over."""
+        """Does nothing: computation is always complete."""
 
     def record_event(self) -> SimpleNamespace:
         return SimpleNamespace(stream=self, after=self.done + len(self.queue))
@@ -64,7 +64,7 @@ class Copies:
 
 
 class Gpu:
-    """`torch` as `activation_offload` sees it where there is a GPU."""
+    """Replacement of `torch` in `activation_offload` with a simulated GPU."""
 
     def __init__(self) -> None:
         self.inside: Copies | None = None
@@ -81,12 +81,12 @@ class Gpu:
         self.inside = None
 
     def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Full of rubbish."""
+        """Returns a tensor full of garbage."""
         assert device == CUDA
         return torch.full((size,), 0xEE, dtype=torch.uint8) if size else torch.empty(0, dtype=dtype)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """One that is not over holds nothing in memory."""
+        """Queues a copy. A pending copy keeps no memory alive."""
         assert self.inside is not None
         ends = [(StorageWeakRef(t.untyped_storage()), t.storage_offset(), len(t)) for t in (to, source)]
 
@@ -94,24 +94,24 @@ class Gpu:
             of_torch: Any = torch.UntypedStorage
             storages = [of_torch._new_with_weak_ptr(ref.cdata) for ref, _, _ in ends]
             assert storages[1] is not None, "it was let go of before it was copied"
-            if storages[0] is not None:  # else nobody wants it any more
+            if storages[0] is not None:  # else the target was freed
                 views = [
                     torch.empty(0, dtype=torch.uint8).set_(storage, at, (size,))
                     for storage, (_, at, size) in zip(storages, ends, strict=True)
                 ]
-                own_copy(*views)
+                torch_copy(*views)
 
         self.inside.queue.append(happen)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """As if there was one."""
+    """Simulates a GPU and returns its device."""
     gpu = Gpu()
 
     def copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if gpu.inside is None:
-            return own_copy(to, source, non_blocking)
+            return torch_copy(to, source, non_blocking)
         assert non_blocking, "the host would wait"
         gpu.copy(to, source)
         return to
@@ -135,7 +135,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 class Model:
-    """Chunks of layers, and the same without offload."""
+    """Chunks of layers with offload, and copies of the layers without offload."""
 
     def __init__(self, chunks: int, layers: int, count: int, device: torch.device, *, again: bool = False) -> None:
         torch.manual_seed(layers)
@@ -144,7 +144,7 @@ class Model:
         self.pages: HostPages = offload([[*layers] for layers in self.chunks], count, device)
 
     def both(self, chunk: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The sum of squares of a pass's result, and the same of the others."""
+        """Returns the sum of squares of a pass's output, with and without offload."""
         start, rotary = torch.randn(rows, HIDDEN, dtype=torch.float64), torch.rand(rows, HIDDEN, dtype=torch.float64)
         found = []
         for layers in (self.chunks[chunk], self.plain[chunk]):
@@ -155,7 +155,7 @@ class Model:
         return found[0], found[1]
 
     def equal(self) -> bool:
-        """Whether each parameter has the gradient of the others'."""
+        """Returns True if all parameters have the gradient of the layers without offload."""
         mine, plain = ([p.grad for layers in of for p in layers.parameters()] for of in (self.chunks, self.plain))
         assert all(g is None or g.isfinite().all() for g in plain)
         return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
@@ -163,7 +163,8 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_passes_in_any_order_give_the_same_gradients(device: torch.device, seed: int) -> None:
-    """Several are under way, of rows that differ in length; some never go backward, and some run without gradients."""
+    """Runs several passes of different lengths at the same time; some have no backward pass, some run without
+    gradients."""
     rng = random.Random(seed)
     model = Model(rng.randint(1, 2), rng.randint(1, 6), rng.randint(0, 9), device, again=rng.random() < 0.3)
     waiting: list[tuple[Tensor, Tensor]] = []
@@ -188,7 +189,7 @@ def test_passes_in_any_order_give_the_same_gradients(device: torch.device, seed:
 
 
 def test_memory_that_is_let_go_of_too_early_is_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the stand-in sees what a GPU would do."""
+    """Frees memory too early on purpose: the simulated GPU must detect the fault."""
     own = LayerPass.free_device_memory
 
     def careless(self: LayerPass) -> None:
@@ -214,7 +215,8 @@ def test_memory_that_is_read_before_it_is_back_is_found(cuda: torch.device, monk
 def test_the_device_has_the_layers_that_stay_and_at_most_two(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, layers: int, count: int, most: int, flight: int
 ) -> None:
-    """What the plan says (`planner.activations`); `flight` passes are under way, as in the stages of a pipeline."""
+    """Compares peak memory with the plan (`planner.activations`); `flight` passes are open, as in a pipeline's
+    stages."""
     table, found = torch.rand(100, HIDDEN, dtype=torch.float64), dict[int, tuple[StorageWeakRef, int]]()
     hooks, seen = torch.autograd.graph.saved_tensors_hooks, list[int]()
 
@@ -264,7 +266,7 @@ def test_what_moves_lies_evenly(layers: int, count: int, moving: set[int]) -> No
 
 
 def test_what_is_not_the_memory_that_it_lies_in_stays(device: torch.device) -> None:
-    """Conjugates and negatives are views with a mark."""
+    """Offloads conjugate and negative views: these views carry a mark, differ from their memory, and must stay."""
 
     class Turned(nn.Module):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -283,7 +285,7 @@ def test_what_is_not_the_memory_that_it_lies_in_stays(device: torch.device) -> N
 
 
 def test_pages_serve_rows_of_any_length(device: torch.device) -> None:
-    """There are as many as the largest pass needed."""
+    """Compares the number of pages with the need of the largest pass."""
     model, most = Model(1, 4, 2, device), 0
     for rows in (10, 300, 40, 299, 300, 7):
         loss, _ = model.both(0, rows)

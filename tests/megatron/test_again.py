@@ -1,4 +1,4 @@
-"""Actors that have trained with one algorithm train with another as new ones do, to the bit."""
+"""Test of actors reused with a second algorithm: the training must equal new actors' bit by bit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ FIRST, SECOND = AlgorithmConfig(clip_low=0.01, clip_high=0.01), AlgorithmConfig(
 
 
 def batch() -> Sequences:
-    """Random sequences with advantages, and old log-probs that put ratios on either side of the clips."""
-    made, rng = layouts.some_batch(100), torch.Generator().manual_seed(5)
-    made["advantages"] = torch.randn(len(made.tokens), generator=rng)
-    made["old_logprobs"] = -4.6 + 0.4 * torch.randn(len(made.tokens), generator=rng)
-    return made
+    """Returns random sequences with advantages, and old log-probs with ratios on both sides of the clips."""
+    sequences, rng = layouts.some_batch(100), torch.Generator().manual_seed(5)
+    sequences["advantages"] = torch.randn(len(sequences.tokens), generator=rng)
+    sequences["old_logprobs"] = -4.6 + 0.4 * torch.randn(len(sequences.tokens), generator=rng)
+    return sequences
 
 
 def steps(actor: MegatronActor, loss: str) -> Any:
-    """Three optimizer steps: metrics, and the weights after them."""
+    """Takes three optimizer steps and returns metrics and final weights."""
     metrics = [actor.train(0, 1.0, loss) for _ in range(3)]
     return metrics, {name: values.clone() for name, values in actor.rank.weights().items()}
 
 
 def once_and_again(rank: int, address: str, path: Path) -> Any:
-    """A new actor trains with SECOND, then with FIRST, then with SECOND again, each from the same weights."""
+    """Trains a new actor with SECOND, then with FIRST, then with SECOND again, each from the same weights."""
     parallel, hf = ParallelDims(), json.loads((path / "config.json").read_text())
     actor = MegatronActor(rank, parallel, hf, POLICY, SECOND, dtype="float32", device="cpu")
     host, port = "127.0.0.1", actor.open_store("127.0.0.1", 60)

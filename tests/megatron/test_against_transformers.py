@@ -1,4 +1,4 @@
-"""Log-probs, loss and gradients against transformers, an implementation of its own."""
+"""Tests of log-probs, loss and gradients against transformers, an independent implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expected_logprobs(path: Path, batch: Sequences) -> np.ndarray:
 def test_log_probs_of_each_architecture(tmp_path: Path, name: str, tied: bool) -> None:
     build(BuildConfig(architecture=name, head_dim=16, tied=tied), tmp_path / "m", seed=2)
     batch = layouts.some_batch(100, seed=5)
-    # Weights of deviation 0.02 hide much: everything is near uniform. Compare at a scale where it is not.
+    # A deviation of 0.02 makes all distributions nearly uniform and hides faults. A larger scale shows faults.
     widen(tmp_path / "m")
     expected = expected_logprobs(tmp_path / "m", batch)
     assert expected.std() > 0.5
@@ -49,7 +49,7 @@ def test_log_probs_of_a_sharded_moe(tmp_path: Path) -> None:
 
 
 def widen(path: Path) -> None:
-    """Makes the matrices large and the norms and biases uneven, so that every parameter shows in the log-probs."""
+    """Makes the matrices large and the norms and biases uneven. So every parameter affects the log-probs."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(9)
@@ -80,7 +80,8 @@ def test_log_probs_of_smollm2(smollm2: Path) -> None:
 
 
 def test_the_balance_of_experts(tmp_path: Path) -> None:
-    """The gradient norm and the metric of a step, with the load-balancing loss from its equations by autograd."""
+    """Compares the gradient norm and the metric of a step with the load-balancing loss, computed from its equations by
+    autograd."""
     build(BuildConfig(layers=2), tmp_path / "m", seed=4)
     widen(tmp_path / "m")
     batch, coefficient = layouts.some_batch(100, seed=7), 0.3
@@ -90,7 +91,7 @@ def test_the_balance_of_experts(tmp_path: Path) -> None:
     )
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32, attn_implementation="eager")
-    model.get_input_embeddings().padding_idx = None  # whose row would have no gradient
+    model.get_input_embeddings().padding_idx = None  # the padding row would get no gradient
     experts, chosen_of_token = model.config.num_experts, model.config.num_experts_per_tok
     loss, scores = torch.zeros(()), []
     for start, length in zip(batch.starts, batch.lengths, strict=True):

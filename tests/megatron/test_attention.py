@@ -1,4 +1,4 @@
-"""The two ways of `PackedAttention`: the padded grid, and torch's variable-length kernel."""
+"""Tests of `PackedAttention` with the padded grid and with torch's variable-length kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 
 
 def both_ways(rank: int, address: str, ranks: int) -> Any:
-    """Outputs and gradients of the grid and of the kernel, on a context rank."""
+    """Returns outputs and gradients of the grid and of the kernel, on a context rank."""
     cpu.stand_in()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0)

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another as if nothing had happened: real ranks, every element compared."""
+"""Tests of resuming a checkpoint in another layout, without a difference: real ranks, every element compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.ranks import run_ranks
 
 Arrays = dict[str, NDArray[np.float32]]
 Held = tuple[dict[str, tuple[int, int, Arrays]], Arrays]
-"""Parameter → first and last element of its run and that run's state; and all parameters in full."""
+"""Parameter → first and last element of the rank's range with the optimizer state; and all whole parameters."""
 
 POLICY = layouts.policy_config(optimizer=OptimizerConfig(lr=1e-2, warmup_steps=8, weight_decay=0.1))
 FROZEN = layouts.policy_config(optimizer=OptimizerConfig(lr=1e-2), moe=MoeConfig(freeze_router=True))
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def held(rank: ModelWorker) -> Held:
-    """What a rank's optimizer and model hold. A float32 parameter's master is the one that lies where it lies."""
+    """Returns a rank's optimizer state and model. The master of a float32 parameter shares the parameter's memory."""
     finish_gather(rank.chunks)
     names, runs = {id(p): name for name, p in rank.params.items()}, {}
     for part in moments.inner_optimizers(rank.optimizer):
@@ -69,7 +69,8 @@ def held(rank: ModelWorker) -> Held:
 
 
 def put_together(path: Path, parallel: ParallelDims, ranks: list[Held], head: HeadKind = "vocab") -> dict[str, Arrays]:
-    """Kind → the Hugging Face tensors of all ranks. Every element is somewhere, and replicas agree to the last bit."""
+    """Returns the Hugging Face tensors of all ranks by kind. Every element must exist, and replicas must agree bit by
+    bit."""
     hf = read_config(path)
     shapes = architecture(hf, head).tensors(hf)
     found = {
@@ -98,19 +99,21 @@ def put_together(path: Path, parallel: ParallelDims, ranks: list[Held], head: He
 
 
 def assert_same(a: dict[str, Arrays], b: dict[str, Arrays]) -> None:
-    """Every bit of every tensor of every kind."""
+    """Compares every bit of every tensor of every kind."""
     for kind, tensors in a.items():
         for name, values in tensors.items():
             assert values.tobytes() == b[kind][name].tobytes(), f"{kind} of {name}"
 
 
 def trains(parallel: ParallelDims) -> bool:
-    """Gloo cannot share out what a layout with both leaves uneven."""
+    """Returns True if the layout can train: gloo cannot reduce-scatter uneven parts with expert and expert-tensor
+    parallelism."""
     return parallel.expert_tensor == 1 or parallel.expert == 1
 
 
 def before(rank: int, address: str, path: Path, parallel: ParallelDims, options: Any, folder: Path) -> Any:
-    """Two steps, a checkpoint, another step: what was held at the checkpoint, the step's figures, what is held then."""
+    """Takes two steps, saves, takes another step. Returns the state at the checkpoint, the step's metrics, the final
+    state."""
     policy, dtype = options
     opened = layouts.open_rank(rank, address, path, parallel, policy, dtype)
     _, micros = layouts.deal(BATCH, opened)
@@ -122,7 +125,7 @@ def before(rank: int, address: str, path: Path, parallel: ParallelDims, options:
 
 
 def after(rank: int, address: str, path: Path, parallel: ParallelDims, options: Any, folder: Path) -> Any:
-    """A step that the checkpoint undoes, the checkpoint, another step."""
+    """Takes a step, restores the checkpoint over the step, and takes another step."""
     policy, dtype = options
     opened = layouts.open_rank(rank, address, path, parallel, policy, dtype)
     _, micros = layouts.deal(BATCH, opened)
@@ -138,7 +141,7 @@ def after(rank: int, address: str, path: Path, parallel: ParallelDims, options: 
 
 
 def run(name: str, function: Callable[..., Any], path: Path, options: Any, folder: Path) -> Any:
-    """State at the checkpoint, figures of the step after it, state after it."""
+    """Returns the state at the checkpoint, the metrics of the next step, and the state after the step."""
     ranks, sizes = LAYOUTS[name]
     parallel = layouts.layout(ranks, **sizes)
     answers = run_ranks(ranks, function, path, parallel, options, folder)
@@ -151,17 +154,17 @@ def run(name: str, function: Callable[..., Any], path: Path, options: Any, folde
 
 
 class Saved:
-    """A checkpoint of real ranks, and what they held."""
+    """A checkpoint of real ranks, and the ranks' states."""
 
     def __init__(self, root: Path, layout: str, options: Any, kind: str, **model: Any) -> None:
         self.path, self.folder, self.options, self.layout = root / "model", root / "checkpoint", options, layout
         build_model(self.path, kind, seed=3, layers=4, **model)
-        shorten_vocabulary(self.path)  # odd, so that tensor parallelism pads it
+        shorten_vocabulary(self.path)  # odd, so that tensor parallelism pads the vocabulary
         self.folder.mkdir()
         self.state, self.row, self.later = run(layout, before, self.path, options, self.folder)
 
     def check(self, layout: str) -> None:
-        """Resumed in a layout, everything is as it was, and so is the next step."""
+        """Resumes in a layout and compares the state and the next step."""
         state, row, later = run(layout, after, self.path, self.options, self.folder)
         assert_same(self.state, state)
         if layout == self.layout:
@@ -179,7 +182,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A dense model with biases whose head is its embedding, in bfloat16 with float32 masters."""
+    """Returns the checkpoint of a dense model with biases and a tied head, in bfloat16 with float32 masters."""
     options = (POLICY, torch.bfloat16)
     return Saved(tmp_path_factory.mktemp("tied"), "TP2 PP2", options, "qwen2", tied=True, head_dim=16)
 
@@ -199,7 +202,7 @@ def test_a_frozen_router_is_saved_once_and_comes_back(tmp_path: Path) -> None:
 
 
 def without_room(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path) -> str:
-    """What saving says where the last rank may write no file of more than 1000 bytes."""
+    """Returns the error of a save; the last rank may write no file of more than 1000 bytes."""
     opened = layouts.open_rank(rank, address, path, parallel, POLICY)
     if rank == parallel.ranks - 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -220,7 +223,7 @@ def test_every_rank_says_which_one_could_not_write_and_why(tmp_path: Path) -> No
 
 
 def refused(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, policy: Any, spoils: Any) -> Any:
-    """What restoring says, each time after something more is spoiled."""
+    """Returns the errors of several restores, each after a further fault in the file."""
     opened, said = layouts.open_rank(rank, address, path, parallel, policy), []
     for spoil in spoils:
         if rank == 0:
@@ -238,18 +241,18 @@ def once(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Pa
 
 
 def nothing(file: Path) -> None:
-    """The file as it is."""
+    """Leaves the file unchanged."""
 
 
 def one_bit(file: Path) -> None:
-    """Another value of some element."""
+    """Flips a bit of an element."""
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
 
 
 def half(file: Path) -> None:
-    """Its second half is gone."""
+    """Truncates the file to its first half."""
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -275,7 +278,7 @@ def test_what_cannot_be_restored_is_refused_in_one_line_on_every_rank(tmp_path: 
 
 
 def killed(rank: int, address: str, path: Path, parallel: ParallelDims, newest: Path, folder: Path) -> None:
-    """Goes on from a checkpoint; the last rank is killed in the middle of writing the next one."""
+    """Resumes from a checkpoint and kills the last rank in the middle of the next save."""
     opened = layouts.open_rank(rank, address, path, parallel, POLICY)
     opened.restore(newest)
     opened.train(layouts.deal(BATCH, opened)[1], objectives.supervised)
@@ -297,7 +300,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_checkpoint(tmp_path: Pa
     checkpoints = Checkpoints(tmp_path, keep=2)
     answers: list[Any] = []
     first = checkpoints.save(1, {}, {"policy": lambda folder: answers.extend(run(name, before, path, options, folder))})
-    # Whose word comes first: the killed rank's silence, or that of one that waited for it.
+    # The first error is the killed rank's silence or the error of a waiting rank.
     with pytest.raises(RuntimeError, match=r"ended without an answer|by peer"):
         checkpoints.save(
             2,
@@ -320,7 +323,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_checkpoint(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["saved with, loaded without", "saved without, loaded with"])
 def test_overlap_changes_nothing_of_a_checkpoint(tmp_path: Path, overlap: bool) -> None:
-    """An overlapping step leaves parameters to the next forward pass; what is saved and read right after it has all."""
+    """Saves and loads right after an overlapping step: the gather of parameters is open until the next forward pass."""
     with_it, other = (replace(POLICY, overlap=on) for on in (overlap, not overlap))
     saved = Saved(tmp_path, "DP2", (with_it, torch.float32), "qwen3_moe")
     state, row, _ = run("DP2", after, saved.path, (other, torch.float32), saved.folder)

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA where packages are installed that compute on CUDA alone."""
+"""Test of the simulated CUDA in an environment with packages that compute on CUDA only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ print(optimizer.Adam is torch.optim.AdamW, transformer_engine.HAVE_TE, elsewhere
 
 
 def test_megatron_takes_nothing_that_computes_on_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the environment for GPUs its import would fail in one of them, and its optimizer be another's."""
+    """Imports megatron-core beside CUDA packages. In the GPU environment an import of such a package would fail, and
+    another package would supply the optimizer."""
     for path in ("transformer_engine", "transformer_engine/pytorch", "apex", "flashinfer"):
         (tmp_path / path).mkdir()
         (tmp_path / path / "__init__.py").write_text("raise RuntimeError('it computes on CUDA alone')\n")

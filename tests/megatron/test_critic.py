@@ -1,4 +1,4 @@
-"""A critic: its values are those of the hidden states, and it trains and comes back the same in every layout."""
+"""Tests of a critic: values computed from hidden states; training and checkpoints agree in every layout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LAYOUTS = [
     pytest.param(4, {"tensor": 2, "context": 2}, id="TP2 CP2", marks=pytest.mark.slow),
 ]
 SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
-"""See `test_loss_layouts`."""
+"""Optimizer settings explained in `test_loss_layouts`."""
 
 
 def model(path: Path, architecture: str = "qwen3_moe", head: bool = True, **sizes: Any) -> Path:
-    """A model of four layers, as a reward model has one with a head of its own."""
+    """Writes a model of four layers, like a reward model with a separate head."""
     build_model(path, architecture, seed=3, layers=4, **sizes)
-    shorten_vocabulary(path)  # odd, so that tensor parallelism pads it
+    shorten_vocabulary(path)  # odd, so that tensor parallelism pads the vocabulary
     if head:
         weights = load_file(path / "model.safetensors")
         hidden = weights["model.norm.weight"].shape[0]
@@ -51,7 +51,7 @@ def model(path: Path, architecture: str = "qwen3_moe", head: bool = True, **size
 
 
 def turns() -> Sequences:
-    """Trajectories of several answers, with observations between them that hold NaN."""
+    """Returns trajectories of several answers, with NaN in the observations between."""
     rng = np.random.default_rng(3)
     batch = layouts.some_batch(100)
     tokens = len(batch.tokens)
@@ -65,14 +65,14 @@ def turns() -> Sequences:
 
 
 def read(opened: ModelWorker, rows: list[list[int]], micros: list[Sequences]) -> list[tuple[list[int], np.ndarray]]:
-    """Values of this rank's sequences, on the ranks that tell them."""
+    """Returns the values of this rank's sequences; empty on ranks that return none."""
     values = opened.values(micros)
     at = opened.parallel.coordinates(torch.distributed.get_rank())
     return [] if values is None or at.tp or at.cp else [(r, v.numpy()) for r, v in zip(rows, values, strict=True)]
 
 
 def train(rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig) -> Any:
-    """Values, three steps, values: what a rank knows of them."""
+    """Returns a rank's values, the metrics of three steps, and the values after the steps."""
     opened = layouts.open_rank(rank, address, path, parallel, policy, head="value")
     rows, micros = layouts.deal(turns(), opened)
     before = read(opened, rows, micros)
@@ -81,7 +81,7 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
 
 
 def together(answers: list[list[tuple[list[int], np.ndarray]]]) -> np.ndarray:
-    """[T] of the batch from the ranks' values."""
+    """Returns the batch's values [T] from the ranks' values."""
     batch = turns()
     found = np.full(len(batch.tokens), np.nan)
     for rows, values in (pair for answer in answers for pair in answer):
@@ -106,7 +106,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(experts: Path) -> Story:
-    """One process, one micro-batch."""
+    """Returns the results of a single process with a single micro-batch."""
     return story(experts, 1, micro_tokens=10_000)
 
 
@@ -134,7 +134,8 @@ def test_the_steps_move_it(single: Story) -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2"])
 def test_values_are_the_head_times_the_hidden_states_before_the_token(tmp_path: Path, architecture: str) -> None:
-    """As transformers has them; the second model's output projection is its embedding, which a critic leaves alone."""
+    """Compares values with transformers' hidden states times the head. The second model has a tied output projection,
+    unused by a critic."""
     path = model(tmp_path / "m", architecture, **({"tied": True, "head_dim": 16} if architecture == "qwen2" else {}))
     batch = turns()
     found, _, _ = story(path, 2, pipeline=2)
@@ -154,7 +155,7 @@ def test_values_are_the_head_times_the_hidden_states_before_the_token(tmp_path: 
 
 
 def half_precision(rank: int, address: str, path: Path, parallel: ParallelDims) -> Any:
-    """A critic in bfloat16: the head's type, its first values, and what two steps make of them."""
+    """Trains a critic in bfloat16 and returns the head's dtype, the first values, the steps' metrics and all dtypes."""
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16, "value")
     rows, micros = layouts.deal(turns(), opened)
     head = next(p for name, p in opened.params.items() if name.endswith("value_head.weight"))
@@ -164,7 +165,7 @@ def half_precision(rank: int, address: str, path: Path, parallel: ParallelDims) 
 
 
 def test_a_new_head_has_value_0_and_stays_in_float32(tmp_path: Path) -> None:
-    """A policy's directory has no head; the model itself is in bfloat16, and no output projection is there."""
+    """Opens a critic from a policy's directory: no head in the files, the model in bfloat16, no output projection."""
     path = model(tmp_path / "m", head=False)
     for dtype, before, steps, types in run_ranks(2, half_precision, path, layouts.layout(2, tensor=2)):
         assert dtype == "torch.float32" and types == ["torch.bfloat16", "torch.float32"]
@@ -176,7 +177,7 @@ POLICY = layouts.policy_config(optimizer=OptimizerConfig(lr=1e-2, warmup_steps=8
 
 
 def before(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, dtype: torch.dtype) -> Any:
-    """Two steps, a checkpoint, another step."""
+    """Takes two steps, saves a checkpoint, and takes another step."""
     opened = layouts.open_rank(rank, address, path, parallel, POLICY, dtype, "value")
     _, micros = layouts.deal(turns(), opened)
     for _ in range(2):
@@ -186,7 +187,7 @@ def before(rank: int, address: str, path: Path, parallel: ParallelDims, folder: 
 
 
 def after(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, dtype: torch.dtype) -> Any:
-    """A step that the checkpoint undoes, the checkpoint, another step."""
+    """Takes a step, restores the checkpoint over the step, and takes another step."""
     opened = layouts.open_rank(rank, address, path, parallel, POLICY, dtype, "value")
     _, micros = layouts.deal(turns(), opened)
     opened.train(micros, objectives.value_objective(0.2))
@@ -197,7 +198,7 @@ def after(rank: int, address: str, path: Path, parallel: ParallelDims, folder: P
 
 
 Stage = tuple[int, Any, dict[str, int]]
-"""Number of ranks, what each of them does, and the layout."""
+"""Number of ranks, function of each rank, and the layout."""
 STAGES: dict[torch.dtype, list[Stage]] = {
     torch.float32: [(4, before, {"tensor": 2, "pipeline": 2}), (2, after, {}), (2, after, {"pipeline": 2})],
     torch.bfloat16: [(2, before, {"tensor": 2}), (1, after, {})],
@@ -206,9 +207,9 @@ STAGES: dict[torch.dtype, list[Stage]] = {
 
 @pytest.mark.parametrize("dtype", STAGES, ids=str)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Value head, moments and schedule included; to the last bit, and the next step is what it would have been.
+    """Compares value head, moments, schedule and the next step bit by bit after a change of layout.
 
-    In bfloat16 an optimizer's group has the float32 head beside parameters with float32 masters.
+    In bfloat16 an optimizer group mixes the float32 head with parameters that have float32 masters.
     """
     path, folder = model(tmp_path / "m", "qwen2", tied=True, head_dim=16), tmp_path / "checkpoint"
     folder.mkdir()

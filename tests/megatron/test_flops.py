@@ -1,4 +1,4 @@
-"""FLOPs by the model's shapes, against those that torch counts while a rank computes."""
+"""Tests of FLOPs computed from the model's shapes, against torch's count while a rank computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.weights.grids import MODELS
 
 
 def counts(rank: int, address: str, path: Path, batch: Sequences) -> Any:
-    """Operations by operator: of log-probs, and of an optimizer step."""
+    """Returns the FLOPs by operator, of log-probs and of an optimizer step."""
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config(micro_tokens=4096))
     _, micros = layouts.deal(batch, opened)
     found = []
@@ -37,14 +37,14 @@ def counts(rank: int, address: str, path: Path, batch: Sequences) -> Any:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str) -> None:
-    """Forward to the last operation. Going backward is two of it more, and the head's logits once again: they are
-    computed a second time to save their memory (`megatron.vocab_parallel`), which is not the model's."""
+    """Compares forward FLOPs exactly. A backward pass adds twice as many, and the head's logits once more: the second
+    computation saves memory (`megatron.vocab_parallel`) and does not count as the model's work."""
     build(BuildConfig(architecture=architecture), tmp_path / "m", seed=1)
     hf = json.loads((tmp_path / "m" / "config.json").read_text())
     model = flops(blocks_of(hf).describe(hf))
     batch = layouts.some_batch(100, longest=60)
     weights = batch["weights"].clone()
-    weights[::3] = 0.0  # nobody asks for these
+    weights[::3] = 0.0  # positions without a request for log-probs
     batch["weights"] = weights
     [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
     load = forward_load(batch)

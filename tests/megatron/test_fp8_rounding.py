@@ -1,4 +1,4 @@
-"""Rounding to FP8 against tables of the formats' numbers and plain loops."""
+"""Tests of rounding to FP8 against tables of the formats' numbers and plain loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_mega.megatron import fp8_rounding as fp8
 
 
 def table(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
-    """The format's numbers that are not negative, by their code: even codes have an even mantissa."""
+    """Returns the format's non-negative numbers by code: even codes have an even mantissa."""
     bias, found = 2 ** (exponent_bits - 1) - 1, []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
@@ -30,7 +30,7 @@ TABLES = {fp8.E4M3: table(4, 3, 448), fp8.E5M2: table(5, 2, 57344)}
 
 
 def nearest(x: float, kind: torch.dtype) -> float:
-    """The number of the format that is nearest; of two, the one with an even mantissa; above the largest, that."""
+    """Returns the nearest number of the format: ties go to the even mantissa, larger values to the largest number."""
     numbers, size = TABLES[kind], abs(x)
     above = bisect_left(numbers, size)
     codes = [c for c in (above - 1, above) if 0 <= c < len(numbers)]
@@ -39,7 +39,7 @@ def nearest(x: float, kind: torch.dtype) -> float:
 
 
 def power_below(amax: float, largest: float) -> float:
-    """The largest power of two that keeps `amax` within `largest`."""
+    """Returns the largest power of two that keeps `amax` within `largest`."""
     k = 0
     while amax * 2.0**k <= largest:
         k += 1
@@ -64,7 +64,7 @@ def by_loops(x: Tensor, size: int, powers: bool) -> Tensor:
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Tensor:
-    """Rows of magnitudes from 1e-8 to 1e4, with zeros, powers of two and numbers between two of the format's."""
+    """Draws rows of magnitudes from 1e-8 to 1e4, with zeros, powers of two and halfway numbers."""
     rows, columns, seed = draw(st.integers(1, 3)), draw(st.integers(1, 150)), draw(st.integers(0, 2**31))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     rng = np.random.default_rng(seed)
@@ -117,7 +117,8 @@ def test_nan_stays_and_nothing_gives_nothing(rounded: Any) -> None:
 
 
 def test_a_power_of_two_rounds_the_same_in_a_larger_tensor() -> None:
-    """What lets a batch be cut otherwise: numbers down to 2⁻¹³ of the largest do not see by which power."""
+    """Rounds the same values alone and with a larger value. Numbers down to 2⁻¹³ of the largest do not depend on the
+    power, so a batch may be split anywhere."""
     x = torch.from_numpy(np.random.default_rng(0).uniform(2**-4, 1, 1000)).float()
     both = torch.cat([x, torch.tensor([37.0])])
     alone, beside = (fp8.tensor(t, fp8.power(fp8.magnitude(t), fp8.E4M3), fp8.E4M3) for t in (x, both))

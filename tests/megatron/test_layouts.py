@@ -1,4 +1,4 @@
-"""Every layout and every cut of the batch gives the single process's losses and gradient norms."""
+"""Tests of every layout and every split of the batch: losses and gradient norms must equal a single process's."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def single(models: dict[str, Path]) -> dict[str, list[dict[str, float]]]:
-    """Three steps in one process."""
+    """Returns three steps in a single process."""
     return {name: steps(path, 1, {}, {}) for name, path in models.items()}
 
 
 @pytest.fixture(scope="module")
 def balanced(models: dict[str, Path]) -> list[dict[str, float]]:
-    """Three steps in one process with a load-balancing loss that is as large as the policy's."""
+    """Returns three steps in a single process with a load-balancing loss as large as the policy loss."""
     return steps(models["qwen3_moe"], 1, {}, {"moe": BALANCED})
 
 
@@ -101,7 +101,7 @@ def test_experts_are_balanced_the_same_in_every_layout(
 def test_layers_that_lie_in_host_memory_change_no_bit(
     models: dict[str, Path], model: str, sizes: dict[str, int]
 ) -> None:
-    """Of rows that differ in length, several of which are under way."""
+    """Trains on rows of different lengths with several rows open at the same time."""
     plain, moved = (steps(models[model], 2, sizes, {"micro_tokens": 40, "offload_layers": layers}) for layers in (0, 2))
     assert moved == plain
 
@@ -110,7 +110,7 @@ def test_what_balances_experts_is_in_the_gradient_and_not_in_the_loss(
     single: dict[str, list[dict[str, float]]], balanced: list[dict[str, float]]
 ) -> None:
     plain = single["qwen3_moe"]
-    assert balanced[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # the metric is the policy's alone
+    assert balanced[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # the metric holds the policy loss only
     assert balanced[0]["grad_norm"] > 1.1 * plain[0]["grad_norm"]
 
 
@@ -129,4 +129,4 @@ def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> 
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), f"step {step}, {name}"
-    assert expected[0]["loss"] != pytest.approx(expected[2]["loss"], rel=1e-2)  # the steps did something
+    assert expected[0]["loss"] != pytest.approx(expected[2]["loss"], rel=1e-2)  # the steps changed the model

@@ -1,5 +1,5 @@
-"""The vocabulary-parallel head, chunked and fused, against torch's log_softmax: values and gradients of log-probs and
-entropy, and squared probabilities. Without a chunk it is the fused one."""
+"""Tests of the vocabulary-parallel head, chunked and fused, against torch's log_softmax: values and gradients of
+log-probs and entropy, and squared probabilities. A chunk of None selects the fused head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ T, H, VOCAB = 37, 16, 21
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden [T, H], weight [VOCAB, H], targets [T], upstream gradients [T] of log-probs and entropy, in float64."""
+    """Returns hidden [T, H], weight [VOCAB, H], targets [T], upstream gradients [T] of log-probs and entropy, in
+    float64."""
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(T, H, generator=g, dtype=torch.float64)
     weight = torch.randn(VOCAB, H, generator=g, dtype=torch.float64)
@@ -25,7 +26,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, t
 
 
 def learned(logp: torch.Tensor, entropy: torch.Tensor, of: str) -> torch.Tensor:
-    """What is learned from: log-probs, entropy, or both."""
+    """Returns a loss of log-probs, entropy, or both."""
     _, _, _, upstream, of_entropy = tensors()
     parts = {"logprobs": (logp * upstream.to(logp)).sum(), "entropy": (entropy * of_entropy.to(logp)).sum()}
     return sum((parts[name] for name in of.split(" and ")), torch.zeros((), dtype=logp.dtype))
@@ -39,7 +40,7 @@ def one_rank(
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
     hidden, weight, targets, _, _ = tensors()
     width = -(-VOCAB // ranks)
-    padded = torch.full((width * ranks, H), 7.0, dtype=torch.float64)  # padding must not matter, whatever it holds
+    padded = torch.full((width * ranks, H), 7.0, dtype=torch.float64)  # the content of padding must not matter
     padded[:VOCAB] = weight
     hidden_ = hidden.to(dtype, copy=True).requires_grad_()
     local = padded[rank * width : (rank + 1) * width].to(dtype, copy=True).requires_grad_()
@@ -56,7 +57,8 @@ def one_rank(
 
 
 def squares(rank: int, address: str, ranks: int, temperature: float, chunk: int | None, dtype: torch.dtype) -> Any:
-    """Log-probs, entropy and sums of squared probabilities, and whether these have a gradient."""
+    """Returns sums of squared probabilities, their `requires_grad`, equality with a call without squares, and True if
+    the hidden states have a gradient."""
     from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
@@ -67,10 +69,10 @@ def squares(rank: int, address: str, ranks: int, temperature: float, chunk: int 
     hidden_, local = hidden.to(dtype).requires_grad_(), padded[rank * width : (rank + 1) * width].to(dtype)
     group = dist.group.WORLD
     assert group is not None
-    told: dict[str, Any] = {"vocab": VOCAB, "temperature": temperature, "chunk": chunk, "group": group}
-    logp, entropy, found = vocab_parallel_logprobs(hidden_, local, targets, **told, squares=True)
+    settings: dict[str, Any] = {"vocab": VOCAB, "temperature": temperature, "chunk": chunk, "group": group}
+    logp, entropy, found = vocab_parallel_logprobs(hidden_, local, targets, **settings, squares=True)
     logp.sum().backward()
-    without = vocab_parallel_logprobs(hidden_, local, targets, **told)
+    without = vocab_parallel_logprobs(hidden_, local, targets, **settings)
     same = len(without) == 2 and all(torch.allclose(a, b) for a, b in zip(without, (logp, entropy), strict=True))
     assert hidden_.grad is not None
     return found.detach().numpy(), found.requires_grad, same, bool(hidden_.grad.any())

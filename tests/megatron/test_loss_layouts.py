@@ -1,4 +1,5 @@
-"""Every loss and every mean give the single process's loss, gradient norm and weights in every layout and cut."""
+"""Tests of every loss and every mean in every layout and split: loss, gradient norm and weights must equal a single
+process's."""
 
 from __future__ import annotations
 
@@ -42,9 +43,10 @@ NAMES = ("loss", "grad_norm", "expert_balance", *sorted(MEANS_OF_TOKENS - {"dual
 MEANS = ("tokens", "sequences", "prompts", "constant", "micro_batches")
 COMBINATIONS = list(product(LOSSES, MEANS))
 BUDGETS = (40, 90, 400)
-"""Micro-batches of so many tokens; the combinations of a layout take them in turn, from another one on in each."""
+"""Tokens of a micro-batch. The combinations of a layout use these in turn, with a different start for each layout."""
 SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
-"""Adam's first step is nearly the gradient's sign, which rounding decides where it is small; not with this epsilon."""
+"""Settings with a large epsilon. Otherwise Adam's first step is nearly the sign of the gradient, and rounding decides
+the sign of small gradients."""
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "DP2": (2, {}),
     "TP2 ETP2": (2, {"tensor": 2}),
@@ -69,11 +71,11 @@ CORRECTED: dict[str, dict[str, Any]] = {
     "kl_cov": dict(importance_cap=1.5, importance_level="sequence", importance_normalize=True),
     "dro": dict(importance_cap=1.2, importance_level="sequence", importance_outside="mask"),
 }
-"""Each correction of the engine's mismatch is with one of the losses."""
+"""Corrections of the engine's mismatch, each combined with a loss."""
 
 
 def algorithm(loss: str) -> AlgorithmConfig:
-    """Every term is there, and so narrow that it clips some."""
+    """Returns an algorithm with every term, so narrow that each term clips some tokens."""
     return AlgorithmConfig(
         loss=loss,
         clip_low=0.1,
@@ -91,7 +93,7 @@ def algorithm(loss: str) -> AlgorithmConfig:
 
 
 def turns(mean: str) -> Sequences:
-    """Trajectories of several answers, with observations between them that hold NaN."""
+    """Returns trajectories of several answers, with NaN in the observations between."""
     rng = np.random.default_rng(3)
     batch = layouts.some_batch(100)
     tokens = len(batch.tokens)
@@ -122,7 +124,8 @@ def train(
     budgets: tuple[int, ...],
     combinations: list[tuple[str, str]],
 ) -> dict[str, list[dict[str, float]]]:
-    """A step with each loss and mean from the same weights, and what the next one would see; the metrics."""
+    """Takes a step with each loss and mean from the same weights, and returns its metrics and those of the next
+    step."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     data = parallel.coordinates(torch.distributed.get_rank()).dp
     found = {}
@@ -143,7 +146,8 @@ def train(
 
 
 def in_turn(layout: int) -> list[tuple[str, str]]:
-    """The combinations of a layout: a mean for each loss, in turn, so that any two of loss, mean and layout meet."""
+    """Returns the combinations of a layout: a mean for each loss, rotated to include all pairs of loss, mean and
+    layout."""
     return [(loss, MEANS[(number + layout) % len(MEANS)]) for number, loss in enumerate(LOSSES)]
 
 
@@ -168,7 +172,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(model: Path) -> dict[str, list[dict[str, float]]]:
-    """One process, one micro-batch."""
+    """Returns the results of a single process with a single micro-batch."""
     return steps(model, 1, {}, (10_000,))
 
 
@@ -220,7 +224,7 @@ def test_every_loss_with_every_mean_trains_the_same_in_every_cut(
 
 
 def test_the_combinations_differ(single: dict[str, list[dict[str, float]]]) -> None:
-    """None of them is another by mistake; all clip something, and the first step moves the second one's loss."""
+    """Checks the combinations: no two agree, all clip something, and the first step changes the second loss."""
     first = {name: round(both[0]["grad_norm"], 5) for name, both in single.items()}
     assert len(set(first.values())) == len(first), first
     for name, both in single.items():

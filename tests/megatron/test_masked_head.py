@@ -1,4 +1,4 @@
-"""The head works on the tokens that are asked for, and on no others."""
+"""Test of the head with masked tokens: only requested tokens are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_masked_tokens_get_the_same_log_probs_and_others_none(
     batch.columns = {}
     everywhere = values()
     mask = np.random.default_rng(1).random(len(batch.tokens)) < 0.4
-    mask[: batch.lengths[0]] = False  # a sequence that nobody asks for
+    mask[: batch.lengths[0]] = False  # a sequence without requested tokens
     starts = batch.starts.numpy()
     mask[starts] = False
     batch["mask"] = torch.from_numpy(mask)

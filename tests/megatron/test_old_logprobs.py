@@ -1,4 +1,5 @@
-"""A step of one mini-batch needs no pass for the old log-probs: they are those of its own forward."""
+"""Test of a step with a single mini-batch: the old log-probs come from the step's forward pass, without an extra
+pass."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ALGORITHM = AlgorithmConfig(importance_cap=2.0, kl=KlConfig(coefficient=0.1))
 
 
 def step_of(seed: int = 3) -> Sequences:
-    """What a step trains on: prompts, tokens that no engine drew, and the engine's log-probs."""
+    """Returns a step's batch: prompts, tokens not sampled by an engine, and the engine's log-probs."""
     rng = np.random.default_rng(seed)
     batch = layouts.some_batch(100)
     tokens = len(batch.tokens)
@@ -41,7 +42,8 @@ def step_of(seed: int = 3) -> Sequences:
 def train(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, apart: bool
 ) -> tuple[list[Any], dict[str, float]]:
-    """Log-probs before an optimizer step, which has them as a column or finds its own, and its metrics."""
+    """Returns log-probs before an optimizer step and the step's metrics. The step gets old log-probs as a column, or
+    computes them."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     rows, micros = layouts.deal(step_of(), opened)
     found = opened.logprobs(micros, squares=apart) or []
@@ -50,7 +52,7 @@ def train(
         for micro, (values, entropy, squares) in zip(micros, found, strict=bool(found)):
             micro["old_logprobs"] = values
             counts = micro["weights"] != 0
-            least = torch.maximum((2 * values).exp(), (-entropy).exp())  # Σ π² is at least π², and by Jensen exp(-H)
+            least = torch.maximum((2 * values).exp(), (-entropy).exp())  # Σ π² ≥ π²; by Jensen ≥ exp(-H)
             assert ((squares >= least * (1 - 1e-5)) & (squares <= 1))[counts].all() and not squares[~counts].any()
     objective = objectives.objective("ppo", ALGORITHM)
     measured, metrics = opened.measure(micros, objective), opened.train(micros, objective)

@@ -1,4 +1,4 @@
-"""Every key of `policy.optimizer` reaches the optimizer, and one step is AdamW's."""
+"""Tests of the optimizer: every key of `policy.optimizer` has an effect, and a step equals AdamW."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHANGED: dict[str, Any] = dict(
     moments="bfloat16",
 )
 SAME = {"streamed"}
-"""Keys that change no bit (`test_streamed_optimizer.py`)."""
+"""Keys without effect on any bit (`test_streamed_optimizer.py`)."""
 
 
 def train(
@@ -71,13 +71,13 @@ def test_key_changes_the_weights(model: Path, base: Any, key: str) -> None:
 
 
 def test_learning_rates_follow_the_schedule(base: Any) -> None:
-    """Warm-up lr·t/2, then cosine from step 2 to step 6: lr·(1 + cos(π·(t-2)/4))/2."""
+    """Checks warm-up lr·t/2, then cosine from step 2 to step 6: lr·(1 + cos(π·(t-2)/4))/2."""
     expected = [5e-3, 1e-2, 1e-2 * (1 + np.cos(np.pi / 4)) / 2, 1e-2 * (1 + np.cos(np.pi / 2)) / 2]
     np.testing.assert_allclose(base[0], expected, rtol=1e-6)
 
 
 def test_a_warmup_from_zero_is_one_step_late(model: Path, base: Any) -> None:
-    """As torch's schedulers, which are stepped after the optimizer."""
+    """Checks the delay of a step, as with torch's schedulers: torch steps the scheduler after the optimizer."""
     late = replace(BASE, warmup_from_zero=True)
     lrs, _ = run_ranks(1, train, model, ParallelDims(), layouts.some_batch(100), late)[0]
     np.testing.assert_allclose(lrs, [0.0, *base[0][:3]], rtol=1e-6)
@@ -109,7 +109,7 @@ def test_one_step_is_adamw_without_decay_of_norms(model: Path) -> None:
 def spoil(
     rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, optimizer: OptimizerConfig
 ) -> Any:
-    """Two good steps, one with a weight that is NaN, and what is there after each."""
+    """Takes two good steps and a step with a NaN weight; returns the error and the weights before and after."""
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(optimizer=optimizer))
     _, micros = layouts.deal(batch, opened)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_gradient_that_is_not_finite_ends_the_step_before_the_weights_move(
 def vanish(
     rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, optimizer: OptimizerConfig
 ) -> Any:
-    """A good step, one whose weights are all 0, a good one again."""
+    """Takes a good step, a step with all weights 0, and a good step again."""
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(optimizer=optimizer))
     _, micros = layouts.deal(batch, opened)
     opened.train(micros, objectives.supervised)

@@ -1,4 +1,4 @@
-"""Options of megatron-core are checked by name and type before a process starts, and are seen in what is built."""
+"""Tests of megatron-core options: checked by name and type before a process starts, and set in the built model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_annotation_in_quotes_is_read() -> None:
 
 
 def built(rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig) -> dict[str, Any]:
-    """What the model, DDP and optimizer of a real rank have, and the metrics of a step."""
+    """Returns settings of the model, DDP and optimizer of a real rank, and the metrics of a step."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     _, micros = layouts.deal(layouts.some_batch(100), opened)
     ddp = opened.chunks[0]

@@ -1,4 +1,4 @@
-"""Communication that overlaps with compute changes no loss, no norm, no log-prob and no weight that anyone reads."""
+"""Tests of overlapped communication: no loss, norm, log-prob or weight may change."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from skyrl_mega.parallel.dims import ParallelDims
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
-STEPS = 3  # megatron-core learns in the first what a bucket waits for, and overlaps from the second on
-NOISE = 5e-4  # a step moves an element by 1e-2, and noise in its gradient by a part of that
-BUCKET = 5000  # elements: several buckets, and layers that share one with their neighbours
+STEPS = 3  # megatron-core learns the dependencies of a bucket in the first step, and overlaps from the second on
+NOISE = 5e-4  # a step moves an element by 1e-2; gradient noise changes that by a small part
+BUCKET = 5000  # elements: several buckets, and layers that share a bucket with a neighbour
 
 MODELS = {
     "moe": BuildConfig(layers=4),
@@ -40,7 +40,7 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
 def run(
     rank: int, address: str, path: Path, other: Path, parallel: ParallelDims, policy: PolicyConfig, batch: Sequences
 ) -> dict[str, Any]:
-    """What a run reads of a policy, in the order in which a run may read it."""
+    """Returns a policy's results in the order of a run."""
     bucketed = partial(policy_build.DistributedDataParallelConfig, bucket_size=BUCKET)
     with mock.patch.object(policy_build, "DistributedDataParallelConfig", bucketed):
         opened = layouts.open_rank(rank, address, path, parallel, policy)
@@ -68,10 +68,10 @@ def run(
     return {
         "before": logprobs(),
         "steps": steps(STEPS),
-        "synced": weights(),  # the sync follows on a step
+        "synced": weights(),  # the sync follows a step
         "after": logprobs(),
         "more": steps(1),
-        "reference": logprobs(reference=True),  # so may the reference
+        "reference": logprobs(reference=True),  # the reference may follow a step too
         "own": logprobs(),
         "last": steps(1),
         "kept": weights(),

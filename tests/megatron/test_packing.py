@@ -1,4 +1,5 @@
-"""Packing loses nothing, predicts the next token, and cuts sequences in zigzag as megatron-core does."""
+"""Tests of packing: no token is lost, each position predicts the next token, sequences are split in megatron-core's
+zigzag."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from skyrl_mega.megatron.sequences import Column, Sequences
 
 
 def batch_of(lengths: list[int]) -> Sequences:
-    """Tokens, a value of each of them, and two integers that go with a token as it is read."""
+    """Returns tokens, a value for each token, and two integers for each input token."""
     batch = Sequences.of([list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)])
     count = len(batch.tokens)
     batch["x"] = torch.arange(count, dtype=torch.float32) + 1
@@ -36,7 +37,7 @@ def test_every_token_is_predicted_once_over_the_context_ranks(lengths: list[int]
         known = (micro.source >= 0).numpy()
         source = micro.source.numpy()[known]
         seen[source] += 1
-        # Each input is the token before the one it predicts, and values belong to the predicted token.
+        # An input is the token before its predicted token; values belong to the predicted token.
         np.testing.assert_array_equal(micro.tokens[0].numpy()[known], batch.tokens[source - 1])
         np.testing.assert_array_equal(micro.targets.numpy()[known], batch.tokens[source])
         np.testing.assert_array_equal(micro.columns["x"].numpy()[known], batch["x"][source])
@@ -50,7 +51,8 @@ def test_every_token_is_predicted_once_over_the_context_ranks(lengths: list[int]
 def test_what_goes_with_an_input_is_there_once_over_the_context_ranks(
     lengths: list[int], context: int, tensor: int
 ) -> None:
-    """Also of a sequence's last token, which predicts nothing; in its own shape and type."""
+    """Checks the columns of input tokens, including a sequence's last token (without a prediction); shape and dtype
+    stay."""
     batch = batch_of(lengths)
     routes = {}
     for rank in range(context):
@@ -82,9 +84,9 @@ def test_columns_move_with_their_sequences() -> None:
 
 
 def test_sequences_travel_as_arrays_that_share_memory() -> None:
-    """What Ray does: the arrays' memory is handed on beside the pickle, read-only."""
+    """Pickles sequences as Ray does: the arrays' memory travels outside the pickle, read-only."""
     batch = batch_of([3, 4, 2])
-    batch["half"] = torch.randn(9, 2).bfloat16()  # numpy has no such type
+    batch["half"] = torch.randn(9, 2).bfloat16()  # numpy has no such dtype
     batch["half"][0, 0] = float("nan")
     buffers: list[pickle.PickleBuffer] = []
     small = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
@@ -101,7 +103,7 @@ def test_sequences_travel_as_arrays_that_share_memory() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.sampled_from([2, 4]))
 def test_zigzag_chunks(lengths: list[int], context: int) -> None:
-    """Rank r holds chunks r and 2·cp-1-r of each padded sequence, in that order."""
+    """Checks the zigzag: rank r holds chunks r and 2·cp-1-r of each padded sequence, in this order."""
     batch = batch_of(lengths)
     for rank in range(context):
         row = pack(batch, context=context, context_rank=rank, tensor=1).row
@@ -115,8 +117,8 @@ def test_zigzag_chunks(lengths: list[int], context: int) -> None:
 
 
 def test_a_row_on_a_device_has_one_tensor_of_bounds() -> None:
-    """By which Transformer Engine knows that nothing lies between sequences: else it computes bounds anew in each
-    layer, and leaves out kernels that could not tell."""
+    """Checks for a single shared tensor of bounds in a row. From this Transformer Engine concludes that no padding lies
+    between sequences; else each layer computes bounds again and excludes kernels."""
     packed = pack(batch_of([3, 5]), context=2, context_rank=0, tensor=1).to(torch.device("meta"))
     row = packed.row
     assert row.cu_seqlens_q is not None and row.cu_seqlens_q.is_meta
@@ -126,7 +128,7 @@ def test_a_row_on_a_device_has_one_tensor_of_bounds() -> None:
 
 
 def test_gathered_order_restores_the_row() -> None:
-    """`global_L` finds each token of the row after the context ranks' parts are put one after another."""
+    """Checks `global_L`: each token's position in the row after the context ranks' parts are concatenated."""
     batch = batch_of([5, 9, 16])
     micros = [pack(batch, context=2, context_rank=r, tensor=1) for r in range(2)]
     gathered = torch.cat([m.tokens[0] for m in micros])

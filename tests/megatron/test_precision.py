@@ -1,4 +1,4 @@
-"""A policy in an emulated FP8 recipe: its products, its layers, its scales, and the same results in every layout."""
+"""Tests of a policy in an emulated FP8 recipe: products, layers, scales, and equal results in every layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MARKS: dict[tuple[str, str, str], list[Any]] = {
     ("dense", "fp8_blockwise", "TP2"): [pytest.mark.slow],
     ("moe", "fp8_blockwise", "PP2"): [pytest.mark.slow],
 }
-"""Of those that are there in the check of every change."""
+"""Marks of the cases; a case with an empty list runs for every change."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def policy(recipe: str, changes: dict[str, Any] | None = None, **precision: int) -> PolicyConfig:
-    # With this eps Adam moves weights by their gradients, not by their signs, which rounding decides where they are 0.
+    # With this eps Adam moves weights by gradients, not by signs; rounding decides the sign of a gradient near 0.
     values = {
         "optimizer": OptimizerConfig(lr=0.3, eps=1.0, clip_grad=0.5),
         "precision": PrecisionConfig(recipe, **precision),
@@ -91,7 +91,7 @@ Single = Callable[[str, str], list[dict[str, float]]]
 
 @pytest.fixture(scope="module")
 def single(models: dict[str, Path]) -> Single:
-    """Two steps of a model in a recipe, in one process."""
+    """Returns a function for two steps of a model in a recipe, in a single process."""
     return cache(lambda model, recipe: steps(models[model], 1, {}, policy(recipe)))
 
 
@@ -104,8 +104,8 @@ def test_every_layout_gives_the_single_process(
 ) -> None:
     ranks, sizes, changes = LAYOUTS[cut]
     found = steps(models[model], ranks, sizes, policy(recipe, changes))
-    # A sum in another order, which another processor has too, moves a number over the middle between two of E4M3's
-    # here and there: a little of a step's loss and gradient. After the update it may move a token to another expert.
+    # Another order of a sum, as on another processor, sometimes rounds a number to E4M3's other neighbour. This changes
+    # a step's loss and gradient a little. After the update a token may change its expert.
     for a, b, of_loss in zip(found, single(model, recipe), (3e-5, 1e-3), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=of_loss)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=3e-3)
@@ -118,18 +118,18 @@ def test_recipes_compute_something_else_and_learn_as_much(single: Single) -> Non
         assert 1e-6 < abs(found[0]["loss"] / plain[0]["loss"] - 1) < 3e-3, recipe
         assert found[1]["loss"] == pytest.approx(plain[1]["loss"], rel=3e-3), recipe
     first = {recipe: (round(found[0]["loss"], 6), round(found[0]["grad_norm"], 6)) for recipe, found in losses.items()}
-    assert len(set(first.values())) == 3  # fp8_delayed has no other magnitudes yet than fp8_current
+    assert len(set(first.values())) == 3  # fp8_delayed starts with the magnitudes of fp8_current
     assert losses["fp8_delayed"][0]["loss"] == losses["fp8_current"][0]["loss"]
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8"])
 def test_products_and_gradients_are_those_of_rounded_operands(recipe: str) -> None:
-    """Each of the three products in float64, of operands that the formats have rounded."""
+    """Compares each of the three products with float64 products of rounded operands."""
     make = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(*shape, generator=make) for shape in ((6, 200), (72, 200), (6, 72)))
     linear = Linear(recipe, 0, Magnitudes(1, 4, torch.device("cpu")))
     if recipe == "fp8_blockwise":
-        linear.weight = linear.transposed = fp8.blocks(w)  # 128 × 128 blocks are tested with the wire's
+        linear.weight = linear.transposed = fp8.blocks(w)  # blocks of 128 × 128 are covered by the wire's tests
         of_x, of_w, of_g = fp8.blocks(x), (fp8.blocks(w), fp8.blocks(w)), fp8.blocks(g)
     else:
         linear.round_weight(w)
@@ -173,7 +173,8 @@ def rounded_weights(
 def test_weights_are_the_numbers_and_scales_of_the_wire(
     models: dict[str, Path], model: str, ranks: int, sizes: dict[str, int]
 ) -> None:
-    """Bit for bit: blocks of the whole tensors in a plain loop, as in the wire's tests, whoever holds parts of them."""
+    """Compares bits with blocks of the whole tensors in a plain loop, as in the wire's tests, for every split of the
+    tensors."""
     hf = json.loads((models[model] / "config.json").read_text())
     tensors = load_file(next(models[model].glob("*.safetensors")))
     names = quantised(tensors)
@@ -214,7 +215,7 @@ def test_delayed_scales_are_of_the_passes_before() -> None:
             kept.forget()
         return found[0]
 
-    assert passed(3.0, 5.0) == 3.0  # nothing is known yet
+    assert passed(3.0, 5.0) == 3.0  # no earlier pass
     assert passed(2.0) == 5.0
     assert passed(1.0) == 5.0
     assert passed(9.0, trained=False) == 2.0
@@ -258,7 +259,8 @@ def test_a_pass_ends_without_copies(models: dict[str, Path]) -> None:
 
 
 def test_copies_of_weights_are_let_go_after_a_pass() -> None:
-    """Transformer Engine's modules keep theirs in `_fp8_workspaces`, which none of its own calls empties."""
+    """Checks the drop of cached copies. Transformer Engine's modules cache in `_fp8_workspaces` and never clear the
+    cache."""
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     held = {"weight": torch.zeros(2)}
     vars(layer[0])["_fp8_workspaces"] = held

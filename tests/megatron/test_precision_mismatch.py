@@ -1,7 +1,8 @@
-"""A policy in FP8 differs less from engines in FP8 than one that is not: the same numbers, and the same blocks.
+"""Test of the mismatch with FP8 engines: smaller for an FP8 policy than for another precision, by equal numbers and
+blocks.
 
-The engine is transformers' model whose products are those of a W8A8 engine: weights in 128 × 128 blocks, activations by
-1 × 128 as vLLM quantises them (`per_token_group_quant_fp8`), in plain torch of its own.
+The engine is transformers' model with the products of a W8A8 engine: weights in 128 × 128 blocks, activations in 1 ×
+128 as vLLM quantises them (`per_token_group_quant_fp8`), in separate plain torch code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LARGEST = 448.0
 
 
 class Fp8Products(TorchFunctionMode):
-    """Linear layers multiply E4M3 by E4M3, but those of `kept` weights.
+    """Mode with E4M3 products in linear layers, except for `kept` weights.
 
     Args:
         kept: Addresses of weights.

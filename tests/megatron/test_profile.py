@@ -1,4 +1,4 @@
-"""A rank's own trace: from torch's file to a track of the whole."""
+"""Tests of a rank's trace: from torch's file to a track of the run's trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = """{
 
 
 def file_of(folder: Path, events: list[dict[str, object]]) -> Path:
-    """As torch writes it: braces of an event in lines of their own."""
+    """Writes a trace in torch's format: braces of an event on separate lines."""
     texts = ["  " + json.dumps(event, indent=2).replace("\n", "\n  ") for event in events]
     file = folder / "torch.json"
     file.write_text(HEAD + ",\n".join(texts) + '\n  ],"traceName": "x" }\n')

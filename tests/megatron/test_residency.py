@@ -1,4 +1,5 @@
-"""A rank's state leaves its device and comes back: memory of real processes, every bit, what a broken move leaves."""
+"""Tests of offloading and reloading a rank's state: memory of real processes, every bit, the state after a failed
+move."""
 
 from __future__ import annotations
 
@@ -26,25 +27,25 @@ CPU = torch.device("cpu")
 BATCH = layouts.some_batch(100)
 STEPS = 3
 LARGE = BuildConfig(hidden=256, layers=2, experts=16, expert_ffn=768)
-"""19 million parameters: 38 MB in bfloat16, 77 MB of gradients, 230 MB of master weights and moments."""
+"""Model with 19 million parameters: 38 MB in bfloat16, 77 MB of gradients, 230 MB of master weights and moments."""
 CYCLES = 20
 
 
 def memory() -> int:
-    """Bytes of this process's pages, of whatever kind."""
+    """Returns the bytes of this process's pages of all kinds."""
     status = Path("/proc/self/status").read_text()
     return 1024 * sum(int(found) for found in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
 
 
 def move(rank: ModelWorker, phase: str) -> None:
-    """As the ledger does it, with nothing kept."""
+    """Moves parts between device and host as the ledger does, without kept parts."""
     wanted = resident(phase, [])
     rank.offload([part for part in POLICY if part not in wanted])
     rank.onload([part for part in POLICY if part in wanted])
 
 
 def bits(tensors: Any) -> list[bytes]:
-    """Of copies: what numpy looks at cannot be resized any more."""
+    """Returns the bits of copies: numpy blocks a later resize of the original storage."""
     return [
         t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
         for t in tensors
@@ -55,7 +56,7 @@ def bits(tensors: Any) -> list[bytes]:
 
 
 def some_storages() -> tuple[list[Tensor], list[Tensor]]:
-    """Buffers of odd sizes, and views of them, two of which share one; random bits."""
+    """Returns buffers of odd sizes with random bits, and views of the buffers; two views share a buffer."""
     torch.manual_seed(0)
     buffers = [torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16) for n in (7, 300, 70_001)]
     a, b, c = (buffer.view(torch.bfloat16) for buffer in buffers)
@@ -86,7 +87,7 @@ def test_what_is_dropped_comes_back_as_zeros() -> None:
 
 
 class Broken(TorchDispatchMode):
-    """Breaks off at a copy, before it is made or after."""
+    """Mode that raises at a copy, before or after the copy."""
 
     def __init__(self, at: int, late: bool) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ def test_a_device_without_room_keeps_what_is_in_host_memory(monkeypatch: pytest.
 
 
 def test_a_storage_of_two_parts_belongs_to_the_first() -> None:
-    """The master weights of a float32 model are its parameters."""
+    """Offloads a storage shared by two parts: the master weights of a float32 model are the parameters."""
     shared, own = torch.arange(8.0), torch.arange(3.0)
     view = shared[2:]
     both = Resident("policy", CPU, {"parameters": lambda: [shared], "optimizer": lambda: [view, own]})
@@ -158,8 +159,8 @@ def test_a_storage_of_two_parts_belongs_to_the_first() -> None:
 
 
 def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: bool) -> Any:
-    """Log-probs, an optimizer step and rollouts, again and again: memory and log-probs by phase, and the weights."""
-    torch.backends.mkldnn.set_flags(False)  # it keeps memory for every shape that it has seen
+    """Repeats log-probs, an optimizer step and rollouts; returns sizes, memory by phase, log-probs, and weights."""
+    torch.backends.mkldnn.set_flags(False)  # oneDNN keeps memory for every seen shape
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), policy, torch.bfloat16)
     micros = [layouts.some_batch(100, count=4)]
     sizes = {
@@ -178,7 +179,7 @@ def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: boo
                 seen.append(values.numpy())
             if phase == "train" and cycle in (0, CYCLES // 2):
                 seen.append(np.array([*opened.train(micros, objectives.supervised).values()]))
-            opened.offload([])  # what compute has left behind for later goes, too
+            opened.offload([])  # also releases memory kept by computation
             found[phase].append(memory())
     weights = {name: p.float().clone().numpy() for name, p in opened.weights().items()}
     return sizes, found, seen, weights
@@ -219,7 +220,7 @@ def test_a_processs_memory_is_that_of_its_phase_and_does_not_grow(tmp_path: Path
 def a_run(
     rank: int, address: str, paths: tuple[Path, Path], parallel: ParallelDims, options: Any, folder: Path, turns: bool
 ) -> Any:
-    """What a run reads of a policy, with parts that take turns or with all of them on the device."""
+    """Returns a policy's results in a run, with parts offloaded between phases or all parts on the device."""
     policy, dtype = options
     opened = layouts.open_rank(rank, address, paths[0], parallel, policy, dtype)
     _, micros = layouts.deal(BATCH, opened)
@@ -239,12 +240,12 @@ def a_run(
         found += [logprobs(), logprobs(reference=True)]
         phase("train")
         found += [opened.train(micros, objectives.supervised) for _ in range(2)]
-        phase("generate")  # all of it leaves while an overlapping step's parameters may still be gathered
+        phase("generate")  # offloads everything while the gather of an overlapping step may be open
         phase("sync")
         found.append({name: p.float().clone().numpy() for name, p in opened.weights().items()})
         phase("generate")
         if step == 1:
-            opened.save(folder)  # where it lies
+            opened.save(folder)  # saves from host memory
     phase("generate")
     opened.restore(folder)
     opened.keep_reference(paths[1])
@@ -268,7 +269,7 @@ def a_run(
 
 
 def runs_of(rank: ModelWorker) -> dict[str, Any]:
-    """Parameter → first and last element that this rank's optimizer trains, and what it has of them."""
+    """Returns parameter → first and last element trained by this rank's optimizer, and the state of these elements."""
     names, found = {id(p): name for name, p in rank.params.items()}, {}
     for part in moments.inner_optimizers(rank.optimizer):
         for p, master in moments.master_weights(part):
@@ -291,7 +292,7 @@ CASES = [
 def test_taking_turns_changes_no_bit(
     tmp_path: Path, ranks: int, sizes: dict[str, int], settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Log-probs, the reference's too, losses, weights, checkpoints, moments."""
+    """Compares log-probs of policy and reference, losses, weights, checkpoints and moments."""
     paths = tmp_path / "own", tmp_path / "other"
     for seed, path in enumerate(paths):
         build(BuildConfig(), path, seed=seed + 1)
@@ -307,16 +308,16 @@ def test_taking_turns_changes_no_bit(
 
 def refusals(rank: int, address: str, path: Path) -> Any:
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config())
-    micros, said = [BATCH], []
+    micros, messages = [BATCH], []
 
     def refused(what: Any) -> None:
         with pytest.raises(NotOnDevice) as caught:
             what()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
 
     opened.offload(["optimizer"])
     refused(lambda: opened.train(micros, objectives.supervised))
-    opened.offload(["critic"])  # all
+    opened.offload(["critic"])  # all parts
     for what in (opened.logprobs, opened.values, lambda m: opened.measure(m, objectives.supervised)):
         refused(lambda what=what: what(micros))
     refused(opened.weights)
@@ -324,11 +325,11 @@ def refusals(rank: int, address: str, path: Path) -> Any:
     refused(lambda: opened.train(micros, objectives.supervised))
     opened.onload(["critic"])
     opened.train(micros, objectives.supervised)
-    return said
+    return messages
 
 
 def test_nothing_computes_with_what_is_not_there(tmp_path: Path) -> None:
     build(BuildConfig(), tmp_path / "model", seed=1)
-    (said,) = run_ranks(1, refusals, tmp_path / "model")
-    assert said[0] == "policy: optimizer is not on the device; onload(['optimizer']) brings it back"
-    assert [line.split()[1] for line in said] == ["optimizer", *["parameters"] * 4, "optimizer"]
+    (messages,) = run_ranks(1, refusals, tmp_path / "model")
+    assert messages[0] == "policy: optimizer is not on the device; onload(['optimizer']) brings it back"
+    assert [line.split()[1] for line in messages] == ["optimizer", *["parameters"] * 4, "optimizer"]

@@ -1,4 +1,5 @@
-"""The policy's routers choose what they are told to, in every layout, and a pass in which one did not is refused."""
+"""Tests of router replay: the policy's routers follow the given routes in every layout, and a pass with a deviation
+fails."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     "PP2 VPP2, recomputed": (2, {"pipeline": 2, "virtual_pipeline": 2}, "full"),
 }
 SHAPE = RouteShape(layers=(0, 2, 3), experts=8, per_token=2)
-"""Of the model below, whose second layer is dense."""
+"""Routes of the model below; its second layer is dense."""
 SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
 aten = torch.ops.aten
 Found = dict[str, Any]
-"""`logprobs` [T], `recorded` [T, M, K], metrics of two steps of `rollout` and of two of `policy`."""
+"""`logprobs` [T], `recorded` [T, M, K], metrics of two steps with `rollout` and of two with `policy`."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed() -> Sequences:
-    """Random sequences with random routes; every sequence's last token, and all of one sequence, have none."""
+    """Returns random sequences with random routes; the last token of each sequence and one whole sequence have no
+    route."""
     batch = layouts.some_batch(100)
     scores = np.random.default_rng(0).random((len(batch.tokens), len(SHAPE.layers), SHAPE.experts))
     routes = (scores.argsort(-1)[..., : SHAPE.per_token] + 1).astype(SHAPE.dtype)
@@ -63,12 +65,12 @@ def routed() -> Sequences:
 
 
 def policy(**changes: Any) -> PolicyConfig:
-    """Routers replay, experts are balanced."""
+    """Returns settings with router replay and balanced experts."""
     return layouts.policy_config(moe=MoeConfig(aux_loss=0.05, replay="rollout"), optimizer=SMOOTH, **changes)
 
 
 def train(rank: int, address: str, path: Path, parallel: ParallelDims, config: PolicyConfig) -> Any:
-    """Log-probs and two steps with routes that are given, then with those that the policy has recorded."""
+    """Returns log-probs and two steps with given routes, then two steps with routes recorded by the policy."""
     opened = layouts.open_rank(rank, address, path, parallel, config)
     rows, micros = layouts.deal(routed(), opened)
     answer = opened.logprobs(micros)
@@ -85,7 +87,7 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, config: P
 
 
 def run(path: Path, ranks: int, sizes: dict[str, int], **changes: Any) -> Found:
-    """What all ranks together have found."""
+    """Returns the joined results of all ranks."""
     answers = run_ranks(ranks, train, path, layouts.layout(ranks, **sizes), policy(**changes))
     batch = routed()
     logprobs = np.full(len(batch.tokens), np.nan)
@@ -102,7 +104,7 @@ def run(path: Path, ranks: int, sizes: dict[str, int], **changes: Any) -> Found:
 
 @pytest.fixture(scope="module")
 def single(model: Path) -> Found:
-    """One process, one micro-batch."""
+    """Returns the results of a single process with a single micro-batch."""
     return run(model, 1, {}, micro_tokens=10_000)
 
 
@@ -110,7 +112,7 @@ def single(model: Path) -> Found:
 def test_every_layout_goes_where_the_routes_say(
     model: Path, single: Found, ranks: int, sizes: dict[str, int], recompute: str
 ) -> None:
-    """That each token did in each layer is checked in every pass, or it would have failed."""
+    """Compares results. Every pass checks the route of each token in each layer, and raises on a deviation."""
     found = run(model, ranks, sizes, recompute=recompute)
     np.testing.assert_allclose(found["logprobs"], single["logprobs"], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found["recorded"], single["recorded"])
@@ -126,7 +128,8 @@ def test_every_layout_goes_where_the_routes_say(
 
 
 def test_replay_matters(single: Found) -> None:
-    """Given routes are others than the policy's own; its own stay as they were recorded when the weights move."""
+    """Checks the routes: given routes differ from the policy's routes, and recorded routes stay while the weights
+    change."""
     for layer in SHAPE.layers:
         first, second = (step[f"replay_differs_{layer}"] for step in single["own"])
         assert first == 0 < second
@@ -135,7 +138,7 @@ def test_replay_matters(single: Found) -> None:
 
 
 def test_forced_and_recorded_routes_against_transformers(model: Path, single: Found) -> None:
-    """Its routers are made to choose as told: log-probs; and left alone: which experts."""
+    """Compares with transformers: log-probs with forced routers, and chosen experts with free routers."""
     batch = routed()
     with LOADING:
         from transformers import AutoModelForCausalLM
@@ -159,7 +162,8 @@ def test_forced_and_recorded_routes_against_transformers(model: Path, single: Fo
 
 
 def router(weight: torch.Tensor, routes: torch.Tensor, seen: dict[int, Any], place: int) -> Callable[..., Any]:
-    """Softmax over the chosen experts alone: of `routes` [n, K], or where these are -1 of the highest logits."""
+    """Returns a router with softmax over the chosen experts only: `routes` [n, K], or the highest logits for routes of
+    -1."""
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.T
@@ -171,14 +175,14 @@ def router(weight: torch.Tensor, routes: torch.Tensor, seen: dict[int, Any], pla
 
 
 class NoWait(TorchDispatchMode):
-    """Refuses, on tensors of the device `meta`, what a GPU would be waited for.
+    """Mode that refuses every operation on `meta` tensors that would wait for a GPU.
 
-    Those have shapes and no values. So torch itself refuses whatever needs a value on the host (`item`, `int`, `bool`,
-    `tolist`, `cpu`, any copy to the host), and what has a shape that values decide (`nonzero`, reading with a mask,
-    `masked_select`, `unique`, `repeat_interleave` without a size). Three things it lets pass are refused here: writing
-    with a mask, which looks for its places first; copies from the host, whose memory is not pinned; and places that
-    are given on the host. Not seen are a wait inside of a kernel, and a tensor that is made of a list right on the
-    device: nothing is dispatched for it.
+    Tensors on `meta` have shapes and no values. So torch refuses any value on the host (`item`, `int`, `bool`,
+    `tolist`, `cpu`, any copy to the host) and any shape decided by values (`nonzero`, reading with a mask,
+    `masked_select`, `unique`, `repeat_interleave` without a size). This mode refuses three more operations: writing
+    with a mask, because the positions are searched first; copies from unpinned host memory; and positions given on the
+    host. Invisible are a wait inside a kernel, and a tensor created on the device from a list, because nothing is
+    dispatched.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -226,7 +230,7 @@ def test_whatever_waits_for_the_device_is_seen(wait: Callable[[], object]) -> No
 
 
 def looked_at(device: str) -> RouterReplay:
-    """Three tokens, of which the second and the third go elsewhere than their routes say; looked at on the device."""
+    """Checks three tokens on the device; the second and the third deviate from the given routes."""
     replay = object.__new__(RouterReplay)
     replay.shape, replay.active = RouteShape(layers=(0,), experts=4, per_token=2), True
     replay.counts = torch.zeros(1, 4, dtype=torch.int64, device=device)
@@ -247,7 +251,7 @@ def looked_at(device: str) -> RouterReplay:
 
 
 def test_routers_are_looked_at_without_waiting_for_the_device() -> None:
-    """The first token that went wrong, and how many did, stay on the device until the pass ends."""
+    """Checks deviations: the first token and the number of deviations stay on the device until the end of the pass."""
     looked_at("meta")
     replay = looked_at("cpu")
     assert replay.counts.tolist() == [[3, 3, 2, 2]] and replay.first.tolist() == [[11, 2, 3, 1, 0, 0, 1]]
@@ -257,29 +261,29 @@ def test_routers_are_looked_at_without_waiting_for_the_device() -> None:
 
 
 def lost(batch: Sequences, micro: MicroBatch) -> None:
-    """One token's route in all layers."""
+    """Drops a token's route in all layers."""
     micro.columns[COLUMN] = micro.columns[COLUMN].clone()
     micro.columns[COLUMN][5] = 0
 
 
 def shifted(batch: Sequences, micro: MicroBatch) -> None:
-    """Every route is its neighbour's."""
+    """Shifts every route to the next token."""
     micro.columns[COLUMN] = micro.columns[COLUMN].roll(1, 0)
 
 
 def swapped(batch: Sequences, micro: MicroBatch) -> None:
-    """Two layers have each other's routes."""
+    """Swaps the routes of two layers."""
     micro.columns[COLUMN] = micro.columns[COLUMN][:, [0, 2, 1]]
 
 
 def fails(
     rank: int, address: str, path: Path, parallel: ParallelDims, fault: Callable[..., None] | None, misnumbered: bool
 ) -> str:
-    """What a pass says whose packed routes have a fault, or whose routers have other layers' numbers."""
+    """Returns the error of a pass with faulty packed routes, or with wrong layer numbers in the routers."""
     prepare, number = RouterReplay.prepare, TopKRouter.set_layer_number
     if fault is not None:
         RouterReplay.prepare = lambda self, batch, micro: (fault(batch, micro), prepare(self, batch, micro))[1]  # type: ignore[method-assign]
-    if misnumbered:  # as a chunk would that counts from its own first layer
+    if misnumbered:  # like a chunk that counts from its first layer
         TopKRouter.set_layer_number = lambda self, layer: number(self, {3: 1, 4: 3}.get(layer, layer))  # type: ignore[method-assign]
     opened = layouts.open_rank(rank, address, path, parallel, policy())
     _, micros = layouts.deal(routed(), opened)
@@ -310,7 +314,7 @@ def test_a_planted_fault_ends_its_step_on_every_rank(
 
 
 def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims) -> str:
-    """What an update says that computes MoE parts again in the backward pass without their layers."""
+    """Returns the error of an update with MoE parts recomputed in the backward pass outside the layers."""
     opened = layouts.open_rank(rank, address, path, parallel, policy(options={"moe_layer_recompute": True}))
     _, micros = layouts.deal(routed(), opened)
     with pytest.raises(WrongRoutes) as caught:
@@ -319,6 +323,6 @@ def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims
 
 
 def test_a_router_that_has_lost_its_row_ends_the_step(model: Path) -> None:
-    """The settings that lead there are refused (`config/replay_checks.py`); the policy's own experts would be wrong."""
+    """Runs settings refused by `config/replay_checks.py`: the router would silently use the policy's experts."""
     (said,) = run_ranks(1, recomputed_alone, model, layouts.layout(1))
     assert "the routers of layers [0, 2, 3] ran without the routes of their tokens" in said

@@ -1,5 +1,5 @@
-"""Losses of whole trajectories (`algorithm.sequence_unit`) give the single process's loss, gradient norm and weights in
-every layout and cut."""
+"""Tests of losses of whole trajectories (`algorithm.sequence_unit`) in every layout and split: loss, gradient norm and
+weights must equal a single process's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LOSSES = {"gspo": "sequences", "gmpo": "tokens", "sapo": "tokens", "dppo_tv": "p
     "kl_cov": "sequences",
     "dro": "tokens",
 }
-"""Losses with a ratio of a sequence, or with a correction that has one, each with a mean."""
+"""Losses with a ratio of a sequence, or with a sequence-level correction, each with a mean."""
 Found = dict[str, list[dict[str, float]]]
 
 
 def samples(mean: str, unit: str) -> Sequences:
-    """Thirteen samples of several answers each, those of a trajectory one after another: 3, 1, 3, 1, …"""
+    """Returns thirteen samples of several answers each; trajectories of 3, 1, 3, 1, … samples follow each other."""
     batch = turns(mean)
     if unit == "trajectory":
         numbers = torch.tensor([2 * (row // 4) + (row % 4 == 3) for row in range(len(batch))], dtype=torch.int32)
@@ -42,7 +42,7 @@ def samples(mean: str, unit: str) -> Sequences:
 def train(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, tokens: int, unit: str
 ) -> Found:
-    """A step with each loss from the same weights, and what the next one would see; the metrics."""
+    """Takes a step with each loss from the same weights, and returns its metrics and those of the next step."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     data = parallel.coordinates(torch.distributed.get_rank()).dp
     found = {}
@@ -67,7 +67,7 @@ def steps(path: Path, ranks: int, sizes: dict[str, int], tokens: int, unit: str 
 
 @pytest.fixture(scope="module")
 def single(model: Path) -> Found:
-    """One process, one micro-batch."""
+    """Returns the results of a single process with a single micro-batch."""
     return steps(model, 1, {}, 10_000)
 
 

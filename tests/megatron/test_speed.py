@@ -1,4 +1,4 @@
-"""Settings of speed become megatron-core's fields, and what is not installed is refused."""
+"""Tests of speed settings: the settings become megatron-core fields, and missing packages are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer in host memory: every bit as with its state on the device, and no more of it there than three pieces."""
+"""Tests of an optimizer in host memory: equal bits as on the device, and at most three pieces on the device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.megatron import layouts, test_residency
 from tests.support.ranks import run_ranks
 
 PIECE = 50_000
-"""Bytes: the small model's optimizer has dozens."""
+"""Bytes of a piece: the small model's optimizer has dozens of pieces."""
 LARGE_PIECE = 20_000_000
 
 
 def a_run(rank: int, address: str, paths: Any, parallel: ParallelDims, options: Any, folder: Path, turns: bool) -> Any:
-    """What a run reads of a policy, and the state of its optimizer at the end, wherever that is."""
+    """Returns a policy's results in a run, and the final optimizer state from device or host."""
     worker.OPTIMIZER_PIECE = PIECE
     found, state = test_residency.a_run(rank, address, paths, parallel, options, folder, turns)
     return found, state
@@ -41,7 +41,8 @@ CASES = [
 def test_streaming_changes_no_bit(
     tmp_path: Path, ranks: int, sizes: dict[str, int], settings: dict[str, Any], dtype: torch.dtype, small: str
 ) -> None:
-    """Losses, weights, checkpoints, what comes back of them, a new optimizer; with all else taking turns, too."""
+    """Compares losses, weights, checkpoints, restored state and a new optimizer, also with all other parts offloaded in
+    turn."""
     paths = tmp_path / "own", tmp_path / "other"
     for seed, path in enumerate(paths):
         build(BuildConfig(), path, seed=seed + 1)
@@ -58,9 +59,9 @@ def test_streaming_changes_no_bit(
 
 
 def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) -> Any:
-    """Bytes of a process between steps, after five more, and at most while a piece is on the device."""
+    """Returns a process's bytes between steps, after five more steps, and the peak with a piece on the device."""
     worker.OPTIMIZER_PIECE = LARGE_PIECE
-    torch.backends.mkldnn.set_flags(False)  # it keeps memory for every shape that it has seen
+    torch.backends.mkldnn.set_flags(False)  # oneDNN keeps memory for every seen shape
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), policy, torch.bfloat16)
     micros, seen, to_model = [layouts.some_batch(100, count=4)], [0], StreamedPart._to_model
 
@@ -70,7 +71,7 @@ def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) 
 
     def between_steps() -> int:
         opened.train(micros, objectives.supervised)
-        opened.offload([])  # what compute has left behind for later goes, too
+        opened.offload([])  # also releases memory kept by computation
         return test_residency.memory()
 
     before = between_steps()
@@ -80,7 +81,7 @@ def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) 
 
 
 def test_a_process_holds_three_pieces_in_a_step_and_none_between_steps(tmp_path: Path) -> None:
-    """The model has 19 million parameters, whose optimizer has 228 MB: a dozen pieces."""
+    """Checks the memory of a model with 19 million parameters and 228 MB of optimizer state: a dozen pieces."""
     build(test_residency.LARGE, tmp_path / "model", seed=1)
     found = {}
     for streamed in (False, True):

@@ -1,7 +1,7 @@
-"""Processes that do not track with wandb do not import it: each import makes two temporary folders. Nor does a rank on
-a CPU import torch's compiler, which takes half of its start.
+"""Tests of processes without wandb tracking: wandb must not be imported, because each import creates two temporary
+folders. A rank on a CPU must not import torch's compiler either, half of the start time.
 
-A stand-in for wandb that makes them too is what these programs would import.
+A replacement of wandb, first on the import path, also creates the folders.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ print(*(name in sys.modules for name in ("vllm", "wandb")))
 """
 
 
-def said(program: str, folder: Path) -> list[str]:
-    """What the program prints, with the stand-in first in its path and `folder`/tmp for its temporary files."""
+def output_of(program: str, folder: Path) -> list[str]:
+    """Returns the program's output lines, with the replacement of wandb first on the path and `folder`/tmp for
+    temporary files."""
     for path in ("tmp", "wandb"):
         (folder / path).mkdir()
     (folder / "wandb" / "__init__.py").write_text(WANDB)
@@ -74,16 +75,16 @@ def folders(folder: Path) -> int:
 
 
 def test_a_rank_does_without_wandb_and_compiler_and_can_have_them_later(tmp_path: Path) -> None:
-    assert said(RANK, tmp_path) == ["False None False", "False", "torch", "2"]
-    assert folders(tmp_path) == 2  # of the import at the end
+    assert output_of(RANK, tmp_path) == ["False None False", "False", "torch", "2"]
+    assert folders(tmp_path) == 2  # created by the import at the end
 
 
 def test_the_driver_imports_neither_megatron_core_nor_wandb(tmp_path: Path) -> None:
-    assert said(DRIVER, tmp_path) == ["True False False"]
+    assert output_of(DRIVER, tmp_path) == ["True False False"]
     assert folders(tmp_path) == 0
 
 
 @pytest.mark.slow
 def test_an_engine_does_not_import_wandb(tmp_path: Path) -> None:
-    assert said(ENGINE, tmp_path) == ["True False"]
+    assert output_of(ENGINE, tmp_path) == ["True False"]
     assert folders(tmp_path) == 0
