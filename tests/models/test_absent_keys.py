@@ -1,4 +1,4 @@
-"""Keys that a config.json leaves out: what transformers' own classes, and with them vLLM, take instead."""
+"""Tests of keys missing in a config.json: same defaults as transformers' classes, and so as vLLM."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GIVENS = {
     "mlp_only_layers": [0],
     "norm_topk_prob": True,
 }
-"""Values unlike any default, so that a key that is there is seen to count."""
+"""Values different from every default. So a given key has a visible effect."""
 
 
 def ours(decoder: Decoder) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def theirs(model_type: str, hf: dict[str, Any]) -> dict[str, Any]:
     rope = c.rope_parameters
     return {
         "kv_heads": c.num_key_value_heads,
-        # As the attention layers of transformers and vLLM do.
+        # As in the attention layers of transformers and vLLM.
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "max_length": c.max_position_embeddings,
         "eps": c.rms_norm_eps,

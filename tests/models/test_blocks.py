@@ -1,6 +1,6 @@
-"""A block and a family that are written here, and nowhere else: its layouts, sizes and costs come from the block alone.
+"""Tests of a block and a model family defined only in this file: layouts, sizes and costs come from the block alone.
 
-The block is a feed-forward part without a gate, down(relu²(up(x))), with a norm of its own after it.
+The block is a feed-forward part without a gate, down(relu²(up(x))), followed by a norm of the block.
 """
 
 from __future__ import annotations

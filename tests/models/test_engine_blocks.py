@@ -1,4 +1,5 @@
-"""Where vLLM's blocks of 128 × 128 are other than those of whole tensors: by hand, for published models."""
+"""Tests for differences between vLLM's blocks of 128 × 128 and blocks of whole tensors: by hand, for published
+models."""
 
 from __future__ import annotations
 
@@ -51,10 +52,10 @@ SMOL = decoder("llama", 576, 9, 3, 1536, head_dim=64)
         (MOE, EngineCut(1), None),
         (MOE, EngineCut(2), None),
         (MOE, EngineCut(8), "96 columns of an expert"),
-        (MOE, EngineCut(1, data=8), "96 columns of an expert"),  # experts see all workers as one group
+        (MOE, EngineCut(1, data=8), "96 columns of an expert"),  # experts treat all workers as a group
         (MOE, EngineCut(8, expert_parallel=True), None),  # each of 8 workers has a key/value head of 128 columns
         (LLAMA, EngineCut(4), None),
-        (LLAMA, EngineCut(8), "64 key and value columns"),  # queries, keys and values together are 384
+        (LLAMA, EngineCut(8), "64 key and value columns"),  # queries, keys and values together have 384 columns
         (SMOL, EngineCut(1), "576 query columns"),  # keys begin in the middle of a block of queries
     ],
 )

@@ -1,4 +1,4 @@
-"""The known models against their published parameter counts, and against config.json files where there are some."""
+"""Tests of the known models against published parameter counts, and against config.json files if available."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARAMETERS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "SmolLM2-135M-Instruct": 134_515_008,
 }
-"""As the Hugging Face hub counts each checkpoint's parameters."""
+"""Parameters of each checkpoint as counted by the Hugging Face hub."""
 
 FILES = {
     "Qwen3-30B-A3B": "qwen3_30b_a3b/config.json",

@@ -1,4 +1,4 @@
-"""What megatron-core is told against what transformers computes: rotary frequencies and the router."""
+"""Tests of megatron-core's settings against transformers' computation: rotary frequencies and the router."""
 
 from __future__ import annotations
 

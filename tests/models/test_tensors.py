@@ -1,4 +1,5 @@
-"""Names and shapes on disk against transformers' own `save_pretrained`, and against Qwen3-30B-A3B's published index."""
+"""Tests of names and shapes on disk against transformers' `save_pretrained`, and against Qwen3-30B-A3B's published
+index."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_save_pretrained_writes_these_tensors(model: str, tied: bool, tmp_path: 
     written = json.loads((tmp_path / "config.json").read_text())
     for hf in (given, written):
         assert architecture(hf).tensors(hf) == found
-    # transformers 5 writes other keys than those it reads; both mean the same model.
+    # transformers 5 writes keys different from the keys it reads; both describe the same model.
     assert architecture(written).describe(written) == architecture(given).describe(given)
 
 

@@ -1,4 +1,4 @@
-"""Models built from nothing load in transformers, and their tokenizer reloads beside every architecture."""
+"""Tests of random models: transformers loads the models, and the tokenizer reloads for every architecture."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
         build(config, tmp_path / name, seed)
     a, b, c = ((tmp_path / n / "model.safetensors").read_bytes() for n in "abc")
     assert a == b != c
-    build(config, tmp_path / "a", 2)  # is there already
+    build(config, tmp_path / "a", 2)  # the folder exists
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == a
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "c"}
 
