@@ -1,4 +1,4 @@
-"""Balance: properties for any lengths, quality against brute force and on lengths like a rollout's."""
+"""Tests of balance: properties for any lengths, quality against brute force and on lengths of rollouts."""
 
 import itertools
 import time
@@ -33,7 +33,7 @@ def test_contract(lengths: list[int], ranks: int, budget: int, multiple: int) ->
 
 
 def fewest_bins(lengths: list[int], budget: int) -> int:
-    """By exhaustive search."""
+    """Returns the smallest number of bins by exhaustive search."""
     best = len(lengths)
 
     def place(i: int, bins: list[int]) -> None:
@@ -55,7 +55,7 @@ def fewest_bins(lengths: list[int], budget: int) -> int:
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_few(lengths: list[int]) -> None:
-    """First-fit decreasing needs at most 11/9 of the fewest bins, plus 6/9 (Dosa 2007)."""
+    """Compares with the bound of first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dosa 2007)."""
     (rank,) = balance(lengths, 1, 20)
     assert len(rank) <= 11 / 9 * fewest_bins(lengths, 20) + 6 / 9
 
@@ -76,9 +76,9 @@ def test_nothing_to_deal() -> None:
 
 
 def test_long_sequences_are_dealt_in_little_time() -> None:
-    """Four of them fill a micro-batch but for a little, so that many numbers of micro-batches are tried in vain."""
+    """Balances sequences with four nearly filling a micro-batch, so many numbers of micro-batches are tried in vain."""
     lengths = [32_000] * 8192
     begun = time.process_time()
     dealt = balance(lengths, 2, 131_072)
-    assert time.process_time() - begun < 2  # 0.1 s; 4 s where bins are looked through one by one, for each number
+    assert time.process_time() - begun < 2  # 0.1 s; 4 s with a linear search of the bins for each number
     assert {len(micro) for rank in dealt for micro in rank} == {4}

@@ -1,4 +1,4 @@
-"""Runs of flattened tensors as boxes, against numpy's own indexing."""
+"""Tests of ranges of flattened tensors as boxes, against numpy's indexing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_is_a_few_boxes_one_after_the_other(shape: tuple[int, ...], data: 
 
 @given(st.data())
 def test_what_a_run_of_a_fused_parameter_holds_of_its_tensors(data: st.DataObject) -> None:
-    """gate|up with padding behind it, a stack of two matrices, and columns of a matrix."""
+    """Checks gate|up followed by padding, a stack of two matrices, and columns of a matrix."""
     gate, up, stacked, wide = (np.arange(1000 * i, 1000 * i + 12).reshape(3, 4) for i in range(1, 5))
     tensors = {"gate": gate, "up": up, "stacked": stacked, "wide": wide}
     fused = np.full((8, 4), -1)

@@ -1,4 +1,4 @@
-"""Coordinates and stages against megatron-core's own generators."""
+"""Tests of coordinates and stages against megatron-core's generators."""
 
 import itertools
 
@@ -16,7 +16,7 @@ GRIDS = [
 
 
 def place(groups: list[list[int]], rank: int) -> int:
-    """The index of `rank` in its group."""
+    """Returns the index of `rank` in its group."""
     (group,) = [g for g in groups if rank in g]
     return group.index(rank)
 
