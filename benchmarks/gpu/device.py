@@ -12,7 +12,7 @@ from benchmarks.gpu.proof import Bench
 from skyrl_mega.preflight.gpus import Gpu, gather
 
 CONTEXT_BYTES = 64 << 20
-"""Smallest size of a CUDA context. A real context takes several hundred MiB; a change by foreign programs is smaller."""
+"""Smallest size of a CUDA context. A real context takes several hundred MiB; foreign programs change less."""
 
 
 def prove(bench: Bench) -> None:
