@@ -61,7 +61,7 @@ FIRST = (
     "weights/test_scale.py",
     "weights/test_fp8_engine.py",
 )
-"""Tests of several minutes, started first so that no core runs one alone at the end."""
+"""Tests of several minutes, started first to keep all cores busy until the end."""
 
 # The same examples in every run, without a time limit: a busy machine must not fail a correct test.
 # HYPOTHESIS_PROFILE=explore generates new examples.
@@ -72,7 +72,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def among(names: Iterable[str], path: Path) -> bool:
-    """Returns True if a test's file is among these files, or inside one of these folders."""
+    """Returns True if a test's file is among these files, or inside any of these folders."""
     return not {ROOT / "tests" / name for name in names}.isdisjoint([path, *path.parents])
 
 

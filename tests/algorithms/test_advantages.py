@@ -80,7 +80,7 @@ KINDS = [name for name in ADVANTAGES if name not in ("gae", "optimal_token_basel
 
 
 def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
-    """Returns inputs with one answer per trajectory and the reward at the last token."""
+    """Returns inputs with an answer per trajectory and the reward at the last token."""
     rewards, groups, tokens = zip(*samples, strict=True) if samples else ((), (), ())
     by_token = [[0.0] * (n - 1) + [r] for r, _, n in samples]
     greedy = [GREEDY[g % len(GREEDY)] for g in groups]
@@ -98,7 +98,7 @@ def inputs_of(samples: list[tuple[float, int, int]], dtype: torch.dtype = torch.
 
 
 def of_trajectories(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Returns one advantage per trajectory of a single answer, after checking for equal advantages of all tokens."""
+    """Returns an advantage per trajectory of a single answer, after checking for equal advantages of all tokens."""
     estimate = advantages(inputs, config)
     if not is_per_token(config):
         return estimate

@@ -156,7 +156,7 @@ def test_bad_answers_of_another_policy_are_left_out(lengths: list[int], seed: in
 
 
 def test_what_is_rejected_keeps_the_kl_term() -> None:
-    """Compares with half of the mean of k3 to the old policy and its gradient, independent of the advantages."""
+    """Compares with half of the mean of k3 to the old policy and of the gradient, independent of the advantages."""
     answers = some_answers([3, 2], 1)
     logprobs, inputs = packed(answers, [1, 1], "tokens")
     inputs = replace(with_engine(inputs, [[9.0] * 3, [9.0] * 2]), reference_L=inputs.old_L)

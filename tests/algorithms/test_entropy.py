@@ -1,4 +1,4 @@
-"""The entropy bonus in the loss, and its coefficient over a run."""
+"""The entropy bonus in the loss, and the coefficient over a run."""
 
 from __future__ import annotations
 

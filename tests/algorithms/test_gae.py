@@ -24,7 +24,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, GaeConfig
 
 
 def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Returns equation 16 of arXiv:1506.02438 of one trajectory, A_t = Σ_l (γλ)^l δ_{t+l}, without recursion."""
+    """Returns equation 16 of arXiv:1506.02438 for a trajectory, A_t = Σ_l (γλ)^l δ_{t+l}, without recursion."""
     deltas = []
     for t in range(len(rewards)):
         following = values[t + 1] if t + 1 < len(values) else 0.0
@@ -35,7 +35,7 @@ def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float)
 def carried_over(rewards: list[float], values: list[float], mask: list[int], gamma: float, lam: float) -> list[float]:
     """Returns the advantages of a trajectory with observations between answers, by verl's convention.
 
-    A masked token passes the following value and advantage on unchanged, and its own inputs are ignored.
+    A masked token passes the following value and advantage on unchanged, and the token's own inputs are ignored.
     """
     advantage, following, carried = [0.0] * len(mask), 0.0, 0.0
     for t in range(len(mask) - 1, -1, -1):

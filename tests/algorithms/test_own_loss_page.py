@@ -1,4 +1,4 @@
-"""docs/own-loss.md as followed by a reader: files pasted, tested and launched, and its mistakes repeated."""
+"""docs/own-loss.md as followed by a reader: files pasted, tested and launched, and the listed mistakes repeated."""
 
 from __future__ import annotations
 

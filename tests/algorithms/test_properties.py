@@ -145,7 +145,7 @@ def add_distributions(batch: Batch, g: torch.Generator) -> None:
 
 
 def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Generator) -> tuple[Any, Any, Any]:
-    """Returns loss and gradient for unrelated log-probs, some of them far apart."""
+    """Returns loss and gradient for unrelated log-probs, some far apart."""
     mini["old_logprobs"] = -3 * torch.rand(len(mini.tokens), generator=g)
     mini["old_entropy"] = torch.rand(len(mini.tokens), generator=g)
     for name, parts in token_selections([mini], algorithm, [0]).items():

@@ -1,4 +1,4 @@
-"""Losses against their papers' equations, answer by answer and token by token in float64.
+"""Losses against the papers' equations, answer by answer and token by token in float64.
 
 The references do without packing, masks and weights: lists of log-probs and an advantage for each answer.
 """
@@ -127,7 +127,7 @@ def test_a_ratio_that_overflows_stays_finite(name: str) -> None:
 
 
 def test_kl_estimates() -> None:
-    """Compares abs and k3+ with their definitions; the gradient of k3+ equals the gradient of k2."""
+    """Compares abs and k3+ with the definitions; the gradient of k3+ equals the gradient of k2."""
     g = torch.Generator().manual_seed(0)
     reference = -torch.rand(50, generator=g, dtype=torch.float64)
     values = -torch.rand(50, generator=g, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_kl_estimates() -> None:
 
 
 def test_an_unbiased_kl_is_kl_and_has_its_gradient() -> None:
-    """Compares with DeepSeek-V3.2 (7): the expectation over the old policy equals KL(policy ‖ reference) and its
+    """Compares with DeepSeek-V3.2 (7): the expectation over the old policy equals KL(policy ‖ reference), with equal
     gradient.
     """
     g = torch.Generator().manual_seed(3)

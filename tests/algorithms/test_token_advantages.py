@@ -19,7 +19,7 @@ REWARDS = (0.0, 0.1, 0.5, 1.0, -1.0)
 
 
 class Played(NamedTuple):
-    """A trajectory: its group, and tokens and reward of each answer; an empty answer has no tokens."""
+    """A trajectory: the group, and tokens and reward of each answer; an empty answer has no tokens."""
 
     group: int
     answers: list[tuple[int, float]]

@@ -16,7 +16,7 @@ NAME = "optimal_token_baseline"
 
 
 class Played(NamedTuple):
-    """A trajectory: its group, True if its distributions are known, and each token's reward, probability and Σ π²."""
+    """A trajectory: the group, True if the distributions are known, and each token's reward, probability and Σ π²."""
 
     group: int
     known: bool
@@ -104,7 +104,7 @@ def test_it_equals_loops() -> None:
 
 
 def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> None:
-    """Compares with W_t by autograd: the squared norm of the gradient of the first t log-probs by all their logits."""
+    """Compares with W_t by autograd: the squared norm of the gradient of the first t log-probs by all logits."""
     g = torch.Generator().manual_seed(1)
     for lengths in ((1, 1), (4, 4, 2), (1, 5, 3, 3)):
         rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64).tolist()
@@ -150,7 +150,7 @@ def test_nothing_is_said_where_no_other_is_as_long() -> None:
 
 
 def test_a_token_that_was_certain_has_no_weight_in_float32() -> None:
-    """Uses a token with 1 - 2 π + Σ π² slightly below 0: its weight is 0."""
+    """Uses a token with 1 - 2 π + Σ π² slightly below 0: the weight is 0."""
     played = [Played(0, True, [(1.0, 1.0, 1.0 - 6e-8)]), Played(0, True, [(0.0, 0.5, 0.5)])]
     assert advantages(inputs_of(played), AlgorithmConfig(advantage=NAME)).tolist() == [1.0, 0.0]
 

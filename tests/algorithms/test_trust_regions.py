@@ -1,4 +1,4 @@
-"""DPPO and DRO against their formulae, token by token in float64."""
+"""DPPO and DRO against the formulae, token by token in float64."""
 
 from __future__ import annotations
 

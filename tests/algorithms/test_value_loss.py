@@ -1,4 +1,4 @@
-"""The critic's loss and its gradient against the plain formula, token by token."""
+"""The critic's loss and gradient against the plain formula, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_mega.algorithms.losses.value import ValueInputs, value
 def by_hand(
     values: list[float], old: list[float], returns: list[float], weights: list[float], clip: float | None
 ) -> tuple[float, list[float], float]:
-    """Returns the loss, its derivative by each value, and the weight of clipped tokens."""
+    """Returns the loss, the derivative by each value, and the weight of clipped tokens."""
     loss, slope, share = 0.0, [], 0.0
     for v, o, r, w in zip(values, old, returns, weights, strict=True):
         if w == 0:

@@ -33,6 +33,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _searches_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives searches ample processor time, so a slow or busy machine does not change their results."""
+    """Gives searches ample processor time, so a slow or busy machine does not change the results."""
     for module in (search, fixes):
         monkeypatch.setattr(module, "SECONDS", 120.0)

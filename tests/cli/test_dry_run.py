@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Returns standard output of a dry run of at most 20 s on one core; three times as much on a busy core."""
+    """Returns standard output of a dry run of at most 20 s on a core; three times as much on a busy core."""
     start = time.process_time()
     assert main(["--config", str(file), *arguments]) == 0
     assert within(time.process_time() - start, 60)

@@ -145,7 +145,7 @@ def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) 
 
 
 def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) -> None:
-    """Checks the note on GPUs without sharing: following the note removes it and the seconds of moving."""
+    """Checks the note on GPUs without sharing: following the note removes the note and the seconds of moving."""
 
     def moves(*given: str) -> tuple[float, list[str]]:
         config = compose(file, [*given])

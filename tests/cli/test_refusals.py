@@ -223,7 +223,7 @@ def test_it_is_refused_with_a_mend_that_works(
 
 
 def split(text: str) -> list[str]:
-    """Splits a text like `a=1 b={c: 2, d: 3}` into its settings."""
+    """Splits a text like `a=1 b={c: 2, d: 3}` into settings."""
     parts: list[str] = []
     for word in text.split():
         if "=" in word:

@@ -24,7 +24,7 @@ BUILT = "model.build={hidden: 64}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a run of 4 steps with a checkpoint of step 2: 8 of its 20 prompts are used."""
+    """Returns a run of 4 steps with a checkpoint of step 2: 8 of 20 prompts are used."""
     run = tmp_path / "runs" / "r"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump(config(tmp_path)))

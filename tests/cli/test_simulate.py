@@ -1,4 +1,4 @@
-"""`--simulate`: its tables, its advice, and its errors."""
+"""`--simulate`: the tables, the advice, and the errors."""
 
 from __future__ import annotations
 

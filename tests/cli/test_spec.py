@@ -50,7 +50,7 @@ def test_a_gpu_without_transformer_engine_is_refused_by_name(inputs: Path) -> No
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_with_transformer_engine_is_taken(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finds Transformer Engine by its packages: only its own import looks into the folder of its compiled module."""
+    """Finds Transformer Engine by package names: only its own import finds the folder of its compiled module."""
     installed = [SimpleNamespace(name=name) for name in ("transformer_engine", "transformer_engine_torch")]
     monkeypatch.setattr("importlib.metadata.distributions", lambda: installed)
     devices = ["cluster.device=cuda", "policy.ranks=1", "rollout.engines=1"]

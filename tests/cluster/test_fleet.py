@@ -1,4 +1,4 @@
-"""Actors that fail and restart: availability during the restart, and the end of the old processes."""
+"""Failing and restarting actors: availability during the restart, and the end of the old processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skyrl_mega.trainer.start_actors import release_policy_cache
 
 
 class Server:
-    """An actor that answers after its start; a file of its number in the folder `trouble` prevents the start."""
+    """An actor that answers after its start; a file named by its number in the folder `trouble` prevents this."""
 
     def __init__(self, number: int, trouble: str) -> None:
         self.number, self.trouble = number, Path(trouble)

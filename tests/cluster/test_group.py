@@ -1,4 +1,4 @@
-"""Groups of actors that die, raise or hang, and their remains."""
+"""Groups of dying, raising or hanging actors, and the remains."""
 
 from __future__ import annotations
 

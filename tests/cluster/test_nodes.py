@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: nodes for actors, nodes that answer, and the error message after the loss of a node."""
+"""Nodes of a Ray cluster: nodes for actors, answering nodes, and the error message after the loss of a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK = ActorFailed("policy-1", 1, "train", "its process died")
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Yields a socket that accepts up to a thousand connections at 127.0.0.1."""
+    """Yields a socket for up to a thousand connections at 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""Binding of a process to the CPUs nearest to its GPUs, within the CPUs allowed before."""
+"""Binding of a process to the CPUs nearest to the GPUs, within the CPUs allowed before."""
 
 from __future__ import annotations
 

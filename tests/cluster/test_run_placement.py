@@ -79,7 +79,7 @@ def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
         for first in range(0, len(ranks), per_node):
             group = ranks[first : first + per_node]
             assert len({*map(found.node, group)}) == 1 and [*group] == [*range(group[0], group[0] + len(group))]
-    # A node takes engines until full; a single node may still have room.
+    # A node takes engines until full; at most one node has room left.
     used = Counter(map(found.node, {*found.policy, *found.reference, *found.engines}))
     with_room = [node for node in {*map(found.node, found.engines)} if used[node] + size <= per_node]
     assert config.cluster.shared or len(with_room) <= 1
@@ -151,7 +151,7 @@ def test_a_policy_that_takes_every_node_is_refused_too(shared: bool, reference: 
 
 
 def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_that_do() -> None:
-    """Tries all sizes on up to three nodes of 4 GPUs. An error means no room for all parts one after the other."""
+    """Tries all sizes on up to three nodes of 4 GPUs. Settings with room for all parts in order raise no error."""
     found = 0
     for nodes, policy, reference, engines, tensor in product(
         (1, 2, 3), range(1, 12), range(8), range(1, 6), range(1, 5)
@@ -230,7 +230,7 @@ def test_what_is_up_as_planned_is_the_plan(config: Config, order: random.Random)
 
 
 def test_what_is_up_otherwise() -> None:
-    """Places the engines in each other's places, one of them next to the policy."""
+    """Swaps the places of engines and puts an engine next to the policy."""
     config = Config(
         cluster=ClusterConfig(device="cuda", nodes=3, gpus_per_node=4),
         policy=PolicyConfig(ranks=2),
@@ -253,7 +253,7 @@ def test_what_is_up_otherwise() -> None:
 
 
 def test_shared_gpus_on_cpus_of_several_nodes() -> None:
-    """Places engines next to their ranks; a worker gets a separate device if its rank is on another node."""
+    """Places engines next to the policy ranks; a worker gets a separate device if the rank is on another node."""
     config = Config(
         cluster=ClusterConfig(device="cpu", nodes=2, shared=True),
         policy=PolicyConfig(ranks=4),

@@ -43,7 +43,7 @@ with channel.removed_after_crash(folder / "partial"):
     os.wait()
     time.sleep(600)
 """
-"""A program that creates typical remains of a killed process: a process, shared memory, a folder."""
+"""A program with typical remains of a killed process: a process, shared memory, a folder."""
 HEEDS = """
 with channel.polling_for_stop():
     print("ready", flush=True)
@@ -56,7 +56,7 @@ with channel.polling_for_stop():
 PATIENT = START.replace(
     "driver.start(", "from skyrl_mega.cluster import supervisor\nsupervisor.GRACE_S = 600.0\ndriver.start("
 )
-"""A program that gives a driver with signal checks ten minutes."""
+"""A program with a grace period of ten minutes for a driver with signal checks."""
 
 
 def start(folder: Path, program: str, beginning: str = START) -> subprocess.Popen[str]:
@@ -204,7 +204,7 @@ def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path
 
 
 def test_a_second_signal_hastens(tmp_path: Path) -> None:
-    """Sends a second signal: a driver gets its time after the first signal and ends at once after the second."""
+    """Sends a second signal: a driver gets time after the first signal and ends at once after the second."""
     for first in (signal.SIGUSR1, signal.SIGTERM):
         process = start(tmp_path, f"{HEEDS}\n    time.sleep(600)", PATIENT)
         process.send_signal(first)
@@ -220,7 +220,7 @@ def test_a_second_signal_hastens(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_tells_twice_does_not_hasten(tmp_path: Path) -> None:
-    """Sends several signals, like a scheduler to every process of a job: the driver still finishes its work."""
+    """Sends several signals, like a scheduler to every process of a job: the driver still finishes."""
     process = start(tmp_path, f"{HEEDS}\n    time.sleep(0.5)\n    print(channel.asked().name)\ndriver.run(lambda: 75)")
     for _ in range(3):
         process.send_signal(signal.SIGUSR1)
@@ -242,7 +242,7 @@ ctypes.CDLL(None).pthread_exit(None)  # its first thread is a zombie, and it liv
 
 
 def test_what_looks_dead_and_holds_a_port_is_ended(tmp_path: Path) -> None:
-    """Ends a process shown as a zombie: its first thread ended, other threads continue."""
+    """Ends a process shown as a zombie: the first thread ended, other threads continue."""
     process = start(tmp_path, HOLDS)
     code, _, _ = end(process)
     assert code == 0

@@ -1,4 +1,4 @@
-"""Temporary files that live as long as a block, and the clean-up after a killed process."""
+"""Temporary files with the lifetime of a block, and the clean-up after a killed process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration that passes every check, for tests with changes."""
+"""A valid configuration, for tests with changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the smallest configuration file that passes."""
+    """Returns the smallest valid configuration file."""
     file = tmp_path_factory.mktemp("configs") / "base.yaml"
     file.write_text(
         "model: {path: m}\ndata: {train: [t.parquet], prompts_per_step: 64}\n"

@@ -1,4 +1,4 @@
-"""Generating ahead: impossible or wrong settings raise an error with a fix that works."""
+"""Generating ahead: impossible or wrong settings raise an error with a working fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run.deterministic`: its effect on the parts of a run, and its errors."""
+"""`run.deterministic`: the effect on the parts of a run, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safe reading: every reader rejects irregular files and never waits for them."""
+"""Safe reading: every reader rejects irregular files without waiting."""
 
 from __future__ import annotations
 

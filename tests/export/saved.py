@@ -48,7 +48,7 @@ def save(
 
 
 def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype, steps: int) -> np.ndarray | None:
-    """Writes the folder of a run with its model in `run/model`; returns the policy's log-probs of `BATCH` after `steps`
+    """Writes the folder of a run with the model in `run/model`; returns the policy's log-probs of `BATCH` after `steps`
     steps.
     """
     config = {"run": {"directory": str(run.parent), "name": run.name}, "model": {"path": str(run / "model")}}

@@ -204,7 +204,7 @@ def test_no_room_on_the_disk(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_damaged_element_is_found(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str, more: list[str]
 ) -> None:
-    """Damages an element: only its stored CRC-32 reveals the damage."""
+    """Damages an element: only the stored CRC-32 reveals the damage."""
     folder = policy(own)
     header = read_header(folder)
     entry = next(e for e in read_entries(folder, header, header.tensors) if "o_proj" in e.tensor and e.kind == "master")
@@ -325,7 +325,7 @@ driver.run(lambda: cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Stops the command: no process remains, and no file while its supervisor lives."""
+    """Stops the command: no process remains, and no file if the supervisor survives."""
     started = subprocess.Popen(
         [sys.executable, "-c", PAUSED, str(run), "--output", str(tmp_path / "out"), "--workers", "2"],
         stdout=subprocess.PIPE,

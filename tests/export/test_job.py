@@ -51,12 +51,12 @@ def saved(folder: Path, parts: dict[str, list[Part]], dtype: str = "float32") ->
 
 
 def whole(tensors: dict[str, Tensor]) -> list[Part]:
-    """Returns every tensor as one part."""
+    """Returns every tensor as a single part."""
     return [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in tensors.items()]
 
 
 def cut(tensors: dict[str, Tensor], draw: Any) -> dict[str, list[Part]]:
-    """Cuts every tensor into a random grid and deals its boxes to two files."""
+    """Cuts every tensor into a random grid and deals the boxes to two files."""
     parts: dict[str, list[Part]] = {"a.safetensors": [], "b.safetensors": []}
     for name, tensor in tensors.items():
         edges = [sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=2))}) for n in tensor.shape]

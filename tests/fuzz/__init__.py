@@ -2,6 +2,6 @@
 
 Run `python -m tests.fuzz --seconds 3600 --seed 1 --only config,parquet`. A target generates a JSON-compatible case and
 feeds the case to a reader or judge. A case may succeed or end with an error of the target, in a single line. A case
-fails if it exceeds its time limit, leaves anything behind, or earns a wrong reward. Failed cases are kept in `cases/`
+fails by exceeding its time limit, leaving anything behind, or earning a wrong reward. Failed cases are kept in `cases/`
 and become tests.
 """

@@ -32,7 +32,7 @@ def feed_apart(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Gen
 
 
 def _one(names: Sequence[str], seed: int, had: Mapping[str, Share], folder: str) -> Generator[Began | Ended]:
-    """Yields the events of one process until its end."""
+    """Yields the events of a process until the end."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, list(names), seed, dict(had), folder), daemon=False)

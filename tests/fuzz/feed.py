@@ -19,7 +19,7 @@ from tests.fuzz.targets import TARGETS
 
 
 class Hung(BaseException):
-    """A case exceeded its target's time limit. A BaseException, so no reader catches it by accident."""
+    """A case exceeded the target's time limit. A BaseException, so no reader catches it by accident."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass
 class Share:
-    """The cases and seconds of one target."""
+    """The cases and seconds of a target."""
 
     cases: int = 0
     seconds: float = 0.0

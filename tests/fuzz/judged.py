@@ -1,4 +1,4 @@
-"""Trajectories of an environment, run as in training, and their expected rewards."""
+"""Trajectories of an environment, run as in training, and the expected rewards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def case_of(
 
 
 def play(name: str, case: Mapping[str, Any], retriever: RetrieverConfig | None = None) -> None:
-    """Plays a trajectory to its end, or to the end of its texts.
+    """Plays a trajectory to the end, or to the end of the texts.
 
     Raises:
         AssertionError: The reward is wrong, or a step took too long.

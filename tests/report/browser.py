@@ -25,7 +25,7 @@ PATIENCE_S = 180.0
 
 
 class NoBrowser(Exception):
-    """Chromium is installed and does not start here; the text is its error output."""
+    """Chromium is installed and does not start here; the text is the error output."""
 
 
 def program() -> str | None:
@@ -43,7 +43,7 @@ def sandbox() -> tuple[str, ...]:
 
 
 class Browser:
-    """A single page. `errors` lists errors of its script and its content security policy, `requests` the requested
+    """A single page. `errors` lists errors of the script and of the content security policy, `requests` the requested
     URLs.
     """
 
@@ -101,7 +101,7 @@ class Browser:
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
-        """Asks the browser to end, its child processes first."""
+        """Asks the browser to end, child processes first."""
         self._session = ""
         self._call("Browser.close")
 

@@ -39,7 +39,7 @@ STEPS = pa.list_(
 
 
 def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", **other: Any) -> Trajectory:
-    """Returns a trajectory of one question and one answer: four tokens, the last two by the policy."""
+    """Returns a trajectory of a question and an answer: four tokens, the last two by the policy."""
     question = [{"role": "user", "content": "2*3 = ü?"}]
     t = Trajectory(
         Prompt(uid, question, "multiply", {"reward_spec": {"ground_truth": "6"}}),

@@ -33,7 +33,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def bm25_index(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns an index without an embedding model: its service starts in a second."""
+    """Returns an index without an embedding model: the service starts in a second."""
     folder = tmp_path_factory.mktemp("bm25") / "index"
     assert build(corpus, folder, methods=("bm25",))
     return folder

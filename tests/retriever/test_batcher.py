@@ -13,7 +13,7 @@ from skyrl_mega.retriever.client import Hit
 
 
 class Searcher:
-    """A searcher that returns `topk` hits named after the query, records its batches, and waits for `gate`."""
+    """A searcher that returns `topk` hits named after the query, records the batches, and waits for `gate`."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

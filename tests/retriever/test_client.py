@@ -21,7 +21,7 @@ from tests.retriever.services import Running
 
 @contextmanager
 def answering(*replies: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str, list[float]]]:
-    """Yields the URL of a server with these replies in turn, the last forever, and the times of its requests."""
+    """Yields the URL of a server with these replies in turn, the last forever, and the times of the requests."""
     asked: list[float] = []
 
     class Handler(BaseHTTPRequestHandler):

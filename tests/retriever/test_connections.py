@@ -106,7 +106,7 @@ def test_connections_that_are_kept_and_say_no_more_keep_nobody_out(port: int) ->
 
 
 def test_long_headers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends long headers: their size closes the connection, not the time."""
+    """Sends long headers: the size closes the connection, not the time."""
     monkeypatch.setattr(connections, "RECEIVE_S", 600.0)
     held = begun(port, b"GET / HTTP/1.1\r\nX: " + b"a" * 2**19)
     assert closed_within(held, 60)

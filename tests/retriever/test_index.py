@@ -86,7 +86,7 @@ def test_an_index_that_learns_from_its_vectors(tmp_path: Path) -> None:
 
 
 def brute_bm25(texts: list[str], query: str) -> np.ndarray:
-    """Returns Lucene's BM25 scores, from its formula."""
+    """Returns Lucene's BM25 scores, from the formula."""
     words = [Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in texts]
     mean = sum(w.total() for w in words) / len(words)
     scores = np.zeros(len(texts))

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on one machine: every node is a set of Linux namespaces, and only the GPUs are stand-ins.
+"""A real Slurm cluster on a single machine: every node is a set of Linux namespaces, and only the GPUs are stand-ins.
 
     if reason := unavailable():
         pytest.skip(reason)
@@ -7,8 +7,8 @@
         slurm.wait(job, timeout=120)
 
 A node has a private network address, host name, process ids, /tmp, /dev/shm and GPU device files; the controller runs
-next to the nodes. Everything depends on one process, `controller.sh`: after its end, the kernel removes all the rest.
-It is killed at the end of the block, and after the death of the test process.
+next to the nodes. Everything depends on a single process, `controller.sh`: after the end, the kernel removes all the
+rest. `controller.sh` is killed at the end of the block, and after the death of the test process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Slurm:
     def run(
         self, *command: str, node: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
     ) -> str:
-        """Runs a command next to the controller, or on a node; returns its standard output.
+        """Runs a command next to the controller, or on a node; returns standard output.
 
         Raises:
             ClusterFault: The command failed.
@@ -110,7 +110,7 @@ class Slurm:
         return file.read_text() if file.exists() else ""
 
     def wait(self, job: int, *, timeout: float) -> dict[str, str]:
-        """Waits until the job ended and all its nodes are free; returns `job(…)`.
+        """Waits until the job ended and all nodes are free; returns `job(…)`.
 
         Raises:
             ClusterFault: The job did not end in time; includes its output.
@@ -138,7 +138,7 @@ class Slurm:
         self.until(there, job, timeout=timeout)
 
     def until(self, condition, job: int, *, timeout: float):  # type: ignore[no-untyped-def]
-        """Waits for a true condition and returns its value."""
+        """Waits for a true condition and returns the value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if value := condition():
@@ -147,7 +147,7 @@ class Slurm:
         raise ClusterFault(f"job {job} after {timeout:g} s: {self.job(job)}\n{self.output(job)}")
 
     def power_off(self, node: str) -> None:
-        """Removes the node's processes and its cable at once, like a power failure."""
+        """Removes the node's processes and cable at once, like a power failure."""
         first = (self.folder / f"{node}.pid").read_text().strip()
         subprocess.run(["nsenter", "-t", str(self.controller), "-m", "-p", "kill", "-KILL", first], check=True)
 

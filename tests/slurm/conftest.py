@@ -36,7 +36,7 @@ def env() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny(slurm: Slurm) -> Callable[..., list[str]]:
-    """Returns a function for the launcher arguments of a run on CPUs: 3 policy ranks and an engine, each on its own
+    """Returns a function for the launcher arguments of a run on CPUs: 3 policy ranks and an engine, each on a separate
     node.
     """
 

@@ -22,7 +22,7 @@ class GateEnv(AdditionEnv):
     """An environment that waits before the first answer after the number in the file `closed_after`, until the number
     changes or the file is removed.
 
-    During the wait, the folder contains a file `waiting`. Its file `driver` names the source of the code and the
+    During the wait, the folder contains a file `waiting`. The file `driver` names the source of the code and the
     shipped files.
     """
 

@@ -1,4 +1,4 @@
-"""The cluster of the tests itself: real nodes, and no remains after any end of its owner."""
+"""The cluster of the tests itself: real nodes, and no remains after any end of the owner."""
 
 from __future__ import annotations
 

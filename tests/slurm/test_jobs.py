@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm cluster: every way to end, and their remains.
+"""Jobs on a real Slurm cluster: every way to end, and the remains.
 
 An undisturbed Ray job on the cluster's nodes is the reference for comparison.
 """

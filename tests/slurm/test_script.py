@@ -1,4 +1,4 @@
-"""`launch/slurm.sh` alone, with stand-ins for Slurm's commands and containers: the calls and their arguments."""
+"""`launch/slurm.sh` alone, with stand-ins for Slurm's commands and containers: the calls and arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch:
         self.environment(".venv")
 
     def environment(self, name: str) -> Path:
-        """Creates a virtual environment's interpreter and returns its path."""
+        """Creates a virtual environment's interpreter and returns the path."""
         python = self.folder / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text("#!/bin/sh\n")

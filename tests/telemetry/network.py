@@ -1,4 +1,4 @@
-"""Network use of a tracker: requests, and listening sockets of a process and its children."""
+"""Network use of a tracker: requests, and listening sockets of a process tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LISTENS = "0A"
 
 
 class Proxy(threading.Thread):
-    """An HTTP proxy that counts the clients' requests."""
+    """An HTTP proxy with a count of the clients' requests."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -34,12 +34,12 @@ class Proxy(threading.Thread):
 
 
 def family(pid: int) -> list[int]:
-    """Returns a process and its descendants."""
+    """Returns a process and all descendants."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def listening(pid: int) -> list[str]:
-    """Returns the addresses of accepting TCP sockets of a process and its descendants."""
+    """Returns the addresses of accepting TCP sockets of a process and all descendants."""
     sockets = set()
     for one in family(pid):
         with suppress(FileNotFoundError):  # the process ended meanwhile

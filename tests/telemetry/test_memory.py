@@ -16,7 +16,7 @@ TAKEN = 96 * MIB
 
 
 def take() -> None:
-    """Allocates memory and frees it."""
+    """Allocates and frees memory."""
     held = np.ones(TAKEN, np.uint8)
     del held
 

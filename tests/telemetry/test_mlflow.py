@@ -30,7 +30,7 @@ SETTINGS = (
     f"environment.options.mine.api_key={SECRET}",
 )
 ODD = {"eval/gsm8k (en)/mean": "eval/gsm8k _en_/mean", "../a": "__/a", "b//c": "b/_/c", "/d": "_/d", "100%": "100_"}
-"""Names rejected by MLflow, and their replacements."""
+"""Names rejected by MLflow, and the replacements."""
 
 
 class Store:
@@ -41,7 +41,7 @@ class Store:
         self.tracker: MlflowTracker
 
     def start(self, resumed: int | None, *settings: str) -> None:
-        """Starts a process of the run: settings and masking as in a run, calls made one by one by the test."""
+        """Starts a process of the run: settings and masking as in a run, calls made individually by the test."""
         config = compose(None, [*SETTINGS, *settings])
         cls, options = registry.check(config.telemetry)["mlflow"]
         self.tracker = cls(self.folder, options)
@@ -174,7 +174,7 @@ def test_it_works_as_one_of_a_runs_trackers(store: Store) -> None:
 
 
 def test_metrics_go_on_where_files_cannot_be_stored(store: Store) -> None:
-    """Blocks the experiment's artifacts: a file is in place of their folder until removed by the test."""
+    """Blocks the experiment's artifacts: a file is in place of the folder until removed by the test."""
     folder, messages = store.folder.parent / "third", list[str]()
     artifacts = folder / "mlflow" / "artifacts"
     artifacts.parent.mkdir(parents=True)

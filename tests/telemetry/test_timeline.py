@@ -217,7 +217,7 @@ PHASES = (("generate", 10), ("residency", 3), ("logprobs", 8), ("values", 4), ("
 def made(
     engines: list[list[tuple[int, int]]], calls: list[tuple[int, int]], order: list[int], gap: int
 ) -> StepTimeline:
-    """Returns a step of 450 ticks from tick 20 on, with phases in any order and gaps between them."""
+    """Returns a step of 450 ticks from tick 20 on, with phases in any order and with gaps."""
     phases, at = [], 20 + gap
     for i in order:
         name, length = PHASES[i]

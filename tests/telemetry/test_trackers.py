@@ -128,7 +128,7 @@ def test_metrics_jsonl_is_always_there(named: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["mine.py:Lines", "own_lines:Lines"])
 def test_a_users_own_tracker(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads a user's tracker by file and by module, with options under its class name and masked secrets."""
+    """Loads a user's tracker by file and by module, with options under the class name and masked secrets."""
     (folder / "own_lines.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("A_PASSWORD", "correct horse")

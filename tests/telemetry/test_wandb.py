@@ -150,7 +150,7 @@ def test_settings_and_trajectories_are_kept(run: Played) -> None:
 
 
 def test_no_secret_leaves_and_nobody_is_asked(run: Played) -> None:
-    """Searches all files for the secret, which is on the command line too; the package would keep it."""
+    """Searches all files for the secret, which is on the command line too, by default kept by the package."""
     files = [file for file in run.folder.parent.rglob("*") if file.is_file()]
     assert len(files) > 10
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []

@@ -33,7 +33,7 @@ def meet(
     hosted: bool = False,
     device: torch.device = CPU,
 ) -> tuple[Transport, Any]:
-    """Joins the process group. Rank 0 hosts its store unless `hosted`; a second store at `address` holds the port."""
+    """Joins the process group. Rank 0 hosts the store unless `hosted`; a second store at `address` holds the port."""
     host, port = address.split(":")
     lobby = dist.TCPStore(host, int(port), is_master=rank == 0 and not hosted, wait_for_workers=False)
     name = f"process {rank}"
@@ -50,7 +50,7 @@ def meet(
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, its engines and the settings of the transfer between the policy and the engines."""
+    """A policy, the engines and the settings of the transfer between both."""
 
     hf: dict[str, Any]
     parallel: ParallelDims
@@ -79,7 +79,7 @@ class Case:
 def exchange(
     rank: int, address: str, case: Case, source: Layout, target: Layout, wire: Wire, hosted: bool = False
 ) -> tuple[Exchange, Plan, Any]:
-    """Returns the exchange of this process, its plan, and the stores to keep alive. Policy ranks come first."""
+    """Returns this process's exchange, the plan, and the stores to keep alive. Policy ranks come first."""
     transfer_plan = plan(source, target, case.topology, wire.itemsize)
     ranks = len(source.shards)
     owners = device_owners(transfer_plan.topology, 0, ranks)
@@ -118,7 +118,7 @@ def maximum(rank: int, ranks: int, address: str) -> Callable[[Tensor], None]:
 
 
 class Staged(dict[str, Tensor]):
-    """Parameters that exist from their first part to their last, like an engine's staging of a layer."""
+    """Parameters that exist from the first to the last received part, like an engine's staging of a layer."""
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         super().__init__(dict.fromkeys(params))  # type: ignore[arg-type]

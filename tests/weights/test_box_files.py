@@ -45,7 +45,7 @@ def grid(tensor: Tensor, draw: Any) -> list[Box]:
 
 
 def save(folder: Path, parts: dict[str, list[Part]]) -> Header:
-    """Writes a checkpoint of box files and returns its header."""
+    """Writes a checkpoint of box files and returns the header."""
     sizes = {name: write_boxes(folder / name, some) for name, some in parts.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in (TENSORS | FROZEN).items()}
     header = Header("bfloat16", 1, {"lr": 0.1}, {}, shapes, sizes)

@@ -1,4 +1,4 @@
-"""Execution of plans between real processes over gloo, and in one process. Every received element is compared."""
+"""Execution of plans between real processes over gloo, and within a process. Every received element is compared."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_sync_between_processes(case: Case) -> None:
-    """Sends float32 masters in buckets far smaller than a tensor; engines receive their own type, rounded once."""
+    """Sends float32 masters in buckets far smaller than a tensor; engines receive the engine's type, rounded once."""
     reports = run_ranks(case.size, sync, case)
     ranks = case.parallel.ranks
     # Every byte received over a link was sent or forwarded exactly once.
@@ -127,7 +127,7 @@ def test_relayout_among_the_same_processes() -> None:
 
 
 def leave(rank: int, address: str) -> str:
-    """Lets process 1 join and exit while process 0 waits for its message; returns the error of process 0."""
+    """Lets process 1 join and exit while process 0 waits for a message; returns the error of process 0."""
     transport, _kept = meet(rank, address, 2, timeout_s=60)
     if rank == 1:
         return ""

@@ -48,9 +48,7 @@ def sync_until_it_fails(pipe: Connection, rank: int, address: str, case: Case) -
 
 
 def stores() -> tuple[Any, str]:
-    """Hosts the rendezvous store and the store announcing its port in this process, which outlives the ranks like a
-    driver.
-    """
+    """Hosts the rendezvous store and the store with its port in this process. It outlives the ranks, like a driver."""
     lobby = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = host_store("127.0.0.1", 60)
     lobby.set("port", str(store.port))
@@ -58,7 +56,7 @@ def stores() -> tuple[Any, str]:
 
 
 def strike(case: Case, victim: int, how: signal.Signals, delay: float) -> tuple[float, list[Any]]:
-    """Sends a signal to one process; returns the time of the signal and the reports of the other processes."""
+    """Sends a signal to a process; returns the time of the signal and the reports of the other processes."""
     _kept, address = stores()
     pipes, processes = [], []
     for rank in range(case.size):
@@ -155,7 +153,7 @@ def test_who_has_just_left_has_time_to_tell_why() -> None:
 
 @pytest.mark.parametrize("timed_out", [True, False])
 def test_who_left_because_he_had_waited_too_long_did_not_go_away(timed_out: bool) -> None:
-    """Lets two peers wait for each other, with one timeout slightly earlier."""
+    """Lets two peers wait for each other, with slightly different timeouts."""
     store = SlowStore()
     transport(1, store).failed(0, "a.weight", "closed", timed_out=timed_out)
     message = str(transport(0, store).failed(1, "a.weight", "[file.cc] closed", timed_out=False))

@@ -28,7 +28,7 @@ from tests.weights.test_execute import same
 
 
 def write(path: Path, hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Writes a directory of two files with an index, using safetensors alone, and returns its tensors."""
+    """Writes a directory of two files with an index, using safetensors alone, and returns the tensors."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = global_tensors(architecture(hf).tensors(hf), seed)
     (path / "config.json").write_text(json.dumps(hf))

@@ -37,7 +37,7 @@ def ray() -> Iterator[None]:
 
 
 def rounded(path: Path) -> Path:
-    """Writes a copy of the model for transformers, its linear weights rounded to block-scaled FP8."""
+    """Writes a copy of the model for transformers, with linear weights rounded to block-scaled FP8."""
     folder = path.parent / f"{path.name}-rounded"
     shutil.copytree(path, folder)
     weights = load_file(path / "model.safetensors")

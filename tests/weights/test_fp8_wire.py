@@ -1,4 +1,4 @@
-"""FP8 on the wire: numbers and scales equal those of the whole tensor quantised at once, for every sharding."""
+"""FP8 on the wire: numbers and scales equal the whole tensor's, quantised at once, for every sharding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ODD: dict[str, Any] = {
 }
 """A model with heads of 32 rows and experts of 192 columns.
 
-With ETP2, both ranks hold parts of one block, and k and v begin inside blocks."""
+With ETP2, both ranks hold parts of a block, and k and v begin inside blocks."""
 EVEN: dict[str, Any] = {
     **ODD,
     "head_dim": 128,
@@ -78,7 +78,7 @@ def types(shard: Shard, wire: Wire, numbers: bool) -> dict[str, torch.dtype]:
 
 
 def sync(rank: int, address: str, case: Case, numbers: bool, kept: bool = False) -> float:
-    """Runs two syncs. With `kept`, the policy holds FP8 weights and their scales."""
+    """Runs two syncs. With `kept`, the policy holds FP8 weights and scales."""
     source, target = case.layouts()
     names = quantised(target.tensors)
     wire = Wire(torch.bfloat16, names)

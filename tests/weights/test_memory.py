@@ -36,7 +36,7 @@ def memory(field: str) -> int:
 
 
 def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
-    """Returns the peak memory of a run above its start, the run's own report, and its seconds."""
+    """Returns a run's peak memory above the start, the run's own report, and the seconds."""
     source, target = case.layouts()
     names = quantised(target.tensors) if fp8 else frozenset()
     wire = Wire(case.dtype, names)

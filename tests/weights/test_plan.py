@@ -155,7 +155,7 @@ def inside(box: Box, tensor: str, piece: Piece) -> bool:
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_overlapping_and_missing_source_boxes(data: st.DataObject) -> None:
-    """Plans random source boxes: their union is planned once, a missing element raises an error naming the tensor."""
+    """Plans random source boxes: the union is planned once, a missing element raises an error naming the tensor."""
     interval = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda i: i[0] + i[1] <= 8)
     held = data.draw(st.lists(st.tuples(interval, interval), min_size=1, max_size=6))
     source = Layout(
@@ -233,7 +233,7 @@ def test_the_nearest_replica_sends() -> None:
 
 
 def test_bytes_and_seconds_by_hand() -> None:
-    """Counts by hand: two holders in one node, four receivers in another, two NICs each. A NIC carries half; receivers
+    """Counts by hand: a node of two holders, a node of four receivers, two NICs each. A NIC carries half; receivers
     forward the rest.
     """
     box = Box((0, 0), (512, 1000))
@@ -253,7 +253,7 @@ def test_bytes_and_seconds_by_hand() -> None:
 
 
 def test_a_narrow_stage_bounds_the_time() -> None:
-    """Bounds the time by one sender's NIC: a part held by one of four senders leaves through its NIC alone."""
+    """Bounds the time by a single NIC: a part held by one of four senders leaves through this sender's NIC alone."""
     big, small = Box((0, 0), (900, 8)), Box((900, 0), (100, 8))
     shards = [Shard({"p": b.shape}, (Piece("t", b, "p", (0, 0)),)) for b in (big, small, small, small)]
     whole = Box((0, 0), (1000, 8))

@@ -226,7 +226,7 @@ def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
 
 
 Numbers = dict[tuple[str, tuple[int, ...]], np.ndarray]
-"""Element numbers, [rows, columns] or [rows], by local parameter and entry of its stack."""
+"""Element numbers, [rows, columns] or [rows], by local parameter and entry of the stack."""
 
 
 def local_numbers(layout: Layout, shard: Shard, sample: list[str]) -> Numbers:

@@ -57,8 +57,8 @@ def test_a_round_has_one_message_each_way_and_buffers_suffice(found: list[list[i
 def test_nobody_waits_for_ever(found: list[list[int]], buffers: int, random) -> None:  # type: ignore[no-untyped-def]
     """Steps blocking processes in random order until all finish, and fails on a deadlock.
 
-    A send completes only after its receiver began to receive (rendezvous). In the order of its rounds, a process first
-    gets buffers by finishing its oldest rounds, begins to receive, waits for the bucket to forward, and begins to send.
+    A send completes only after the receiver began to receive (rendezvous). In the order of rounds, a process first
+    gets buffers by finishing the oldest rounds, begins to receive, waits for the bucket to forward, and begins to send.
     """
     when = rounds(found, PROCESSES, max(2, buffers - 1))
     plans: list[dict[int, dict[str, tuple[int, int, int]]]] = [defaultdict(dict) for _ in range(PROCESSES)]

@@ -1,4 +1,4 @@
-"""Engines that sleep: weights and cache release and regain their memory, and no stale result is served."""
+"""Sleeping engines: weights and cache release and regain memory, and no stale result is served."""
 
 from __future__ import annotations
 

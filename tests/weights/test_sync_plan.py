@@ -111,7 +111,7 @@ def test_dry_run_command_and_exchange_count_alike(
 
 
 def copied(wire: str) -> int:
-    """Returns the bytes of one copy of the model, counted by hand.
+    """Returns the bytes of a copy of the model, counted by hand.
 
     An FP8 linear weight takes a byte, plus four bytes for each block of 128 × 128.
     """
@@ -178,7 +178,7 @@ PLANNED = ([("b", 0), ("b", 1)], [("a", 0), ("a", 1)])
 def connected(
     monkeypatch: pytest.MonkeyPatch, folder: Path, config: Config, policy: Group, engines: Group
 ) -> tuple[driver.WeightSync, list[str]]:
-    """Returns the driver's sync, without real processes, and its messages."""
+    """Returns the driver's sync, without real processes, and the messages."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(driver, "host_store", lambda host, _: SimpleNamespace(host=host, port=1))
     monkeypatch.setattr(driver.WeightSync, "_await_all", lambda *_: [])

@@ -1,4 +1,4 @@
-"""Weights in a real vLLM: after every sync, log-probs equal those of transformers for the same checkpoint."""
+"""Weights in a real vLLM: after every sync, log-probs equal transformers' for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version
 
 
 def routes_are_those_that_were_drawn_with(path: Path, request: Request, completion: Completion, changed: int) -> None:
-    """Checks the routes: every token read has a route, and routes before the new weights equal those of transformers.
+    """Checks the routes: every token read has a route, and routes before the new weights equal transformers'.
 
-    Later tokens are read with keys and values of both versions, so no single model reproduces their routes.
+    Later tokens are read with keys and values of both versions, so no single model reproduces these routes.
     """
     assert completion.routes is not None
     tokens = [*request.tokens, *completion.tokens]
@@ -121,7 +121,7 @@ CUTS = [
 def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor: int) -> None:
     """Syncs twice with different weights from every cut of the policy to an engine of one or two workers.
 
-    Every parameter equals the policy's bit by bit, as the kernels read it. Log-probs equal those of transformers.
+    Every parameter equals the policy's bit by bit, as the kernels read it. Log-probs equal transformers'.
     """
     models = [build_model(tmp_path / f"moe{seed}", "qwen3_moe", seed, layers=4) for seed in (0, 1)]
     hf = json.loads((models[0] / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Environments that judge a text alone. The construction of a text tells its expected reward in most cases."""
+"""Environments that judge a text alone. The construction of a text tells the expected reward in most cases."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _multiply(random: Random) -> Any:
 
 
 def _same(random: Random, algebra: bool) -> tuple[str, list[str], list[str]]:
-    """Returns a right answer, answers equal to it by docs/math.md, and different answers."""
+    """Returns a right answer, equal answers by docs/math.md, and different answers."""
     n, k = integer(random), random.randrange(2, 9)
     match random.randrange(6 if algebra else 4):
         case 0 | 1:

@@ -98,7 +98,7 @@ def _state(folder: Path) -> list[Any]:
 
 
 def _marked(mark: str) -> Any:
-    """Yields all files and processes with this mark in their names."""
+    """Yields all files and processes with this mark in the name."""
     for place in PLACES:
         with contextlib.suppress(OSError):
             yield from (f"{place}/{name}" for name in os.listdir(place) if mark in name)
