@@ -1,11 +1,11 @@
-"""How long a checkpoint takes, and how much host memory each rank needs for it.
+"""Measures the time of a checkpoint, and the host memory per rank.
 
     python -m benchmarks.checkpoint [--folder DIR] [--layers 2] [--ranks 4] [--tensor 2] [--expert 2] [--repeat 3]
         [--output FILE.json]
 
-Real ranks over gloo on this machine, a Qwen3-MoE of a few hundred million parameters in bfloat16. Each round saves and
-loads; what is saved is on the disk at the end (fsync), and its pages are dropped from the cache before it is loaded.
-Memory is the highest private memory (USS) of a rank while it saves or loads, above what it has before.
+Runs real ranks over gloo on this machine, with a Qwen3-MoE of a few hundred million parameters in bfloat16. Each round
+saves and loads; the time of a save includes fsync, and the files are dropped from the page cache before loading. Memory
+is the highest private memory (USS) of a rank during a save or a load, minus the memory before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.ranks import run_ranks
 def measure(
     rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, repeat: int
 ) -> list[dict[str, Any]]:
-    """Rounds of one rank: seconds and memory of a save and a load."""
+    """Measures rounds on a rank: seconds and memory of a save and a load."""
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     rounds = []
     for number in range(repeat):

@@ -1,11 +1,12 @@
-"""A critic beside group baselines: GAE and GRPO learn multi-turn multiplication from one start, with equal samples.
+"""Compares a critic with group baselines: GAE and GRPO learn multi-turn multiplication from the same start, with equal
+samples.
 
     .venv/bin/python benchmarks/critic.py [--seeds 0] [--steps 60] [-- group.key=value …]
 
-Both are `configs/multiply_cpu.yaml` with one policy rank and one seed: the same model, warmed up alike, as the
-evaluation before the first RL step shows; they run side by side. Exits with 1 when that differs, when the held-out
-reward of GAE ends more than 0.05 below GRPO's, or when the critic's values explain the returns no better in the end.
-Writes benchmarks/results/critic.json.
+Both runs are `configs/multiply_cpu.yaml` with a single policy rank and the same seed: the same model after the same
+warm-up, as shown by the evaluation before the first RL step. They run in parallel. Exits with 1 if the starts differ,
+if the final held-out reward of GAE is more than 0.05 below GRPO's, or if the critic's values explain the returns no
+better at the end. Writes benchmarks/results/critic.json.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ SCORE = "eval/synthetic_multiply/mean"
 GAE = ["algorithm=gae", "critic.optimizer.lr=5e-4", "critic.optimizer.beta2=0.95", "critic.epochs=2"]
 RUNS = {"grpo": [], "gae": GAE}
 BEHIND = 0.05
-"""Of the held-out reward, at most."""
+"""Largest deficit of GAE in held-out reward."""
 SOME = 5
-"""Steps over which the ends of a curve are averaged."""
+"""Number of steps averaged at each end of a curve."""
 CURVES = ("critic/loss", "critic/explained_variance", "critic/value", "critic/return")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """A run's metrics."""
+    """Returns the metrics of a run."""
     return [json.loads(line) for line in (ROOT / "runs" / name / "metrics.jsonl").open()]
 
 
 def measure(seed: int, settings: list[str]) -> dict[str, Any]:
-    """Both runs from nothing, side by side, each with a model of its own."""
+    """Runs both from scratch, in parallel, each with a separate model; returns the figures."""
     running = []
     for name, own in RUNS.items():
         run = f"critic_{name}-{seed}"
@@ -52,7 +53,7 @@ def measure(seed: int, settings: list[str]) -> dict[str, Any]:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Returns the figures to save of a run."""
     steps = [row for row in rows if row["step"]]
     ends = {name: [row[name] for row in steps if name in row] for name in ("reward/mean", *CURVES)}
     return {
@@ -64,7 +65,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Returns the failed expectations."""
     scores = {name: [*found[name]["scores"].values()] for name in RUNS}
     before, after = ({name: values[end] for name, values in scores.items()} for end in (0, -1))
     first, last = found["gae"]["critic/explained_variance"]
@@ -75,7 +76,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Runs the seeds one after another."""
+    """Runs the seeds consecutively."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60)

@@ -1,16 +1,16 @@
-"""What the driver's part of an RL step costs: from trajectories to the policy's ranks, and to the step's file.
+"""Measures the driver's part of an RL step: from trajectories to the policy's ranks, and to the step's file.
 
     python -m benchmarks.driver [--before FOLDER] [--trajectories 1000] [--tokens 2000] [--rounds 3]
         [--output FILE.json]
 
-Made-up trajectories in groups of eight, every fourth group over four turns with observations between them, become a
-batch, mini-batches and micro-batches, travel through Ray to four ranks (two data-parallel ones of two) that compute
-nothing, and are written to a parquet file. `--before` takes a checkout of an older commit and measures it in turn with
-this one: every measurement is a process of its own, and medians count.
+Random trajectories in groups of eight (every fourth group with four turns and observations between) become a batch,
+mini-batches and micro-batches, travel through Ray to four idle ranks (two data-parallel ranks of two), and are written
+to a parquet file. `--before` takes a checkout of an older commit and measures both checkouts in turn: every measurement
+runs in a separate process, and medians count.
 
-CPU seconds are the driver's (`time.process_time`: all its threads), those of the ranks stand apart. Memory is the
-highest resident memory of the driver above what it had before there were trajectories: unlike a tracer of Python's
-allocations it sees torch's tensors and what lies in Ray's shared memory too.
+CPU seconds are the driver's (`time.process_time`: all threads); the ranks' are listed separately. Memory is the
+driver's highest resident memory, minus the memory before the trajectories: unlike a tracer of Python's allocations,
+resident memory includes torch's tensors and Ray's shared memory.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ ROOT = Path(__file__).parents[1]
 GROUP = 8
 """Trajectories of a group."""
 PROMPT, OBSERVATION = 200, 100
-"""Tokens that the policy did not write: before its first turn, and between two."""
+"""Tokens not written by the policy: before the first turn, and between two turns."""
 TURNS = 4
-"""Of every fourth group; the others have one."""
+"""Turns in every fourth group; other groups play a single turn."""
 VOCABULARY = 151_936
 RANKS, TENSOR = 4, 2
 MICRO_TOKENS = 32_768
 
 
-# ---- one version's own calls -----------------------------------------------------------------------------------------
+# ---- calls that differ between versions ------------------------------------------------------------------------------
 
 
 def held(values: np.ndarray) -> Any:
-    """What a trajectory has of each token, as the checkout holds it: an array, or a list of Python's numbers."""
+    """Returns the values per token in the checkout's form: an array, or a list of Python numbers."""
     from skyrl_mega.rollout.trajectory import Trajectory
 
     if str(Trajectory.__annotations__["tokens"]).startswith("list"):
@@ -57,7 +57,7 @@ def held(values: np.ndarray) -> Any:
 
 
 def grouped(trajectories: list[Any]) -> list[Any]:
-    """Groups as the checkout has them."""
+    """Returns groups in the checkout's form."""
     from skyrl_mega.rollout import trajectory
 
     parts = [trajectories[i : i + GROUP] for i in range(0, len(trajectories), GROUP)]
@@ -67,14 +67,14 @@ def grouped(trajectories: list[Any]) -> list[Any]:
 
 
 def step_of() -> Callable[..., None]:
-    """The driver's part of a step, as the checkout takes it."""
+    """Returns the driver's part of a step in the checkout's form."""
     from skyrl_mega.megatron.group import TrainGroup
 
     return step_with_held if hasattr(TrainGroup, "hold") else step_with_sent
 
 
 def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
-    """A step in which batches travel with every call."""
+    """Runs a step with batches sent in every call."""
     import torch
 
     from skyrl_mega.algorithms.mismatch import mismatch
@@ -95,7 +95,7 @@ def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Call
 
 
 def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
-    """A step in which ranks hold their micro-batches."""
+    """Runs a step with micro-batches held by ranks."""
     from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
     from skyrl_mega.trainer import batch as batches
 
@@ -112,47 +112,47 @@ def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Call
 
 
 class Rank:
-    """Stands for a rank of the policy: takes what it is given, keeps what it is to hold, computes nothing."""
+    """A stand-in for a policy rank: accepts and holds micro-batches, without computing."""
 
     def __init__(self) -> None:
         self.kept: Any = None
 
     def logprobs(self, micros: list[Any], *_: object) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Zeros, as large as a rank's answer."""
+        """Returns zeros in the size of a rank's answer."""
         zeros = [np.zeros((2, len(micro.tokens)), np.float32) for micro in micros]
         return [(logprobs, entropy) for logprobs, entropy in zeros]
 
     def hold(self, minis: Any) -> None:
-        """Keeps its micro-batches."""
+        """Holds micro-batches."""
         self.kept = minis
 
     def keep_logprobs(self, *_: object) -> None:
-        """They stay with the rank."""
+        """Does nothing: log-probs stay on the rank."""
 
     def train(self, *_: object) -> dict[str, float]:
-        """No metrics."""
+        """Returns no metrics."""
         return {}
 
     def cpu_s(self) -> float:
-        """CPU seconds of this process so far."""
+        """Returns the CPU seconds of this process so far."""
         return time.process_time()
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Cost:
-    """CPU seconds and memory of one process, by phase."""
+    """CPU seconds and memory of a process, by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Above what there was before the trajectories."""
+    """Memory above the level before the trajectories."""
 
     @contextmanager
     def phase(self, name: str, base: int) -> Iterator[None]:
         """Measures a phase."""
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten: proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
         start = time.process_time()
         yield
         self.seconds[name] = time.process_time() - start
@@ -160,13 +160,13 @@ class Cost:
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes of this process's memory, now or (VmHWM) at most."""
+    """Returns the bytes of this process's memory, now or (VmHWM) at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
 
 
 def trajectories(count: int, tokens: int) -> list[Any]:
-    """Made-up trajectories of `tokens` tokens each, as the checkout holds them."""
+    """Returns random trajectories of `tokens` tokens each, in the checkout's form."""
     from skyrl_mega.envs.prompt import Prompt
     from skyrl_mega.rollout.trajectory import Status, Trajectory
 
@@ -204,7 +204,7 @@ def trajectories(count: int, tokens: int) -> list[Any]:
 
 
 def steps_of(tokens: int, turns: int) -> list[Any]:
-    """A prompt, and turns of like length with observations between them."""
+    """Returns the steps of a prompt and turns of similar length, with observations between."""
     from skyrl_mega.rollout.trajectory import Kind, Step
 
     prompt, observation = (length * tokens // 2000 for length in (PROMPT, OBSERVATION))
@@ -220,7 +220,7 @@ def steps_of(tokens: int, turns: int) -> list[Any]:
 
 
 def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
-    """One round of the checkout that this process imports, per million tokens and per token."""
+    """Runs a round with the imported checkout; returns costs per million tokens and per token."""
     import torch
 
     from skyrl_mega.cluster.group import ActorGroup
@@ -266,7 +266,7 @@ def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
 
 
 def in_process(checkout: Path, count: int, tokens: int, mini_batches: int) -> dict[str, float]:
-    """A round in a process of its own that imports `skyrl_mega` from a checkout."""
+    """Runs a round in a separate process with `skyrl_mega` imported from a checkout."""
     sizes = ["--trajectories", str(count), "--tokens", str(tokens), "--mini-batches", str(mini_batches)]
     command = [sys.executable, "-P", __file__, "--here", *sizes]
     env = os.environ | {"PYTHONPATH": str(checkout)}
@@ -276,7 +276,7 @@ def in_process(checkout: Path, count: int, tokens: int, mini_batches: int) -> di
 
 
 def commit(checkout: Path) -> str:
-    """What is checked out; a `+` behind it says that files differ from it."""
+    """Returns the commit of a checkout; a `+` at the end marks changed files."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

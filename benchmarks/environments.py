@@ -1,11 +1,11 @@
-"""What it costs the driver to have environments played: steps per second, and its CPU seconds per second.
+"""Measures the driver's cost of environments: steps per second, and CPU seconds of the driver per second.
 
     python -m benchmarks.environments [--environments 2000] [--slots 64] [--turns 5] [--seconds 0.2]
         [--processes 2 0] [--output FILE.json]
 
-Environments that only wait are played over so many slots, by processes of their own and, with 0 of them, in the
-driver's threads. The engine is an actor that answers at once, so all that takes time is the environments' waiting and
-what the program itself does. CPU seconds are the driver's own (`time.process_time`: all its threads).
+Waiting environments run in `--slots` slots, in separate processes or (with 0 processes) in the driver's threads. The
+engine is an actor with immediate answers: all time is spent in the environments' waiting and in the program itself. CPU
+seconds are the driver's (`time.process_time`: all threads).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skyrl_mega.trainer.start_workers import start_workers
 
 
 class Waits(BaseTextEnv):
-    """Takes `extra_info.seconds` for each of `extra_info.turns` steps."""
+    """An environment of `extra_info.turns` steps with `extra_info.seconds` each."""
 
     requires_ground_truth = False
 
@@ -50,22 +50,22 @@ class Waits(BaseTextEnv):
 
 
 class Parrot:
-    """Stands for an engine: says the same to everybody, at once."""
+    """A stand-in for an engine: the same answer to every request, at once."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
     async def forget(self) -> None:
-        """It keeps nothing."""
+        """Does nothing: no cache is kept."""
 
     async def generate_many(self, requests: list[Request], _: Sampling) -> AsyncIterator[list[Completion]]:
-        """All answers in one list."""
+        """Yields all answers in a single list."""
         said = self.tokens
         yield [Completion(r.id, said, [-0.5] * len(said), "stop", ((0, 0),)) for r in requests]
 
 
 def measure(config: Config, environments: int, turns: int, seconds: float) -> dict[str, float]:
-    """One phase, in a Ray session of its own."""
+    """Measures a phase in a separate Ray session."""
     processes = config.environment.processes
     with tempfile.TemporaryDirectory() as folder, session(actors=1 + processes), ExitStack() as stack:
         model = Path(folder) / "model"

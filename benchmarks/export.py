@@ -1,12 +1,12 @@
-"""How fast an export is, as a share of what the disk copies, and how much memory a worker needs.
+"""Measures the speed of an export relative to copying, and the memory of a worker.
 
     python -m benchmarks.export [--folder DIR] [--layers 4] [--workers 1,2] [--repeat 3] [--output FILE.json]
 
-Writes a checkpoint of a Qwen3-MoE's shape as eight ranks (TP2, EP4) would leave it, bfloat16 weights without an
-optimizer, 3.8 GB with four layers. Each round copies its files, exports them, and exports them twice more with
---verify, the second time to look at the workers' memory. Everything is read from the disk (its pages are dropped from
-the cache before) and is on the disk at the end (fsync). A copy and an export of a round stand next to each other in
-time, so the share is taken within a round.
+Writes a checkpoint in the shape of a Qwen3-MoE as saved by eight ranks (TP2, EP4): bfloat16 weights without an
+optimizer, 3.8 GB with four layers. Each round copies the files, exports, and exports twice more with --verify, the
+second time to measure the workers' memory. Everything is read from the disk (the files are dropped from the page cache
+before) and written to the disk (fsync). A copy and an export of the same round follow each other closely, so the share
+is computed per round.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from skyrl_mega.parallel.flat import flat_pieces
 RANKS, TENSOR, EXPERT = 8, 2, 4
 BLOCK = 16 << 20
 FILE_BYTES = 512 << 20
-"""Several files, as a large model has at 5 GiB each."""
+"""Bytes per file: several files are written, as for a large model with 5 GiB each."""
 
 
 def config(layers: int) -> dict[str, Any]:
-    """Qwen3-30B-A3B's config.json with fewer layers and half of its experts."""
+    """Returns Qwen3-30B-A3B's config.json with fewer layers and half of the experts."""
     return {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
         "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -55,7 +55,7 @@ def config(layers: int) -> dict[str, Any]:
 
 
 def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
-    """Random weights; bytes written."""
+    """Writes random weights; returns the bytes written."""
     folder.mkdir()
     d, parallel = architecture(hf).describe(hf), ParallelDims(RANKS, tensor=TENSOR, expert=EXPERT)
     random = torch.randn(151936 * 1024, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
 
 
 def copy(source: Path, target: Path, workers: int) -> float:
-    """Seconds to copy the files and bring them to the disk, some at once, by plain reads and writes."""
+    """Returns the seconds to copy the files to the disk with plain reads and writes, `workers` at once."""
     target.mkdir()
 
     def one(file: Path) -> None:
@@ -90,7 +90,7 @@ def copy(source: Path, target: Path, workers: int) -> float:
 
 
 def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
-    """One round."""
+    """Measures a round."""
     row: dict[str, float] = {}
     size = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     forget(source.folder)
@@ -105,7 +105,7 @@ def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
     own = psutil.Process()
     with Memory(
         partial(own.children, recursive=True) if workers > 1 else lambda: [own]
-    ) as memory:  # apart: to look at a process's memory stops it
+    ) as memory:  # separate, because measuring a process's memory stops the process
         export(source, folder / "out", workers=workers, verify=True, file_bytes=FILE_BYTES)
     row["worker_mb"] = memory.peak
     shutil.rmtree(folder / "out")

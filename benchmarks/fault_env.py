@@ -1,4 +1,5 @@
-"""Addition whose reward is a coin of the answer's letters: a policy that knows nothing has something to learn from."""
+"""An addition task with a pseudo-random reward from the answer's letters: even an untrained policy gets a learning
+signal."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from skyrl_mega.envs.base import BaseTextEnvStepOutput
 
 
 class ParityEnv(AdditionEnv):
-    """1 where the sum of the letters' numbers is odd."""
+    """An environment with reward 1 if the sum of the letters' code points is odd."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges one answer."""
+        """Judges an answer."""
         output = super().step(action)
         output["reward"] = float(sum(map(ord, action)) % 2)
         return output

@@ -1,12 +1,12 @@
-"""Every fault that a run must survive, done to a real run at a small size; prints what came of each as a table.
+"""Injects every fault listed in `FAULTS` into a small real run, and prints a table of the results.
 
     .venv/bin/python -m benchmarks.faults [--only policy …]
 
-A run of six steps is disturbed in its fourth. Told of each fault: what the run said, how it ended, the seconds that it
-cost against the undisturbed run, and whether the final weights are the undisturbed run's to the last bit. Exits with 1
-where a run did not end as it must, weights differ, or a process, a port, a namespace, shared memory or a lock is left.
-Takes 25 minutes on 2 cores; the faults of a disk need root, for file systems of their own.
-benchmarks/results/faults.json keeps the last of each.
+A run of six steps is disturbed in the fourth. The table shows for each fault: the messages of the run, the exit code,
+the seconds lost against the undisturbed run, and a bitwise comparison of the final weights with the undisturbed run's.
+Exits with 1 if a run ends in another way than expected, weights differ, or a process, a port, a namespace, shared
+memory or a lock is left. Takes 25 minutes on 2 cores; faults of a disk need root, for separate file systems.
+benchmarks/results/faults.json keeps the last result of each fault.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ SETTINGS = (
         "evaluation.every=0",
     ),
     *("evaluation.before=false", "telemetry.trackers=[]", "telemetry.trajectories_every=0"),
-    # Every step trains: weights that nothing changes would be the same after any fault.
+    # Every step trains: unchanged weights would be the same after any fault.
     *("algorithm.dynamic_sampling.enabled=false", "algorithm.overlong.filter=false"),
     f"environment.classes.addition={ROOT}/benchmarks/fault_env.py:ParityEnv",
     *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
 )
 LISTENING = "0A"
-"""A socket's state in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 LIMIT_S = 240.0
-"""A run takes longer than this only where it hangs."""
+"""Time limit of a run, exceeded only if the run hangs."""
 TOLD = ("fault:", "out of service", "starts again", "resuming", "no checkpoint", "left out", "stopped by", "error:")
-"""What of a run's output is told."""
+"""Marks of the output lines to show."""
 
 
 @dataclass
 class Trial:
-    """One run that something happens to, in a folder of its own."""
+    """A disturbed run in a separate folder."""
 
     folder: Path
     runs: Path
-    """`run.directory`."""
+    """Value of `run.directory`."""
     out: str = ""
     codes: list[int] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
@@ -73,12 +73,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """From the first command's start to the last one's end."""
+        """Returns the seconds from the first command's start to the last command's end."""
         assert self.began is not None
         return self.ended - self.began
 
     def start(self, *settings: str, **variables: str) -> None:
-        """Starts the run, or goes on with it."""
+        """Starts or resumes the run."""
         self.began = self.began or time.monotonic()
         self.process = quickstart.start(self.folder, *SETTINGS, f"run.directory={self.runs}", *settings, **variables)
 
@@ -93,7 +93,7 @@ class Trial:
             time.sleep(0.02)
 
     def signal(self, actor: str, number: int) -> None:
-        """Sends a signal to a process of an actor class, to the `driver`, or to the `command`, which supervises it."""
+        """Sends a signal to a process of an actor class, to the `driver`, or to the supervising `command`."""
         assert self.process is not None
         if actor == "command":
             self.process.send_signal(number)
@@ -106,7 +106,7 @@ class Trial:
         os.kill(found[-1], number)
 
     def end(self) -> None:
-        """Waits for the end, and that nothing is left."""
+        """Waits for the end of the run and of all processes."""
         assert self.process is not None
         try:
             self.out += self.process.communicate(timeout=LIMIT_S)[0]
@@ -122,20 +122,20 @@ class Trial:
             time.sleep(0.1)
 
     def said(self) -> str:
-        """What a person needs of the output."""
+        """Returns the relevant lines of the output."""
         lines = [line.strip() for line in self.out.splitlines() if any(mark in line for mark in TOLD)]
         lines = [line.replace(f"{self.folder}/", "") for line in lines]
         return "\n".join(line if len(line) <= 150 else line[:149] + "…" for line in lines)
 
 
 def undisturbed(t: Trial) -> None:
-    """Nothing happens."""
+    """Runs without a fault."""
     t.start()
     t.end()
 
 
 def to(actor: str, number: int, after_s: float) -> Callable[[Trial], None]:
-    """A signal in the fourth step."""
+    """Returns a fault: a signal in the fourth step."""
 
     def happen(t: Trial) -> None:
         t.start()
@@ -148,28 +148,28 @@ def to(actor: str, number: int, after_s: float) -> Callable[[Trial], None]:
 
 
 def driver_killed(t: Trial) -> None:
-    """And the same command again."""
+    """Kills the driver, and gives the command again."""
     to("driver", signal.SIGKILL, 0.3)(t)
     t.start()
     t.end()
 
 
 def command_killed(t: Trial) -> None:
-    """And the same command again."""
+    """Kills the command, and gives the command again."""
     to("command", signal.SIGKILL, 0.3)(t)
     t.start()
     t.end()
 
 
 def command_terminated(t: Trial) -> None:
-    """And the same command again."""
+    """Terminates the command, and gives the command again."""
     to("command", signal.SIGTERM, 0.3)(t)
     t.start()
     t.end()
 
 
 def driver_stopped(t: Trial) -> None:
-    """For ten seconds."""
+    """Stops the driver for ten seconds."""
     t.start()
     t.row(3)
     t.signal("driver", signal.SIGSTOP)
@@ -179,7 +179,7 @@ def driver_stopped(t: Trial) -> None:
 
 
 def truncated(t: Trial) -> None:
-    """The newest checkpoint has lost the end of a file when the run goes on."""
+    """Cuts off a file of the newest checkpoint before resuming."""
     t.start()
     t.row(5)
     t.signal("command", signal.SIGKILL)
@@ -191,7 +191,7 @@ def truncated(t: Trial) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """A file that leaves 200 kB of the folder's file system."""
+    """Makes a file to leave only 200 kB free on the folder's file system."""
     ballast = folder / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - 200_000)
@@ -199,7 +199,7 @@ def fill(folder: Path) -> Path:
 
 
 def full_disk(t: Trial) -> None:
-    """No room when a checkpoint is due; some again a step later."""
+    """Fills the disk when a checkpoint is due, and frees space a step later."""
     t.start()
     t.row(3)
     ballast = fill(t.runs)
@@ -209,7 +209,7 @@ def full_disk(t: Trial) -> None:
 
 
 def full_at_first(t: Trial) -> None:
-    """No room for the first checkpoint; the same command again when there is."""
+    """Fills the disk before the first checkpoint; frees space and gives the command again."""
     ballast = fill(t.runs)
     t.start()
     t.end()
@@ -219,7 +219,7 @@ def full_at_first(t: Trial) -> None:
 
 
 def unreachable(t: Trial) -> None:
-    """The run's folder is gone from where it was; the same command again when it is back."""
+    """Hides the run's folder under a read-only mount; unmounts and gives the command again."""
     t.start()
     t.row(3)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "skyrl", str(t.runs)], check=True)
@@ -230,8 +230,8 @@ def unreachable(t: Trial) -> None:
 
 
 def node(actor: str, number: int) -> Callable[[Trial], None]:
-    """All processes of a Ray node with such an actor, in the fourth step; another node comes, as where a cluster is
-    managed."""
+    """Returns a fault: the death of a Ray node with such an actor in the fourth step. A new node joins, as in a managed
+    cluster."""
 
     def processes(name: str) -> list[int]:
         return quickstart.marked("SKYRL_MEGA_NODE", name)
@@ -272,16 +272,16 @@ def node(actor: str, number: int) -> Callable[[Trial], None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a run, and how it must end."""
+    """A fault, and the expected end of the run."""
 
     name: str
     happen: Callable[[Trial], None]
     codes: tuple[int, ...] = (0,)
-    """Exit codes of its commands, one after the other."""
+    """Exit codes of the commands, in order."""
     same: bool = True
-    """Sampling is not changed, so the final weights are the undisturbed run's."""
+    """True if sampling is unchanged, hence the final weights equal the undisturbed run's."""
     disk: bool = False
-    """Needs a file system of its own."""
+    """True if the fault needs a separate file system."""
 
 
 FAULTS = [
@@ -304,19 +304,19 @@ FAULTS = [
 
 
 def weights(runs: Path) -> dict[str, torch.Tensor]:
-    """A finished run's."""
+    """Returns the exported weights of a finished run."""
     return load_file(runs / "run" / "model" / "model.safetensors")
 
 
 def resources() -> set[str]:
-    """What this machine's processes hold or may leave behind: ports, shared memory, network namespaces."""
+    """Returns resources of this machine in use or left behind: ports, shared memory, network namespaces."""
     sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
     ports = {f"port {int(words[1].rpartition(':')[2], 16)}" for words in sockets if words[3] == LISTENING}
     return ports | {str(path) for place in ("/dev/shm", "/run/netns") for path in Path(place).glob("*")}
 
 
 def attempt(fault: Fault, folder: Path) -> Trial:
-    """Does it, and sees that nothing is left."""
+    """Injects the fault, and checks for leftovers."""
     trial = Trial(folder, folder / "runs")
     trial.runs.mkdir(parents=True)
     if fault.disk:
@@ -334,7 +334,7 @@ def attempt(fault: Fault, folder: Path) -> Trial:
 
 
 def main() -> int:
-    """Runs all faults, prints the table, and says whether all is as it must be."""
+    """Runs all faults and prints the table; returns 0 if all ended as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults whose name begins so")
     args = parser.parse_args()
@@ -380,7 +380,7 @@ def main() -> int:
 
 
 def keep(result: dict[str, object]) -> None:
-    """Puts one result in the place of the fault's last one."""
+    """Replaces the saved result of a fault."""
     file = ROOT / "benchmarks" / "results" / "faults.json"
     kept = {r["fault"]: r for r in json.loads(file.read_text())} if file.exists() else {}
     kept[result["fault"]] = result
@@ -389,7 +389,7 @@ def keep(result: dict[str, object]) -> None:
 
 
 def table(results: list[dict[str, object]]) -> Table:
-    """One row a fault."""
+    """Returns a table with a row per fault."""
     made = Table("fault", "exit", "lost s", "weights", "what the run said", show_lines=True)
     for r in results:
         codes, said = r["codes"], r["said"]

@@ -1,8 +1,8 @@
-"""The published recipes' shares of a GPU's memory, with policy and engines in turns and with both there all the time.
+"""Computes the published recipes' use of GPU memory, with policy and engines in turns and with everything resident.
 
     .venv/bin/python -m benchmarks.fits
 
-By the dry run, on any machine; nothing is started. Exits with 1 where a recipe does not fit. Writes
+Uses the dry run, on any machine; nothing is started. Exits with 1 if a recipe does not fit. Writes
 benchmarks/results/fits.json and the table of docs/recipes.md.
 """
 
@@ -35,12 +35,12 @@ ALONE = {
     "gsm8k": 0.35,
     "multiply": 0.35,
 }
-"""Recipe → what the recipes had for `rollout.memory_fraction` while everything stayed on the GPUs."""
+"""Recipe → former `rollout.memory_fraction`, from the time when everything stayed on the GPUs."""
 HEAD = ("recipe", "share", "KV tokens of a worker", "at once", "GiB left", "moving, s", "step, s")
 
 
 def figures(name: str, *overrides: str) -> dict[str, Any]:
-    """What the dry run says of a recipe."""
+    """Returns the dry run's figures of a recipe."""
     config = compose(ROOT / "configs" / f"{name}.yaml", overrides)
     v = dry_run.values(config, *dry_run.checked(config))
     return {
@@ -56,7 +56,8 @@ def figures(name: str, *overrides: str) -> dict[str, Any]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """As the recipe is, and with everything on the GPUs all the time, at the published share and at one that fits."""
+    """Returns the figures of the recipe, and with everything resident: at the published fraction, and at a fraction
+    with a fit."""
     now = figures(name)
     published = f"rollout.memory_fraction={now['memory_fraction']}"
     try:
@@ -68,7 +69,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Before → now, as a page has it."""
+    """Returns the table (before → now) for the page."""
 
     def cells(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         gib = 2**30
@@ -88,8 +89,8 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Writes both."""
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # neither model nor data are there
+    """Writes the results and the table."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # a folder without model and data
         found = {name: measure(name) for name in ALONE}
     RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     before, _, rest = PAGE.read_text().partition(MARKS[0])

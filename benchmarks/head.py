@@ -1,4 +1,4 @@
-"""The output head at published shapes, fused and chunked, on one tensor rank: for kernels.py and gpu/head.py."""
+"""The output head at published shapes, fused and chunked, on a tensor rank; used by kernels.py and gpu/head.py."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
 from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 
 CHUNK = 1024
-"""Tokens of the chunked head, as `policy.logit_chunk` has it."""
+"""Tokens per chunk of the chunked head, as in `policy.logit_chunk`."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's part of a head."""
+    """A rank's part of a head."""
 
     name: str
     tokens: int
     hidden: int
     vocab: int
-    """Of the whole."""
+    """Size of the whole vocabulary."""
     tensor: int = 1
-    """Ranks that share it."""
+    """Ranks sharing the vocabulary."""
 
     @property
     def columns(self) -> int:
-        """This rank's."""
+        """Returns this rank's columns."""
         return -(-self.vocab // self.tensor)
 
     @property
     def product(self) -> int:
-        """FLOPs of hidden · weight; forward is one, backward three more with the one that is computed again."""
+        """Returns the FLOPs of hidden · weight. A forward pass takes one product; a backward pass takes three more, as
+        one is recomputed."""
         return 2 * self.tokens * self.hidden * self.columns
 
     def buffers(self, itemsize: int) -> tuple[int, int]:
-        """Bytes that the fused head takes, forward and backward, beside what it returns."""
+        """Returns the bytes of the fused head's buffers, forward and backward, without the outputs."""
         forward = forward_bytes(self.tokens, self.columns)
         return forward, max(forward, backward_bytes(self.tokens, self.columns, self.hidden, itemsize))
 
@@ -52,7 +53,7 @@ TINY = (Shape("tiny, TP1", 64, 32, 500), Shape("tiny, TP4", 64, 48, 500, 4))
 
 
 class Measured:
-    """Random bfloat16 inputs of a shape, and the head that is measured. Needs a process group of one."""
+    """Random bfloat16 inputs of a shape, with the head to measure. Needs a process group of a single process."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -64,7 +65,7 @@ class Measured:
         self.targets = torch.randint(0, shape.columns, (shape.tokens,), generator=generator, device=device)
 
     def run(self, hidden: Tensor, targets: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
-        """Log-probs and entropy; without a chunk by the fused head."""
+        """Returns log-probs and entropy, from the fused head if `chunk` is None."""
         world, vocab = dist.group.WORLD, self.shape.columns
         assert world is not None
         return vocab_parallel_logprobs(
@@ -72,17 +73,17 @@ class Measured:
         )
 
     def forward(self, chunk: int | None) -> Tensor:
-        """As for old log-probs."""
+        """Runs the forward pass, as for old log-probs."""
         with torch.no_grad():
             return self.run(self.hidden, self.targets, chunk)[0]
 
     def both(self, chunk: int | None) -> Tensor:
-        """As in training."""
+        """Runs forward and backward, as in training."""
         self.forget()
         logprobs = self.run(self.hidden, self.targets, chunk)[0]
         logprobs.sum().backward()
         return logprobs
 
     def forget(self) -> None:
-        """The gradients."""
+        """Drops the gradients."""
         self.hidden.grad = self.weight.grad = None

@@ -1,4 +1,4 @@
-"""What the benchmarks of files need of the machine: memory of processes, and a page cache that has forgotten."""
+"""Tools for benchmarks of files: memory of processes, and a cold page cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import psutil
 
 
 class Memory:
-    """The largest private memory (USS) of a process while it is entered, in MB; looking at a process stops it.
+    """A context that records the largest private memory (USS) of processes in MB. Measuring a process stops the
+    process.
 
     Args:
-        processes: Those that are looked at, asked for each time.
+        processes: Called before each measurement for the processes to measure.
     """
 
     def __init__(self, processes: Callable[[], Sequence[psutil.Process]] = lambda: [psutil.Process()]) -> None:
@@ -35,12 +36,12 @@ class Memory:
             for process in self._processes():
                 try:
                     self.peak = max(self.peak, uss_mb(process))
-                except psutil.Error:  # it has ended
+                except psutil.Error:  # the process ended
                     continue
 
 
 def uss_mb(process: psutil.Process) -> float:
-    """Private memory of a process."""
+    """Returns the private memory of a process in MB."""
     return float(process.memory_full_info().uss) / 1e6
 
 

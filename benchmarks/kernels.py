@@ -1,12 +1,12 @@
-"""The Triton kernels on a GPU: time, and share of the GPU's memory bandwidth, beside their torch references; the fused
-head beside the chunked one, and its share of a large matrix product.
+"""Measures the Triton kernels on a GPU: time and share of memory bandwidth, next to the torch references; and the fused
+head next to the chunked head, with the share of a large matrix product.
 
     .venv/bin/python -m benchmarks.kernels
 
-Every kernel is first compared with its reference, bit for bit. Bytes are those that must be read and written once; the
-bandwidth is the data sheet's, from the driver's memory clock and bus width. The head is compared to 0.03 nats, half a
-unit in the last place of the chunked one's logits. Writes benchmarks/results/kernels_<device>.json. Without a CUDA
-device it says so and exits with 0; a difference exits with 1.
+Every kernel is first compared bit for bit with the reference. Bytes are the minimum to read and write; the bandwidth is
+the data sheet's, from the driver's memory clock and bus width. The head is compared within 0.03 nats, half a unit in
+the last place of the chunked head's logits. Writes benchmarks/results/kernels_<device>.json. Without a CUDA device the
+program prints a line and exits with 0; a difference exits with 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on one input: what it runs, its reference, the tensor that each leaves, bytes read and written."""
+    """A kernel and an input: the kernel's and the reference's function, each returning the output, and the bytes read
+    and written."""
 
     name: str
     kernel: Callable[[], Tensor]
@@ -43,14 +44,15 @@ class Case:
 
 
 def fp8_cases(device: str, experts: int, rows: int = 768, columns: int = 2048) -> list[Case]:
-    """A stack of Qwen3-30B-A3B's expert matrices, whole and as a shard that begins inside a block."""
+    """Returns cases with a stack of Qwen3-30B-A3B's expert matrices, whole and as a shard with its start inside a
+    block."""
     found = []
     for title, row0 in (("", 0), (", begins inside a block", 96)):
         weight = torch.randn(experts, rows, columns, device=device).bfloat16()
         scales = block_fp8.scales(block_fp8.block_amax_reference(weight, row0))
         numbers = block_fp8.quantise_reference(weight, scales, row0)
         bf16, fp8 = weight.nbytes, numbers.nbytes
-        # Bound now: the next turn of the loop has other tensors.
+        # Bound now: the loop variables change.
         found += [
             Case(
                 f"block_amax{title}",
@@ -75,7 +77,8 @@ def fp8_cases(device: str, experts: int, rows: int = 768, columns: int = 2048) -
 
 
 def box_cases(device: str, boxes: int) -> list[Case]:
-    """Columns of experts' down projections (192 bytes a row, as TP8 cuts them), and many boxes of a few KiB."""
+    """Returns cases with columns of experts' down projections (192 bytes a row, as in TP8), and with many boxes of a
+    few KiB."""
     found = []
     for count, size, (rows, columns), width in (
         (boxes // 8, "384 KiB", (2048, 768), 96),
@@ -117,28 +120,28 @@ def box_cases(device: str, boxes: int) -> list[Case]:
 
 
 def same(case: Case) -> bool:
-    """Whether the kernel leaves the same bytes as its reference."""
+    """Returns True if kernel and reference give the same bytes."""
     found = case.kernel().contiguous().view(torch.uint8).clone()
     return torch.equal(found, case.reference().contiguous().view(torch.uint8))
 
 
 @dataclass(frozen=True)
 class HeadRow:
-    """A head on one shape, forward alone or with the backward pass."""
+    """A head at a shape, forward only or with the backward pass."""
 
     head: str
     way: str
     ms: float
     share_of_product: float
-    """Of the FLOPs a second of a large matrix product."""
+    """Share of the FLOPs per second of a large matrix product."""
     buffer_bytes: int | None
-    """Counted; of the fused one."""
+    """Counted bytes of the fused head's buffers."""
     same: bool
-    """Its log-probs are the other's, as far as these are exact."""
+    """True if the log-probs of both heads agree within the precision."""
 
 
 def head_rows(device: str, shapes: Sequence[Shape], chunk: int, time_ms: Callable[..., float]) -> list[HeadRow]:
-    """Both ways at every shape. `time_ms` measures a function."""
+    """Measures both heads at every shape; `time_ms` measures a function."""
     n = 8192 if device == "cuda" else 64
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     product = 2 * n**3 / time_ms(lambda: a @ b)

@@ -1,19 +1,22 @@
-"""SIGKILL of every role, at random moments of runs that generate ahead of training.
+"""Kills processes of every role at random moments of runs with asynchronous rollouts, and checks the results.
 
     .venv/bin/python -m benchmarks.kills [--kills 40] [--each 4] [--seed 0] [--modes one_step full]
 
-Each run of twenty steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
-`--each` times: a driver, an engine, a policy rank, a process with environments, or all of a node is killed, at a moment
-that is drawn from the first half of what is usually left of the run; every other one comes once the run has got further
-than at the one before, the rest may hit it while it starts again. A killed driver's command is given again, and is
-disturbed once it has made a step, as any fault before that but a node's ends a run; a killed node is replaced. Of each
-run it is checked that it ends well, that it has trained on exactly the samples of a run that nothing disturbs, each
-once and none older than allowed, that all steps have changed the weights, that no process of it is left, and, with
-`one_step`, that the final weights are the undisturbed run's, to the bit. Only where the one engine died under a batch,
-that batch may be of the weights which the engine came back with, and the final ones are then others: no GPU has those
-that the batch began with any more. A command that does not end well is given again, so that the rest is checked of its
-run too. benchmarks/results/kills.json has what was killed, the faults that each run told of, and what came of it. Exits
-with 1 where a command did not end well, or anything was lost, doubled, too old, left over, or other than undisturbed.
+Each run of twenty steps uses a Ray cluster of two nodes with two environment processes, and is disturbed `--each`
+times: SIGKILL hits the driver, an engine, a policy rank, an environment process, or all processes of a node. The moment
+is drawn from the first half of the usual remaining time. Every other kill waits until the run is past the step of the
+previous kill; the others may hit a restarting run. After the death of a driver the command is given again, and
+disturbed again only after a step, because before the first step any fault except a node's ends a run. A killed node is
+replaced.
+
+Checks of each run: a good end; training on exactly the samples of an undisturbed run, each once and none older than
+allowed; changed weights in every step; no process left; and with `one_step`, final weights equal to the undisturbed
+run's, to the bit. There is an exception: if the only engine died during a batch, the batch may come from the weights
+loaded by the restarted engine, and the final weights differ, because no GPU holds the weights used at the start of the
+batch any more. A command with a bad end is given again, to check the rest of the run.
+
+benchmarks/results/kills.json lists the kills, the faults reported by each run, and the results. Exits with 1 if a
+command ended badly, or if anything was lost, doubled, too old, left over, or different from the undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
 STEPS, PROMPTS, SAMPLES = 20, 16, 4
 STALENESS = {"one_step": 1, "full": 2}
 EXACT = {"one_step"}
-"""Modes whose final weights do not depend on the clock."""
+"""Modes with final weights independent of timing."""
 SETTINGS = (
     *(f"run.steps={STEPS}", "run.epochs=10", "run.restarts=50", "rollout.restarts=50", "cluster.nodes=2"),
     *(f"data.prompts_per_step={PROMPTS}", f"data.samples_per_prompt={SAMPLES}", "environment.processes=2"),
@@ -60,24 +63,24 @@ SETTINGS = (
 )
 ROLES = ("driver", "VllmEngine", "MegatronActor", "RolloutWorker", "node")
 ACTORS = (b"VllmEngine", b"MegatronActor", b"RolloutWorker", b"reaper.py")
-"""What a run may leave on a node, in the names of processes."""
+"""Process names to look for on a node after a run."""
 NODE = "SKYRL_MEGA_NODE"
 GIVEN_AGAIN = 3
-"""How often a command that has ended badly is."""
+"""Number of repetitions of a command with a bad end."""
 LIMIT_S = 400.0
-"""A command takes longer than this only where it hangs."""
+"""Time limit of a command, exceeded only if the run hangs."""
 Weights = dict[str, torch.Tensor]
 Samples = Counter[tuple[int, int]]
-"""(prompt, sample) → how often it was trained on."""
+"""(prompt, sample) → number of times trained on."""
 
 
 class Hangs(RuntimeError):
-    """A run did not go on."""
+    """Error for a run without progress."""
 
 
 @dataclass
 class Disturbed:
-    """A run on a cluster of its own, and what was done to it."""
+    """A run on a separate cluster, with a record of the kills."""
 
     folder: Path
     mode: str
@@ -87,26 +90,26 @@ class Disturbed:
     process: subprocess.Popen[str] | None = None
     said: str = ""
     last_said: str = ""
-    """By the last command that has ended."""
+    """Output of the last finished command."""
     resumed_at: int = 0
-    """The newest step when the command was last given."""
+    """Newest step when the command was last given."""
 
     def add_node(self) -> None:
-        """One more, with room for a policy's ranks, an engine and environments."""
+        """Adds a node for a policy's ranks, an engine and environments."""
         self.nodes.append(f"{self.folder}/node-{len(self.nodes)}")
         own = {NODE: self.nodes[-1], "OMP_NUM_THREADS": "1"}
         self.cluster.add_node(num_cpus=6, env_vars=ENVIRONMENT | own)
 
     def start(self) -> None:
-        """Starts the run, or goes on with it."""
+        """Starts or resumes the run."""
         name = (f"run.directory={self.folder}", "run.name=run", f"asynchrony.mode={self.mode}")
         ahead = f"asynchrony.max_staleness={STALENESS[self.mode]}"
         self.resumed_at = self.step
         self.process = quickstart.start(self.folder, *SETTINGS, *name, ahead, RAY_ADDRESS=self.cluster.address)
 
     def kill(self, role: str, random: Random) -> bool:
-        """Kills a process of a role, or all of a node; False where none is there at the moment. A driver takes the
-        command along, which is given again then."""
+        """Kills a process of a role, or all of a node; False if no such process exists now. After the death of a driver
+        the command must be given again."""
         assert self.process is not None
         if role == "driver":
             try:
@@ -129,10 +132,10 @@ class Disturbed:
         return bool(killed)
 
     def ended(self) -> int:
-        """Waits for the command's end; its exit code.
+        """Waits for the command's end and returns the exit code.
 
         Raises:
-            Hangs: It does not end.
+            Hangs: The command does not end.
         """
         assert self.process is not None
         try:
@@ -147,27 +150,27 @@ class Disturbed:
 
     @property
     def faults(self) -> list[str]:
-        """What the run, and the supervisor of its driver, said of them."""
+        """Returns the faults reported by the run and by the driver's supervisor."""
         lines = self.said.replace(f"{self.folder}/", "").splitlines()
         return [line for line in lines if line.startswith("fault: ")]
 
     @property
     def last_word(self) -> str:
-        """Why the command has ended, as it says."""
+        """Returns the reason printed at the end of the command."""
         lines = self.last_said.strip().splitlines()
         reasons = [line for line in lines if line.startswith(("fault: ", "error: "))]
         return (reasons or lines or ["nothing said"])[-1]
 
     @property
     def over(self) -> bool:
-        """Whether the command has ended."""
+        """Returns True if the command ended."""
         return self.process is None or self.process.poll() is not None
 
     def wait_for_step(self, step: int) -> None:
-        """Until its row is there, or the command has ended.
+        """Waits for the step's row, or for the command's end.
 
         Raises:
-            Hangs: It takes too long.
+            Hangs: The step takes too long.
         """
         deadline = time.monotonic() + LIMIT_S
         while self.step < step and not self.over:
@@ -177,30 +180,30 @@ class Disturbed:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of the steps."""
+        """Returns the rows of the steps."""
         file = self.folder / "run" / "metrics.jsonl"
         return [row for row in read(file) if row["step"]] if file.exists() else []
 
     @property
     def step(self) -> int:
-        """The newest; 0 before the first, and while a run begins anew."""
+        """Returns the newest step; 0 before the first step and at a restart from the beginning."""
         return self.rows[-1]["step"] if self.rows else 0
 
 
 def marked(node: str) -> list[int]:
-    """Processes of a node."""
+    """Returns the processes of a node."""
     return quickstart.marked(NODE, node)
 
 
 def title(pid: int) -> bytes:
-    """What a process calls itself."""
+    """Returns the title of a process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
 def leads(pid: int) -> bool:
-    """Whether it is an actor itself, and no child of one, which has its name."""
+    """Returns True for an actor's main process; children share the actor's title."""
     try:
         return os.getpgid(pid) == pid
     except ProcessLookupError:
@@ -209,7 +212,7 @@ def leads(pid: int) -> bool:
 
 @contextmanager
 def disturbed(folder: Path, mode: str) -> Iterator[Disturbed]:
-    """A run that has started, on two nodes; afterwards nothing of them is there."""
+    """Starts a run on two nodes; at the end, kills everything."""
     folder.mkdir(parents=True)
     cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     run = Disturbed(folder, mode, cluster)
@@ -229,7 +232,7 @@ def disturbed(folder: Path, mode: str) -> Iterator[Disturbed]:
 
 
 def left(run: Disturbed, within_s: float = 60.0) -> list[str]:
-    """Processes of the run that are there some time after its end."""
+    """Returns processes of the run left some time after the end."""
     deadline = time.monotonic() + within_s
     while True:
         on_nodes = [title(pid) for name in run.nodes for pid in marked(name)]
@@ -241,26 +244,26 @@ def left(run: Disturbed, within_s: float = 60.0) -> list[str]:
 
 
 def trained(folder: Path) -> Samples:
-    """What a finished run has trained on."""
+    """Returns the samples of a finished run."""
     files = sorted((folder / "run" / "trajectories").glob("step_*.parquet"))
     return Counter((t.prompt.uid, t.sample) for file in files for t in trajectory_io.read(file))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A run that nothing disturbs."""
+    """An undisturbed run."""
 
     samples: Samples
     weights: Weights | None
-    """None where they depend on the clock."""
+    """Final weights, or None if dependent on timing."""
     versions: list[set[int]]
-    """Of the weights that drew each step's tokens."""
+    """Weight versions of each step's tokens."""
     seconds: float
-    """From the first step to the end."""
+    """Seconds from the first step to the end."""
 
 
 def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
-    """What is not as it must be of what a run that has ended well leaves."""
+    """Returns the failed expectations of a run with a good end."""
     found = []
     if (steps := [row["step"] for row in run.rows]) != list(range(1, STEPS + 1)):
         found.append(f"steps {steps}")
@@ -286,8 +289,8 @@ def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
 
 
 def compared(run: Disturbed, expected: Expected) -> str | None:
-    """The final weights beside the undisturbed run's: `same`, to the bit; `redrawn`, as an engine died under a batch;
-    `other`; or `no`, as there are none that can be read. None where they depend on the clock."""
+    """Compares the final weights with the undisturbed run's: `same`, to the bit; `redrawn`, after an engine died during
+    a batch; `other`; or `no`, without readable weights. None if the weights depend on timing."""
     try:
         final = quickstart.exported(run.folder / "run")
     except (OSError, SafetensorError):
@@ -300,18 +303,18 @@ def compared(run: Disturbed, expected: Expected) -> str | None:
 
 
 def versions(folder: Path) -> list[set[int]]:
-    """Of the weights that drew each step's tokens."""
+    """Returns the weight versions of each step's tokens."""
     files = sorted((folder / "run" / "trajectories").glob("step_*.parquet"))
     return [{version for t in trajectory_io.read(file) for version, _ in t.versions} for file in files]
 
 
 def engine_died(run: Disturbed) -> bool:
-    """Whether it was killed, perhaps under a batch."""
+    """Returns True if an engine was killed, perhaps during a batch."""
     return any(one["role"] == "VllmEngine" for one in run.kills)
 
 
 def undisturbed(folder: Path, mode: str) -> Expected:
-    """What is expected of a mode."""
+    """Runs a mode without kills; returns the expected results."""
     with disturbed(folder, mode) as run:
         run.wait_for_step(1)
         start = time.monotonic()
@@ -325,13 +328,13 @@ def undisturbed(folder: Path, mode: str) -> Expected:
 
 
 def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expected: Expected) -> dict[str, Any]:
-    """Kills one after the other, then waits for the end; what was killed, and what came of the run."""
+    """Kills roles in order, then waits for the end; returns the kills and the results."""
     mistakes: list[str] = []
     final = None
     with disturbed(folder, mode) as run:
         try:
             for number, role in enumerate(roles):
-                # Every other one comes when the run has recovered from the one before; the rest may come at any moment.
+                # Every other kill waits for recovery from the previous kill; the others come at any moment.
                 recovered = run.kills[-1]["after_step"] if run.kills and number % 2 else run.resumed_at
                 run.wait_for_step(recovered + 1)
                 rest = expected.seconds * (1 - run.step / STEPS)
@@ -353,10 +356,10 @@ def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expec
 
 
 def kill(run: Disturbed, role: str, random: Random) -> None:
-    """Kills as soon as one is there; a run that has ended is left alone.
+    """Kills a process of the role as soon as possible; a finished run is left alone.
 
     Raises:
-        Hangs: None comes.
+        Hangs: No such process appears.
     """
     deadline = time.monotonic() + LIMIT_S
     while not run.over:
@@ -374,7 +377,7 @@ def kill(run: Disturbed, role: str, random: Random) -> None:
 
 
 def main() -> int:
-    """Kills, and says what came of it."""
+    """Kills, and prints the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--each", type=int, default=4, help="kills of one run")
@@ -395,7 +398,7 @@ def main() -> int:
             print(f"run {number}, {mode}", flush=True)
             kept.append(disturb(Path(place) / f"run-{number}", mode, roles[: args.each], random, expected[mode]))
             for one in kept[-1]["kills"]:
-                roles.remove(one["role"])  # a run may end before all of its kills are made
+                roles.remove(one["role"])  # a run may end before all kills
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     bad, made = [one for one in kept if one["wrong"]], sum(len(one["kills"]) for one in kept)
     print(f"{made} of {args.kills} kills were made; {len(bad)} of {len(kept)} runs were not as they must be")

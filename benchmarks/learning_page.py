@@ -1,4 +1,4 @@
-"""The table of `benchmarks.learning_table`: for the terminal, and in its page of the manual."""
+"""The table of `benchmarks.learning_table`, for the terminal and for a page of the docs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.learning_results import Figures, Results
 from benchmarks.learning_rows import SAMPLES, Row
 
 SEEDS = 3
-"""A row with fewer says so."""
+"""Seeds of a complete row; rows with fewer seeds show the number."""
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-"""Lines of the page; what stands between them is written by the command."""
+"""Lines of the page around the text written by the command."""
 HEADINGS = ("accuracy", "greedy", f"pass@{SAMPLES}", "entropy", "clipped", "mismatch", "seconds", "CPU s", "seeds")
 
 
 def cells(figures: Sequence[Figures]) -> list[str]:
-    """A row's cells: means over its seeds, the accuracy with the least and the largest; of the mismatch the largest.
+    """Returns a row's cells: means over the seeds, the accuracy with minimum and maximum, and the largest mismatch.
 
     Args:
-        figures: One for each seed.
+        figures: Figures of each seed.
     """
     if not figures:
         return ["not measured yet", *("·" for _ in HEADINGS[1:])]
@@ -32,7 +32,7 @@ def cells(figures: Sequence[Figures]) -> list[str]:
         f"{_mean(figures, 'greedy'):.3f}",
         f"{_mean(figures, 'pass_at_n'):.3f}",
     ]
-    if "seconds" not in figures[0]:  # the start, which nothing was trained for
+    if "seconds" not in figures[0]:  # the start, before any training
         return [*scores, *("·" for _ in HEADINGS[len(scores) :])]
     return [
         *scores,
@@ -54,7 +54,7 @@ def _of(results: Results, row: Row) -> list[Figures]:
 
 
 def lines(results: Results, rows: Sequence[Row]) -> list[str]:
-    """The table for a terminal, aligned."""
+    """Returns the aligned table for a terminal."""
     body = [("start", cells([results.start] if results.start else []))]
     for kind, of_kind in groupby(rows, key=lambda row: row.kind):
         body += [(f"{kind}:", []), *((f"  {row.name}", cells(_of(results, row))) for row in of_kind)]
@@ -68,7 +68,7 @@ def lines(results: Results, rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(results: Results, rows: Sequence[Row]) -> str:
-    """The table for the page, with a part for each kind of row."""
+    """Returns the table for the page, with a part for each kind of row."""
     parts = []
     for kind, of_kind in groupby(rows, key=lambda row: row.kind):
         table = [("*start*", cells([results.start] if results.start else []))]
@@ -79,7 +79,7 @@ def markdown(results: Results, rows: Sequence[Row]) -> str:
 
 
 def write_page(results: Results, rows: Sequence[Row], page: Path) -> None:
-    """Puts the table into the page, between its two marks."""
+    """Writes the table into the page, between the two marks."""
     before, rest = page.read_text().split(BEGIN)
     after = rest.split(END)[1]
     page.write_text(f"{before}{BEGIN}\n\n{markdown(results, rows)}\n\n{END}{after}")

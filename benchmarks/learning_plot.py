@@ -1,4 +1,4 @@
-"""The plot of `benchmarks.learning_table` as an SVG: held-out accuracy from start to end, and the rewards between."""
+"""The plot of `benchmarks.learning_table` as an SVG: held-out accuracy from start to end, and rewards by step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CURVE_LEFT, CURVE_WIDTH, CURVE_HEIGHT = 660, 130, 18
 TOTAL = CURVE_LEFT + CURVE_WIDTH + 24
 TITLE = "Addition, trained from the same start with every advantage and loss"
 LOWEST = 0.4
-"""Accuracy at the left end, or a tenth below the least where that is lower."""
+"""Accuracy at the left end, unless the minimum is lower; then the minimum rounded down to a tenth."""
 
 
 def write_plot(results: Results, rows: Sequence[Row], file: Path) -> None:
-    """A line for every row that was measured with at least one seed."""
+    """Draws a line for every row with at least one measured seed."""
     measured = [row for row in rows if results.seeds(row.name)]
     if not measured or results.start is None:
         return
@@ -53,7 +53,7 @@ def write_plot(results: Results, rows: Sequence[Row], file: Path) -> None:
 
 
 def _row(results: Results, row: Row, y: float, scale: tuple[float, float]) -> list[str]:
-    """Name; from the start to the seeds' mean end, a dot for each seed; mean rewards of the steps."""
+    """Draws a row: name, a bar from the start to the seeds' mean end, a dot per seed, and mean rewards of the steps."""
     (low, begin), seeds = scale, results.seeds(row.name)
     ends = _figures(results, row, "accuracy")
     end = _place(statistics.mean(ends), low)
@@ -69,7 +69,7 @@ def _row(results: Results, row: Row, y: float, scale: tuple[float, float]) -> li
 
 
 def _curve(rewards: Sequence[Sequence[float]], y: float, low: float, colour: str) -> str:
-    """The mean over seeds of every step's reward, from `low` at the bottom to 1 at the top."""
+    """Draws the mean reward over seeds at every step, from `low` at the bottom to 1 at the top."""
     means = [statistics.mean(step) for step in zip(*rewards, strict=True)]
     across = CURVE_WIDTH / max(len(means) - 1, 1)
     bottom = y + CURVE_HEIGHT / 2

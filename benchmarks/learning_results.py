@@ -1,4 +1,4 @@
-"""What `benchmarks.learning_table` has measured: a file that grows by one line with every row and seed."""
+"""Results of `benchmarks.learning_table`: a file with a line per row and seed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Figures = dict[str, Any]
 
 
 class Results:
-    """Figures of rows and seeds, on disk as soon as they are kept.
+    """Figures of rows and seeds, written to disk at once.
 
     Args:
-        file: A JSON file; it need not be there.
-        settings: What all rows have in common. Figures of other settings are not mixed with these.
+        file: A JSON file, created if missing.
+        settings: Settings shared by all rows. Figures of other settings are refused.
 
     Raises:
-        UserError: The file has those of other settings.
+        UserError: The file contains figures of other settings.
     """
 
     def __init__(self, file: Path, settings: list[str]) -> None:
@@ -30,31 +30,31 @@ class Results:
             other = sorted(set(found["settings"]) ^ set(settings))
             raise UserError(f"{file}: it was measured with other settings ({', '.join(other)}); move it away first")
         self.start: Figures | None = found["start"]
-        """The scores before training."""
+        """Scores before training."""
         self._rows: dict[str, dict[str, Figures]] = found["rows"]
 
     def has(self, row: str, seed: int) -> bool:
-        """Whether a row was trained with this seed."""
+        """Returns True if a row was trained with this seed."""
         return str(seed) in self._rows.get(row, {})
 
     def of(self, row: str, seed: int) -> Figures:
-        """What was measured of it."""
+        """Returns the figures of a row and seed."""
         return self._rows[row][str(seed)]
 
     def seeds(self, row: str) -> list[int]:
-        """Those that a row was trained with."""
+        """Returns the seeds of a row."""
         return sorted(int(seed) for seed in self._rows.get(row, {}))
 
     def keep(self, row: str, seed: int, figures: Figures) -> None:
-        """Writes what was measured of a row."""
+        """Writes the figures of a row."""
         self._rows.setdefault(row, {})[str(seed)] = figures
         self._write()
 
     def begin_with(self, start: Figures) -> None:
-        """Writes the scores before training, or compares them with those that are there.
+        """Writes the scores before training, or compares with the saved scores.
 
         Raises:
-            UserError: They differ: what is to be measured would begin at other weights.
+            UserError: The scores differ: new measurements would start at other weights.
         """
         if self.start is not None and self.start != start:
             raise UserError(

@@ -1,5 +1,5 @@
-"""The rows of `benchmarks.learning_table`: every advantage with PPO's loss, every loss with GRPO's advantages, and what
-goes with either. Names come from the registries, so that a new one is a row by itself."""
+"""The rows of `benchmarks.learning_table`: every advantage with PPO's loss, every loss with GRPO's advantages, and
+related settings. Names come from the registries; a new name automatically becomes a row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from skyrl_mega.config.schema import Config
 RECIPE = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 FOLDER = "runs/learning_table"
 START = f"{FOLDER}/start"
-"""A Hugging Face directory: the weights that every run begins at."""
+"""Hugging Face directory with the initial weights of every run."""
 START_SEED = 0
-"""Of the model, its warm-up and the data, which all seeds share."""
+"""Seed of the model, the warm-up and the data, shared by all seeds."""
 STEPS = 16
 SAMPLES = 4
-"""Of each held-out prompt."""
+"""Samples per held-out prompt."""
 COMMON = (
     "algorithm=grpo",
     "algorithm.kl.coefficient=0",
@@ -30,7 +30,7 @@ COMMON = (
     "data.samples_per_prompt=8",
     "policy.optimizer.lr=2.5e-4",
     "policy.optimizer.warmup_steps=3",
-    "evaluation.every=1000",  # the last step is evaluated whatever it says
+    "evaluation.every=1000",  # the last step is always evaluated
     "evaluation.before=false",
     "evaluation.limit=250",
     f"evaluation.samples={SAMPLES}",
@@ -40,8 +40,8 @@ COMMON = (
     "telemetry.trajectories_every=0",
     f"run.directory={FOLDER}",
 )
-"""Of every row, over the recipe: GRPO with PPO's clip, without KL and without dynamic sampling. A step has two
-mini-batches: in the second one ratios differ from 1."""
+"""Settings of every row over the recipe: GRPO with PPO's clip, without KL and without dynamic sampling. A step takes
+two mini-batches: in the second, ratios differ from 1."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "gae": (
         "algorithm.whiten=batch",
@@ -51,7 +51,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "critic.optimizer.beta2=0.95",
     )
 }
-"""Name of an advantage or a loss → settings that it needs."""
+"""Name of an advantage or a loss → settings needed."""
 KL = ("algorithm.kl.coefficient=0.02", f"reference.path={START}")
 WARMUP = 550
 """Supervised steps of the start, as in the recipe."""
@@ -59,16 +59,16 @@ WARMUP = 550
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train."""
+    """A way to train."""
 
     name: str
     kind: str
-    """A heading of the table."""
+    """Heading of the table."""
     settings: tuple[str, ...]
-    """Over `COMMON`."""
+    """Settings over `COMMON`."""
 
     def config(self, seed: int, steps: int) -> Config:
-        """All settings of its run. The seed decides the order of the prompts and what is sampled."""
+        """Returns all settings of the row's run. The seed determines the order of prompts and the samples."""
         own = (f"run.seed={START_SEED}", "run.name=session", f"run.steps={steps}", "warmup.steps=0")
         config = compose(RECIPE, [*COMMON, *own, *self.settings])
         return replace(config, run=replace(config.run, seed=seed))
@@ -94,11 +94,11 @@ EXTRAS = (
     ),
     Row("ratios to the engine", "the engine's log-probs", ("algorithm.old_logprobs=engine",)),
 )
-"""What is no name of a registry."""
+"""Rows beyond the names of the registries."""
 
 
 def rows() -> dict[str, Row]:
-    """All rows by name, in the order of the table. GRPO's advantages with PPO's loss are the row `grpo`."""
+    """Returns all rows by name, in the order of the table. The row `grpo` is GRPO's advantages with PPO's loss."""
     advantages = [Row(n, "advantages, with ppo", (f"algorithm.advantage={n}", *NEEDS.get(n, ()))) for n in ADVANTAGES]
     losses = [Row(n, "losses, with grpo", (f"algorithm.loss={n}", *NEEDS.get(n, ()))) for n in LOSSES if n != "ppo"]
     return {row.name: row for row in (*advantages, *losses, *EXTRAS)}

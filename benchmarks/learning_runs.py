@@ -1,5 +1,5 @@
-"""What `benchmarks.learning_table` trains with: one set of processes, in which every row and seed begins at the same
-weights, with a fresh optimizer. A row that needs other processes has a run of its own."""
+"""Training for `benchmarks.learning_table`: a single set of processes trains every row and seed from the same weights
+with a fresh optimizer. A row with other processes gets a separate run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Result = dict[str, float | list[float]]
 
 @dataclass
 class Session:
-    """Processes that train one row after another."""
+    """Processes to train rows consecutively."""
 
     run: Run
 
     def train(self, row: Row, seed: int, steps: int) -> Result:
-        """Trains a row from the start and says how it went."""
+        """Trains a row from the start and returns the figures."""
         config = decided(row.config(seed, steps), self.run.config)
         check(config)
         folder = self.run.folder / f"{_plain(row.name)}-{seed}"
@@ -52,11 +52,11 @@ class Session:
             return trained(run)
 
     def accuracy_at_the_start(self) -> Result:
-        """The scores that all rows begin with."""
+        """Returns the scores before training, shared by all rows."""
         return scores(self._restarted(self.run.config, self.run.folder))
 
     def _restarted(self, config: Config, folder: Path) -> Run:
-        """A run with these processes that has not made a step: weights, optimizer, order of prompts, health."""
+        """Returns a run with these processes before the first step: weights, optimizer, order of prompts, health."""
         old = self.run
         old.policy.set_algorithm(config.algorithm)
         old.policy.load(Path(START))
@@ -76,7 +76,7 @@ class Session:
 
 @contextmanager
 def session(steps: int, say: Callable[[str], None]) -> Iterator[Session]:
-    """The processes. The first time the start is trained: a new model's supervised warm-up."""
+    """Opens the processes. The first time, trains the start: a new model's supervised warm-up."""
     start = Path(START)
     config = rows()["grpo"].config(START_SEED, steps)
     if not start.exists():
@@ -92,7 +92,7 @@ def session(steps: int, say: Callable[[str], None]) -> Iterator[Session]:
 
 
 def alone(row: Row, seed: int, steps: int) -> Result:
-    """Trains a row that needs other processes, in a run of its own from the same start."""
+    """Trains a row with other processes, in a separate run from the same start."""
     config = row.config(seed, steps)
     name = f"{_plain(row.name)}-{seed}"
     shutil.rmtree(Path(FOLDER) / name, ignore_errors=True)
@@ -102,13 +102,13 @@ def alone(row: Row, seed: int, steps: int) -> Result:
 
 
 def needs_processes(row: Row) -> bool:
-    """Whether other settings than those of losses, data, reference and optimizer differ from the common ones."""
+    """Returns True if settings beyond losses, data, reference and optimizer differ from the common settings."""
     config, common = row.config(0, 1), rows()["grpo"].config(0, 1)
     return decided(config, common) != config
 
 
 def decided(config: Config, started: Config) -> Config:
-    """A row's settings for the processes that were started with others."""
+    """Returns a row's settings for processes started with other settings."""
     policy = replace(started.policy, optimizer=config.policy.optimizer)
     parts = {name: getattr(config, name) for name in ("run", "algorithm", "data", "reference", "warmup")}
     return replace(started, policy=policy, **parts)
@@ -116,7 +116,7 @@ def decided(config: Config, started: Config) -> Config:
 
 @contextmanager
 def opened(config: Config) -> Iterator[Run]:
-    """A run that is ready for its first step; what it says goes to its log."""
+    """Opens a run before the first step; output goes to the run's log."""
     check(config)
     inputs.check_inputs(config)
     log = Path(FOLDER) / f"{config.run.name}.log"
@@ -128,10 +128,10 @@ def opened(config: Config) -> Iterator[Run]:
 
 
 def trained(run: Run) -> Result:
-    """Takes all steps of a run.
+    """Runs all steps and returns the figures.
 
-    accuracy and pass_at_n: of held-out prompts, sampled as in training; greedy: accuracy at temperature 0. mismatch:
-    the largest difference of log-probs between engine and policy of any token. reward: the mean of every step.
+    accuracy and pass_at_n: held-out prompts, sampled as in training; greedy: accuracy at temperature 0. mismatch: the
+    largest difference of log-probs between engine and policy at any token. reward: the mean of every step.
     """
     began, used = time.perf_counter(), cpu_seconds(run)
     loop.train(run)
@@ -150,7 +150,7 @@ def trained(run: Run) -> Result:
 
 
 def scores(run: Run, sampled: dict[str, float] | None = None) -> Result:
-    """Accuracy on the held-out prompts: sampled, unless that was measured, and greedy."""
+    """Returns the accuracy on held-out prompts: sampled (unless already measured), and greedy."""
     greedy = replace(run.config, evaluation=replace(run.config.evaluation, temperature=0.0, samples=1))
     evaluators = (run.evaluator, Evaluator(greedy, run.evaluator.prompts, run.evaluator.generator, run.console.say))
     found = []
@@ -162,7 +162,7 @@ def scores(run: Run, sampled: dict[str, float] | None = None) -> Result:
 
 
 def cpu_seconds(run: Run) -> float:
-    """CPU time so far of driver, policy and engines: it says what a row costs on a machine that has other work."""
+    """Returns the CPU time so far of driver, policy and engines, the cost of a row on a busy machine."""
     actors = [*run.policy.group.where, *run.sync.fleet.group.where]
     processes = [psutil.Process(), *(psutil.Process(actor.pid) for actor in actors)]
     processes += [child for process in processes[1:] for child in process.children(recursive=True)]

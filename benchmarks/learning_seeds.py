@@ -1,9 +1,9 @@
-"""The recipes that learn on a CPU, with several seeds: held-out reward before and after RL, turns, mismatch, time.
+"""Runs the CPU recipes with several seeds: held-out reward before and after RL, turns, mismatch, time.
 
     .venv/bin/python benchmarks/learning_seeds.py [quickstart|multiply_cpu] [--seeds 0 1 2]
 
-Each seed has a model, data and a run folder of its own. Exits with 1 when the reward rises by less than it should, the
-mismatch reaches 1e-3, or the loop's own cost passes 2 s a step. Writes benchmarks/results/<recipe>_seeds.json.
+Each seed uses a separate model, data and run folder. Exits with 1 if the reward rises less than required, the mismatch
+reaches 1e-3, or the loop's overhead exceeds 2 s a step. Writes benchmarks/results/<recipe>_seeds.json.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration of `configs/`, whose folders end in `-<seed>`."""
+    """A configuration of `configs/`, with folders ending in `-<seed>`."""
 
     data: str
-    """What its model and data are called."""
+    """Name of model and data."""
     score: str
     """Metric of the held-out reward."""
     rise: float
-    """By how much it must rise, at least."""
+    """Smallest rise required."""
 
 
 RECIPES = {
@@ -39,7 +39,7 @@ RECIPES = {
 
 
 def measure(name: str, seed: int) -> dict[str, float]:
-    """One run from nothing."""
+    """Runs a seed from scratch and returns the figures."""
     recipe = RECIPES[name]
     for folder in (f"{name}-{seed}", f"models/{name}-{seed}", f"data/{recipe.data}-{seed}"):
         shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
@@ -66,7 +66,7 @@ def measure(name: str, seed: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs the seeds one after another and prints a table."""
+    """Runs the seeds consecutively and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", choices=RECIPES, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -2,11 +2,11 @@
 
     python -m benchmarks.learning_table [--seeds 0 1 2] [--only NAME …] [--steps N] [--draw]
 
-The start is the quickstart's small mixture of experts after its supervised warm-up, made once and kept in
-runs/learning_table/. All rows have the same start and evaluation, and all rows of a seed the same prompts in the same
-order. What is measured is in benchmarks/results/learning_table.json as soon as it is; the same command goes on with
-what is not there yet, seed by seed. It writes docs/learning_table.svg and the table in docs/learning.md, which is all
-that `--draw` does.
+The start is the quickstart's small mixture of experts after the supervised warm-up, made once and kept in
+runs/learning_table/. All rows share start and evaluation, and all rows of a seed share the prompts and their order.
+Each measurement is written to benchmarks/results/learning_table.json at once; the same command continues with missing
+measurements, seed by seed. The command writes docs/learning_table.svg and the table in docs/learning.md; `--draw` does
+only this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLOT, PAGE = ROOT / "docs" / "learning_table.svg", ROOT / "docs" / "learning.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is missing, prints the table, and writes plot and page."""
+    """Measures missing rows, prints the table, and writes plot and page."""
     os.chdir(ROOT)
     parser = Parser(prog="python -m benchmarks.learning_table", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
@@ -54,10 +54,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def chosen(names: list[str] | None) -> list[Row]:
-    """The rows of these names, or all.
+    """Returns the named rows, or all.
 
     Raises:
-        UserError: One is not there.
+        UserError: A name is unknown.
     """
     known = rows()
     for name in names or ():
@@ -67,8 +67,8 @@ def chosen(names: list[str] | None) -> list[Row]:
 
 
 def _measure(results: Results, wanted: list[Row], seeds: list[int], steps: int) -> None:
-    """What is not there yet, seed by seed: first the rows that share processes, then those that do not."""
-    from benchmarks import learning_runs as runs  # what is slow to import, only where something is run
+    """Measures missing rows, seed by seed: first rows with shared processes, then the others."""
+    from benchmarks import learning_runs as runs  # slow imports, only needed to run
 
     missing = [(row, seed) for seed in seeds for row in wanted if not results.has(row.name, seed)]
     own = {row.name for row in wanted if runs.needs_processes(row)}

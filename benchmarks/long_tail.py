@@ -1,16 +1,18 @@
-"""What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
+"""Measures the gain of asynchronous rollouts for long-tailed trajectories and tools, and compares with the simulator.
 
     python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 5] [--tool 0.25,1] [--sums 2.5,0.7]
 
-Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
-of as many trajectories: with `asynchrony.mode=off`, and with `full`. The policy has one core, all others share one, as
-they have GPUs of their own on a cluster. A trajectory is a conversation of several sums, log-normal in number, and
-after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool times and rates, of which
-the simulator predicts both. So its seconds of `off` say that it adds up what was measured; its seconds of `full`, and
-the ratio, are a prediction: the settings are such that the policy has the most to do, as engines, their processes and
-the driver share one core here, which the simulator knows nothing of. Told are seconds of a step in full swing, the
-ratio beside the predicted one, the idle shares, and held-out accuracy after equal samples. What is measured is in
-benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not there yet.
+Whole runs on this machine's CPU, with all parts of a cluster run, start at the same weights and take equal numbers of
+steps and trajectories: with `asynchrony.mode=off`, and with `full`. The policy gets a core, and everything else shares
+a second core, in place of the separate GPUs of a cluster. A trajectory is a conversation of several sums (a log-normal
+number), with a tool call of log-normal duration after each.
+
+The run without asynchrony provides lengths, tool times and rates; from these the simulator predicts both runs. For
+`off` the prediction shows correct addition of the measured parts; for `full` and the ratio the prediction is a real
+test. The settings make the policy the bottleneck, because engines, their processes and the driver share a core here,
+unknown to the simulator. Printed are seconds of a step in the steady state, measured and predicted ratio, idle shares,
+and held-out accuracy after equal samples. Each measurement is written to benchmarks/results/long_tail.json at once; the
+same command continues with missing measurements.
 """
 
 from __future__ import annotations
@@ -50,14 +52,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "long_tail.json"
 RECIPE = "configs/quickstart.yaml"
 SCORE = "eval/sums/mean"
 EXACT, IDLE, LOST, LOST_ON_AVERAGE = 0.10, 0.05, 0.03, 0.015
-"""How far a prediction may be off, how long the busier side may be idle, and how much accuracy may be lost: by a seed,
-and on average."""
+"""Limits: error of a prediction, idle share of the busier side, and loss of accuracy, by seed and on average."""
 EPOCHS = 4
 """Optimizer steps on the trajectories of a step."""
 PLACES = 512
-"""Sequences of the engine at once: `rollout.concurrency` of the recipe."""
+"""Sequences in the engine at once: `rollout.concurrency` of the recipe."""
 SWING = 5
-"""The first step that counts: those before fill what is generated ahead."""
+"""First step of the steady state; earlier steps fill the buffer of rollouts."""
 SETTINGS = (
     *("algorithm=grpo", "algorithm.kl.coefficient=0", "algorithm.loss_mean=tokens", "algorithm.importance_cap=2"),
     *("run.epochs=1000", "run.patience=null", f"run.directory={FOLDER}"),
@@ -84,12 +85,12 @@ WARM = (
 
 ROWS = (("train", 6000), ("test", 500), ("demonstrations", 12000))
 WRONG = 0.3
-"""Share of the demonstrations' answers that are wrong."""
+"""Share of wrong answers in the demonstrations."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured."""
+    """The parameters of a measurement."""
 
     steps: int
     staleness: int
@@ -97,7 +98,7 @@ class Work:
 
     @property
     def words(self) -> dict[str, Any]:
-        """As the results keep it."""
+        """Returns the parameters as saved in the results."""
         sums, tool = self.tail.sums, self.tail.seconds
         return {
             "steps": self.steps,
@@ -110,15 +111,15 @@ class Work:
 
     @property
     def learning(self) -> tuple[str, ...]:
-        """The learning rate ends at 0: a run whose weights are some steps behind is not behind at the end."""
+        """Returns a learning rate schedule with end 0, so weights a few steps older make no difference at the end."""
         return "policy.optimizer.schedule=linear", f"policy.optimizer.decay_steps={EPOCHS * self.steps}"
 
 
 def launch(*settings: str) -> None:
-    """A whole run; what it says is on the console.
+    """Runs the launcher; output goes to the console.
 
     Raises:
-        CalledProcessError: It failed.
+        CalledProcessError: The run failed.
     """
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", RECIPE, *SETTINGS, *settings]
     policys, others = sorted(os.sched_getaffinity(0))[:2]
@@ -131,17 +132,17 @@ def launch(*settings: str) -> None:
 
 
 def apart(title: str, core: int) -> None:
-    """Has all threads of processes that are called so run on a core of their own."""
+    """Moves all threads of processes with this title to a separate core."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
             if "".join(process.cmdline()[:1]).startswith(title):
                 for thread in process.threads():
-                    with suppress(ProcessLookupError):  # it has ended since
+                    with suppress(ProcessLookupError):  # the thread ended
                         os.sched_setaffinity(thread.id, {core})
 
 
 def started_by(tail: Tail) -> dict[str, Any]:
-    """What decides the data, and the weights that all runs begin at."""
+    """Returns the settings of the data and of the initial weights of all runs."""
     sums = [tail.sums.mean, tail.sums.sigma]
     return {"rows": dict(ROWS), "wrong": WRONG, "sums": sums, "settings": _relative((*SETTINGS, *WARM))}
 
@@ -151,8 +152,8 @@ def _relative(settings: Sequence[str]) -> list[str]:
 
 
 def prepare(tail: Tail) -> None:
-    """Data, and the weights that all runs begin at: a new model after a supervised warm-up, in which three answers in
-    ten are wrong, and a step of RL."""
+    """Prepares the data and the initial weights of all runs: a new model after a supervised warm-up with 30 % wrong
+    answers, and a step of RL."""
     made = FOLDER / "start.json"
     if made.exists() and json.loads(made.read_text()) == started_by(tail):
         return
@@ -164,13 +165,13 @@ def prepare(tail: Tail) -> None:
 
 
 def ahead(mode: str, work: Work) -> list[str]:
-    """A mode's settings."""
+    """Returns the settings of a mode."""
     stale = [f"asynchrony.max_staleness={work.staleness}"] if mode == "full" else []
     return [f"asynchrony.mode={mode}", *stale]
 
 
 def run(mode: str, seed: int, work: Work) -> Path:
-    """One run from the start; its folder."""
+    """Runs from the start and returns the folder."""
     name = f"{mode}-{seed}"
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     tool = work.tail.seconds
@@ -183,7 +184,7 @@ def run(mode: str, seed: int, work: Work) -> Path:
 
 
 def told(folder: Path, work: Work) -> dict[str, float]:
-    """Seconds of a step in full swing, idle shares, staleness; accuracy before and after."""
+    """Returns seconds of a step in the steady state, idle shares and staleness, and accuracy before and after."""
     measured = read(folder / "metrics.jsonl")
     swing = measured[SWING : work.steps - work.staleness]
     mean = partial(_mean, swing)
@@ -203,7 +204,7 @@ def _mean(measured: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def rates_of(folder: Path, work: Work) -> Rates:
-    """As a run without asynchrony had them in full swing."""
+    """Returns the rates of a run without asynchrony in the steady state."""
     measured = read(folder / "metrics.jsonl")[SWING : work.steps - work.staleness]
     files = [folder / "trajectories" / f"step_{row['step']:06d}.parquet" for row in measured]
     played = [[steps for group in trajectory_io.read_steps(file) for steps in group] for file in files]
@@ -218,13 +219,14 @@ def rates_of(folder: Path, work: Work) -> Rates:
 
 
 def speed_of(played: Sequence[Sequence[Sequence[Step]]]) -> tuple[float, ...]:
-    """Seconds of one token of an engine's sequences, by how many it runs: from answers, whose reading is among it.
+    """Returns the seconds per token of the engine's sequences by number of running sequences, from the answers
+    (including prefill).
 
     Args:
-        played: The steps of trajectories that were opened together, of several times.
+        played: Steps of trajectories opened together, for several batches.
     """
     at, seconds, tokens = (np.concatenate(part) for part in zip(*map(answers, played), strict=True))
-    group = np.floor(2 * np.log2(np.maximum(at, 1)))  # of similar numbers
+    group = np.floor(2 * np.log2(np.maximum(at, 1)))  # groups of similar numbers
     alike = [group == value for value in np.unique(group)]
     known = [np.average(at[one], weights=tokens[one]) for one in alike]
     measured = [seconds[one].sum() / tokens[one].sum() for one in alike]
@@ -232,7 +234,7 @@ def speed_of(played: Sequence[Sequence[Sequence[Step]]]) -> tuple[float, ...]:
 
 
 def answers(played: Sequence[Sequence[Step]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each answer: how many were under way on average meanwhile, its seconds, its tokens."""
+    """Returns for each answer: the mean number of answers in flight meanwhile, the seconds, and the tokens."""
     steps = [step for steps in played for step in steps if step.kind is Kind.RESPONSE]
     start, seconds = np.array([s.at_s for s in steps]), np.array([s.generate_s for s in steps])
     end = start + seconds
@@ -245,14 +247,14 @@ def answers(played: Sequence[Sequence[Step]]) -> tuple[np.ndarray, np.ndarray, n
 
 
 def predicted(folder: Path, mode: str, work: Work) -> float:
-    """Seconds of a step, as the simulator has them with what a run without asynchrony was like."""
+    """Returns the simulator's seconds of a step, from a run without asynchrony."""
     config = compose(ROOT / RECIPE, [*SETTINGS, *ahead(mode, work)])
     rates, workload = rates_of(folder, work), Recorded.of_run(folder)
     return round(simulate(config, rates, workload, steps=work.steps).seconds, 4)
 
 
 def measure(seed: int, work: Work) -> dict[str, Any]:
-    """Both modes, and both predictions."""
+    """Measures and predicts both modes."""
     off, full = (run(mode, seed, work) for mode in ("off", "full"))
     found: dict[str, Any] = {"off": told(off, work), "full": told(full, work)}
     for mode in found:
@@ -266,7 +268,7 @@ HEAD = f"{'seed':>4}  {'mode':5}{'s a step':>9}{'simulated':>11}{'engines idle':
 
 
 def show(seed: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
-    """A seed's lines."""
+    """Prints the lines of a seed."""
     for mode in ("off", "full"):
         m = found[mode]
         accuracy = f"{m['before']:.3f} → {m['after']:.3f}"
@@ -276,12 +278,12 @@ def show(seed: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def loss_of(found: dict[str, Any]) -> float:
-    """By how much accuracy is lower than without asynchrony."""
+    """Returns the loss of accuracy against the run without asynchrony."""
     return float(found["off"]["after"] - found["full"]["after"])
 
 
 def falls_short(seed: str, found: dict[str, Any]) -> list[str]:
-    """What is not as it is hoped for."""
+    """Returns the failed expectations."""
     said, off = [], abs(found["predicted_ratio"] / found["ratio"] - 1)
     if off > EXACT:
         said.append(f"seed {seed}: the predicted ratio is off by {off:.0%}")

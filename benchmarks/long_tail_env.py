@@ -1,4 +1,4 @@
-"""What `benchmarks.long_tail` trains on: several sums a conversation, and a tool that takes its time after each."""
+"""The task of `benchmarks.long_tail`: several sums per conversation, with a slow tool after each."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from skyrl_mega.simulation.workload import LogNormal
 
 MOST_SUMS = 8
 TOOL_S = 10.0
-"""The longest that the tool takes."""
+"""Longest duration of the tool in seconds."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """How long trajectories are.
+    """The distribution of trajectory lengths.
 
     Args:
-        sums: Of a trajectory, rounded, 1 to `MOST_SUMS`.
-        seconds: Of the tool after each.
+        sums: Sums of a trajectory, rounded, 1 to `MOST_SUMS`.
+        seconds: Duration of the tool after each sum.
     """
 
     sums: LogNormal
     seconds: LogNormal
 
     def draw_sums(self, random: Random) -> int:
-        """How many a trajectory has."""
+        """Returns the number of sums of a trajectory."""
         return max(1, min(MOST_SUMS, round(self.sums.sample(random))))
 
 
 class Sums(BaseTextEnv):
-    """One sum a turn, its answer with the units first; the reward is the share of right ones.
+    """An environment with a sum per turn, answered units first; the reward is the share of right answers.
 
-    The tool's seconds are drawn for each trajectory anew: twice the same question takes its time differently.
+    The tool's seconds are drawn anew for each trajectory: the same question takes different times.
     """
 
     requires_ground_truth = False
@@ -54,7 +54,7 @@ class Sums(BaseTextEnv):
     counting: ClassVar[threading.Lock] = threading.Lock()
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The first sum."""
+        """Gives the first sum."""
         question = prompt[0]["content"]
         with self.counting:
             self.opened[question] += 1
@@ -62,7 +62,7 @@ class Sums(BaseTextEnv):
         return super().init(prompt)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges a sum, takes the tool's time, and gives the next one."""
+        """Judges a sum, waits for the tool's time, and gives the next sum."""
         info = self.extras["extra_info"]
         right = action.strip() == info["answers"][self.turns]
         self.turns += 1
@@ -79,7 +79,8 @@ class Sums(BaseTextEnv):
 
 
 def rows(split: str, count: int, tail: Tail, seed: int, wrong: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Conversations; with a demonstration of each, of whose answers so many are wrong, for a split of that name."""
+    """Yields conversations; for the split `demonstrations` with a demonstration each, with a share `wrong` of wrong
+    answers."""
     random = Random(f"{split}/{seed}")
     for _ in range(count):
         pairs = [(random.randint(10, 99), random.randint(10, 99)) for _ in range(tail.draw_sums(random))]

@@ -1,10 +1,10 @@
-"""How often the math checker pays another answer, or refuses the same one, beside math-verify.
+"""Compares the math checker with math-verify: the rates of wrong answers accepted and right answers refused.
 
     python -m benchmarks.math_pairs [--golds rllm_train_math.json] [--shown 20]
 
-Pairs by hand (`math_pairs.tsv`), and pairs that are made from a file of problems with an `answer` each: another way to
-write it, and another answer. Whether those are the same follows from how they are made, in exact arithmetic or by sympy
-from a translation of its own; nothing here asks the checker or math-verify what is true.
+Uses pairs by hand (`math_pairs.tsv`), and pairs generated from a file of problems with an `answer` each: an equivalent
+form, and a different answer. Equality follows from the construction, in exact arithmetic or by sympy from a separate
+translation; neither the checker nor math-verify decides the truth.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Pair(NamedTuple):
 
 
 def by_hand() -> list[Pair]:
-    """The pairs of `math_pairs.tsv`."""
+    """Returns the pairs of `math_pairs.tsv`."""
     lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines if not line.startswith("#")]
     return [Pair(gold, answer, truth == "same", "by hand") for truth, gold, answer in rows]
 
 
 def made(golds: list[str], most: int) -> list[Pair]:
-    """At most so many pairs of each kind, always the same."""
+    """Returns at most `most` pairs of each kind, always the same."""
     rng = random.Random(0)
     pool = sorted(set(golds))
     rng.shuffle(pool)
@@ -87,7 +87,7 @@ def _numbers(gold: str) -> Iterator[Pair]:
 
 
 def _sympy(text: str) -> sympy.Expr | None:
-    """A translation of fractions, roots and powers, and of nothing else."""
+    """Returns the sympy form of fractions, roots and powers; None for anything else."""
     plain = re.sub(r"\\[dt]frac", r"\\frac", text.replace(" ", ""))
     for _ in range(4):
         plain = re.sub(r"\\frac\{([^{}\\]*)\}\{([^{}\\]*)\}", r"((\1)/(\2))", plain)
@@ -172,7 +172,7 @@ def _equations(gold: str) -> Iterator[Pair]:
 
 
 def math_verify(pair: Pair) -> bool:
-    """math-verify's opinion, with its own extraction and time limits."""
+    """Returns math-verify's verdict, with math-verify's extraction and time limits."""
     from math_verify import parse, verify
 
     return bool(verify(parse(f"\\boxed{{{pair.gold}}}"), parse(f"\\boxed{{{pair.answer}}}")))

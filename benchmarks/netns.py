@@ -6,9 +6,9 @@
         nodes[1].run(["python", "fetch.py", nodes[0].address]).wait(timeout=30)
         print(nodes[1].received())
 
-Every node has one link, a veth pair into one bridge in a namespace of its own. `tc`'s token bucket holds both
-directions of a link to the rate, so a link stands for a full-duplex NIC. Processes of one node talk over its loopback,
-unshaped. Nothing touches the machine's own network, and no packet leaves the namespaces.
+Every node is joined by a link, a veth pair into a bridge in a separate namespace. `tc`'s token bucket limits both
+directions of a link to the rate; a link stands for a full-duplex NIC. Processes of a node talk over the node's
+loopback, unshaped. The machine's network is not changed, and no packet leaves the namespaces.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "skyrl-mega"
-"""Namespaces are called `skyrl-mega-<process id>-<network>-<node>`."""
+"""Prefix of namespaces, named `skyrl-mega-<process id>-<network>-<node>`."""
 MTU = 9000
-"""Bytes of a packet: jumbo frames, as in a cluster's network. Headers then take less than 1 % of a link."""
+"""Bytes of a packet: jumbo frames, as in a cluster's network. Headers take less than 1 % of a link."""
 LINK = "eth0"
-"""What a node's link is called inside the node."""
+"""Name of a node's link inside the node."""
 
 _networks = itertools.count()
 _CAPABILITIES = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}
 
 
 class NetworkError(RuntimeError):
-    """A command of iproute2 failed; the message has the command and its own words."""
+    """A failed command of iproute2; the message holds the command and its error output."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A simulated node. `address` is its IPv4 address in the network, `namespace` what `ip netns` calls it."""
+    """A simulated node. `address` is the IPv4 address in the network, `namespace` the name for `ip netns`."""
 
     name: str
     namespace: str
     address: str
 
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command inside the node; `options` are Popen's. The process id is the command's own.
+        """Starts a command inside the node; `options` are Popen's. The process id is the command's.
 
-        The end of the network kills what still runs in its nodes.
+        The end of the network kills all processes in the nodes.
         """
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, *argv], **options)
 
     def received(self) -> int:
-        """Bytes that have come into the node over its link since it exists, headers included."""
+        """Returns the bytes received by the node over the link so far, headers included."""
         return self._count("rx_bytes")
 
     def sent(self) -> int:
-        """Bytes that have left the node over its link since it exists, headers included."""
+        """Returns the bytes sent by the node over the link so far, headers included."""
         return self._count("tx_bytes")
 
     def _count(self, counter: str) -> int:
-        # Within the namespace: `ip netns exec` mounts a /sys that shows the namespace's own devices.
+        # Within the namespace: `ip netns exec` mounts a /sys with the namespace's devices.
         return int(_do("ip", "netns", "exec", self.namespace, "cat", f"/sys/class/net/{LINK}/statistics/{counter}"))
 
 
 def unavailable() -> str | None:
-    """Why a shaped network cannot be made here, in one line for a test's or a benchmark's skip; None where it can."""
+    """Returns the reason why a shaped network cannot be made here, in a line for skipping; None if possible."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"`{tool}` is not installed (Debian: apt-get install iproute2)"
@@ -89,14 +89,14 @@ def unavailable() -> str | None:
 
 @contextmanager
 def network(nodes: int, mbit: float | None) -> Iterator[list[Node]]:
-    """A network of `nodes` nodes whose links carry `mbit` megabits a second each way; None leaves them unshaped.
+    """Makes a network of `nodes` nodes with links of `mbit` megabits a second each way; None leaves the links unshaped.
 
-    At the end, also after a failure in the body, whatever runs in the nodes is killed and every namespace, bridge and
-    link is removed.
+    At the end, also after a failure in the body, all processes in the nodes are killed, and namespaces, bridge and
+    links are removed.
 
     Raises:
-        NetworkError: it cannot be made here; `unavailable` says so beforehand.
-        ValueError: not between 1 and 250 nodes, or a rate that is not positive.
+        NetworkError: The network cannot be made here; `unavailable` returns the reason beforehand.
+        ValueError: Not between 1 and 250 nodes, or a rate below or equal to 0.
     """
     if not 1 <= nodes <= 250:
         raise ValueError(f"nodes: {nodes} is not between 1 and 250")
@@ -120,7 +120,7 @@ def network(nodes: int, mbit: float | None) -> Iterator[list[Node]]:
 
 
 def _connect(node: Node, switch: str, mbit: float | None) -> None:
-    """Puts the node's link up. Both ends are born in their namespaces: they never appear in the machine's own."""
+    """Puts the node's link up. Both ends are created in the namespaces, and never appear in the machine's network."""
     port = node.name
     _do("ip", "link", "add", LINK, "netns", node.namespace, "type", "veth", "peer", "name", port, "netns", switch)
     _do("ip", "-n", switch, "link", "set", port, "mtu", str(MTU), "master", "bridge", "up")
@@ -129,7 +129,7 @@ def _connect(node: Node, switch: str, mbit: float | None) -> None:
     _do("ip", "-n", node.namespace, "link", "set", "lo", "up")
     if mbit is None:
         return
-    # Each end shapes what it sends. The bucket holds 2 ms of the rate, but one offloaded 64 KiB segment at least.
+    # Each end shapes its own output. The bucket holds 2 ms of the rate, or an offloaded 64 KiB segment if larger.
     burst = max(2**17, round(mbit * 1e6 / 8 * 2e-3))
     shape = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", str(burst), "latency", "50ms")
     _do("tc", "-n", node.namespace, "qdisc", "add", "dev", LINK, *shape)
@@ -137,10 +137,10 @@ def _connect(node: Node, switch: str, mbit: float | None) -> None:
 
 
 def _remove(namespaces: Sequence[str]) -> None:
-    """Kills what runs in the namespaces, then removes them; bridge and links go with them.
+    """Kills all processes in the namespaces, then removes the namespaces with bridge and links.
 
     Raises:
-        NetworkError: naming the namespaces that are still there.
+        NetworkError: Some namespaces are still in use; the message names them.
     """
     there = set(_existing())
     doomed = [name for name in namespaces if name in there]
@@ -159,7 +159,7 @@ def _remove(namespaces: Sequence[str]) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Removes the networks of processes that were killed before they could do it themselves."""
+    """Removes the networks of killed processes."""
     owners = {name: re.fullmatch(rf"{PREFIX}-(\d+)-.*", name) for name in _existing()}
     _remove([name for name, owner in owners.items() if owner and not Path(f"/proc/{owner[1]}").exists()])
 

@@ -1,10 +1,10 @@
-"""What a dry run says beside what the run then does: random settings for tiny models on a CPU.
+"""Compares dry runs with real runs: random settings for tiny models on a CPU.
 
     .venv/bin/python benchmarks/one_truth.py [--count N] [--seed S]
 
-For each, the dry run and a whole run of one step: the transfer plan's digest, the device of every policy rank and
-engine worker, and the bytes that the fullest worker gets have to be the same. Writes benchmarks/results/one_truth.json
-when all runs have ended; ends with 1 where one of them differs. A run takes about a minute on two cores.
+Each setting gets a dry run and a whole run of a single step. Both must agree on the transfer plan's digest, the device
+of every policy rank and engine worker, and the bytes received by the fullest worker. Writes
+benchmarks/results/one_truth.json after all runs; exits with 1 if any differs. A run takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIXED = [
     "checkpoint.every=0",
     "checkpoint.export=false",
     "telemetry.trackers=[]",
-    "model.dtype=float32",  # vLLM has no bfloat16 for tiny models on every CPU
+    "model.dtype=float32",  # on some CPUs, vLLM lacks bfloat16 for tiny models
     "rollout.kv_cache_gib=0.1",
     "rollout.concurrency=8",
     "data.prompts_per_step=4",
@@ -39,11 +39,11 @@ FIXED = [
     "algorithm.dynamic_sampling.enabled=false",
 ]
 LIMIT_S = 900
-"""A run that takes longer has failed."""
+"""Time limit of a run."""
 
 
 def settings(draw: random.Random) -> list[str]:
-    """Layouts of policy and engines, sizes of the model, the wire."""
+    """Draws layouts of policy and engines, sizes of the model, and the wire."""
     ranks = draw.choice([1, 2, 2, 4])
     kind = draw.choice(["tensor", "pipeline", "expert", "data"]) if ranks > 1 else "data"
     layout = [f"policy.layout.{name}={2 if name == kind else 1}" for name in ("tensor", "pipeline", "expert")]
@@ -66,7 +66,7 @@ def settings(draw: random.Random) -> list[str]:
 
 
 def launch(arguments: list[str], *more: str) -> subprocess.CompletedProcess[str]:
-    """The command that a user gives."""
+    """Runs the launcher as a user would."""
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", str(ROOT / "configs" / "quickstart.yaml")]
     return subprocess.run(
         [*command, *arguments, *more],
@@ -80,7 +80,7 @@ def launch(arguments: list[str], *more: str) -> subprocess.CompletedProcess[str]
 
 
 def dry(arguments: list[str]) -> dict[str, Any]:
-    """What the dry run says."""
+    """Returns the dry run's figures."""
     done = launch(arguments, "--dry-run", "--json")
     if done.returncode:
         raise SystemExit(f"the dry run refuses {' '.join(arguments)}: {done.stderr[-500:]}")
@@ -89,7 +89,7 @@ def dry(arguments: list[str]) -> dict[str, Any]:
 
 
 def run(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """What the run did: from its log, the plan's file, and its metrics."""
+    """Returns the run's figures, from the log, the plan's file and the metrics."""
     done = launch(arguments)
     text = done.stdout + done.stderr
     if done.returncode:
@@ -109,7 +109,7 @@ def run(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 
 def one(number: int, seed: int) -> dict[str, Any]:
-    """One draw: its settings, both sides, and whether they agree."""
+    """Compares both sides for random settings; returns settings, both results, and `equal`."""
     drawn = settings(random.Random(f"{seed}.{number}"))
     with tempfile.TemporaryDirectory(prefix="one-truth-") as place:
         data = f"{place}/data"
@@ -128,7 +128,7 @@ def one(number: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the draws one after the other."""
+    """Runs all settings consecutively."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--count", type=int, default=10, help="random settings (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="which ones (default: %(default)s)")

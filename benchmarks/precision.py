@@ -1,13 +1,13 @@
-"""Does a policy learn in FP8? The recipes that learn on a CPU, with each of `policy.precision`, beside float32.
+"""Does a policy learn in FP8? The recipes that learn on a CPU, with each of `policy.precision`, next to float32.
 
     python -m benchmarks.precision [--only quickstart multiply_cpu] [--recipes model fp8_blockwise …] [--seeds 0 1 2]
 
-The runs of a seed begin at the same weights, as RL begins at a model that others have trained: those of its supervised
-warm-up, in float32. Each has a folder of its own below runs/precision/, and the data of its seed. The wire is FP8 too,
-as it would be on GPUs; engines on a CPU multiply what they receive in float32. What is measured is in
-benchmarks/results/precision.json as soon as it is; the same command goes on with what is not there yet. It prints a
-table, and exits with 1 where a recipe's held-out reward is more than 0.03 below float32's, in the mean of the seeds
-that both have.
+The runs of a seed start at the same weights, those after the supervised warm-up in float32, as RL starts from a trained
+model. Each run uses a separate folder below runs/precision/ and the data of the seed. The wire is FP8 too, as on GPUs;
+engines on a CPU multiply the received values in float32. Each measurement is written to
+benchmarks/results/precision.json at once; the same command continues with missing measurements. Prints a table, and
+exits with 1 if a recipe's held-out reward is more than 0.03 below float32's, as the mean over the seeds measured for
+both.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from skyrl_mega.config.precision import RECIPES
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "precision.json"
 BELOW = 0.03
-"""What a recipe may lose of the held-out reward."""
+"""Largest loss of held-out reward allowed for a recipe."""
 
 
 def settings(name: str, recipe: str, seed: int) -> list[str]:
-    """What a run has beside its file."""
+    """Returns the settings of a run over the file."""
     wire = ["weights.wire=fp8"] if recipe != "model" else []
     return [
         *(f"run.seed={seed}", f"run.name={name}-{recipe}-{seed}", "run.directory=runs/precision"),
@@ -42,7 +42,8 @@ def settings(name: str, recipe: str, seed: int) -> list[str]:
 
 
 def warmed_up(name: str, seed: int) -> list[str]:
-    """What the run has beside its file that makes the weights: a step that changes nothing, after the warm-up."""
+    """Returns the settings over the file for the run that makes the initial weights: a step without changes, after the
+    warm-up."""
     return [
         *(f"run.seed={seed}", f"run.name={name}-start-{seed}", "run.directory=runs/precision", "run.steps=1"),
         *(f"model.path=runs/precision/models/{name}-{seed}", "policy.optimizer.lr=0", "checkpoint.export=true"),
@@ -51,13 +52,13 @@ def warmed_up(name: str, seed: int) -> list[str]:
 
 
 def launch(name: str, given: Sequence[str]) -> None:
-    """A run of the launcher."""
+    """Runs the launcher."""
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", f"configs/{name}.yaml"]
     subprocess.run([*command, *given], cwd=ROOT, check=True)
 
 
 def measure(name: str, recipe: str, seed: int) -> Figures:
-    """One run, from the seed's first weights."""
+    """Runs a recipe from the seed's initial weights and returns the figures."""
     folder = ROOT / "runs" / "precision"
     if not (folder / f"{name}-start-{seed}" / "model").exists():
         launch(name, warmed_up(name, seed))
@@ -77,7 +78,7 @@ def measure(name: str, recipe: str, seed: int) -> Figures:
 
 
 def table(results: Results, names: Sequence[str], recipes: Sequence[str]) -> tuple[list[str], bool]:
-    """Lines of text, and whether every recipe holds what it should."""
+    """Returns the lines of the table, and True if every recipe stays within the limit."""
     lines = [f"{'run':14}{'recipe':15}{'seeds':8}{'before':>8}{'after':>8}{'to float32':>12}{'mismatch':>10}{'s':>7}"]
     held = True
     for name in names:
@@ -105,7 +106,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is missing and prints the table."""
+    """Measures missing runs and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*RUNS], default=[*RUNS], metavar="RUN")
     parser.add_argument("--recipes", nargs="+", choices=["model", *RECIPES], default=["model", *RECIPES])

@@ -1,11 +1,11 @@
-"""What the driver's part of an RL step costs where trajectories go by reference: it grows with them, not with tokens.
+"""Measures the driver's part of an RL step by reference: the cost grows with trajectories, not with tokens.
 
     python -m benchmarks.references [--sizes 4096x2000 … 16384x32000] [--output FILE.json]
 
-Two workers make trajectories up (as `benchmarks.driver` does, in groups of eight, every fourth group over four turns)
-and keep their arrays; the driver estimates advantages, deals mini-batches to four ranks that compute nothing but the
-references' lengths, and has the step's file written. Each size is a process of its own. CPU seconds are the driver's
-(all its threads), memory is the highest resident memory of the driver above what it had before there were trajectories.
+Two workers make random trajectories (as in `benchmarks.driver`: groups of eight, every fourth group with four turns)
+and keep the arrays. The driver estimates advantages, distributes mini-batches to four ranks that only count references,
+and lets the step's file be written. Each size runs in a separate process. CPU seconds are the driver's (all threads);
+memory is the driver's highest resident memory, minus the memory before the trajectories.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MICRO_TOKENS = 131_072
 
 
 class Maker:
-    """Stands for a worker that has played trajectories."""
+    """A stand-in for a worker with finished trajectories."""
 
     def make(self, place: int, tokens: int) -> tuple[Any, Any]:
-        """A trajectory without its arrays, and these."""
+        """Returns a trajectory without arrays, and the arrays."""
         from skyrl_mega.envs.prompt import Prompt
         from skyrl_mega.rollout.by_reference import detach_arrays
         from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -66,19 +66,19 @@ class Maker:
 
 
 class Rank:
-    """Stands for a rank of the policy: takes references, computes nothing."""
+    """A stand-in for a policy rank: accepts references, without computing."""
 
     def hold_refs(self, minis: Any, drawn: bool) -> None:
-        """Counts."""
+        """Counts samples."""
         self.samples = sum(len(parts) for mini in minis for parts, _ in mini)
 
     def train(self, *_: object) -> dict[str, float]:
-        """No metrics."""
+        """Returns no metrics."""
         return {}
 
 
 def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
-    """One step of `count` trajectories of `tokens` tokens each."""
+    """Runs a step of `count` trajectories of `tokens` tokens each; returns the costs."""
     import torch
 
     from skyrl_mega.cluster.group import ActorGroup
@@ -96,7 +96,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     config, cost = Config(), Cost()
 
     def collected(first: int, last: int, of: int) -> list[Any]:
-        """Trajectories of these places."""
+        """Returns the trajectories of these places."""
         import ray
 
         calls = [
@@ -107,7 +107,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         ]
 
     def step(played: list[Any]) -> None:
-        """The driver's part of it."""
+        """Runs the driver's part of a step."""
         rollout_metrics(played)
         groups = [Group(played[i].prompt, played[i : i + GROUP]) for i in range(0, len(played), GROUP)]
         config.data.mini_batch_prompts = -(-len(groups) // MINIS)
@@ -137,7 +137,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
 
 
 def in_process(size: str) -> dict[str, float]:
-    """A size in a process of its own."""
+    """Measures a size in a separate process."""
     command = [sys.executable, "-m", "benchmarks.references", "--here", size]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
@@ -145,7 +145,7 @@ def in_process(size: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures the sizes one after another and prints a table."""
+    """Measures the sizes consecutively and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     sizes = ["4096x2000", "4096x8000", "4096x32000", "16384x8000", "16384x32000"]
     parser.add_argument("--sizes", nargs="+", default=sizes, metavar="TRAJECTORIESxTOKENS")

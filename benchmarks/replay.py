@@ -1,10 +1,10 @@
-"""What router replay costs a training step: two policies in one process, one that replays, step by step in turn.
+"""Measures the cost of router replay in a training step: policies with and without replay take steps in turn.
 
     python -m benchmarks.replay [--rounds 30] [--output FILE.json]
 
-A mixture of experts on one rank and one thread, its micro-batches filled, no recomputation. CPU seconds of the process
-count: others on the machine do not. The routes are those that the policy itself has recorded, so that both do the same
-work but for the replay. Exits with 1 when a step takes more than 5 % longer.
+A mixture of experts runs on a single rank and thread, with full micro-batches and without recomputation. CPU seconds of
+the process count, so other processes do not matter. The routes were recorded by the policy itself: both policies do the
+same work, except for the replay. Exits with 1 if a step takes more than 5 % longer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def main() -> int:
-    """Measures, prints a line, and says whether it is within the limit."""
+    """Measures and prints a line; returns 0 if within the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "replay.json")
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def measure(path: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of a step, medians over the rounds."""
+    """Returns CPU seconds of a step, as medians over the rounds."""
     torch.set_num_threads(1)
     cpu.stand_in()
     build(MODEL, path, seed=0)
@@ -73,7 +73,7 @@ def measure(path: Path, rounds: int) -> dict[str, Any]:
         for name, policy in (("off", plain), ("policy", replaying))[:: 1 - number % 2 * 2]:
             began = time.process_time()
             policy.train(micros[name], objectives.supervised)
-            if number > 1:  # what is allocated once is
+            if number > 1:  # earlier steps include allocations made once
                 spent[name].append(time.process_time() - began)
         show(number + 1, rounds + 2)
     pairs = [b / a for a, b in zip(spent["off"], spent["policy"], strict=True)]
@@ -89,7 +89,7 @@ def measure(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def opened(path: Path, parallel: ParallelDims, replay: str) -> ModelWorker:
-    """A policy that replays, or not."""
+    """Returns a policy with or without replay."""
     policy = PolicyConfig(micro_tokens=MICRO, optimizer=OptimizerConfig(lr=1e-6), moe=MoeConfig(aux_loss=0.0))
     policy = replace(policy, moe=replace(policy.moe, replay=replay))
     hf = json.loads((path / "config.json").read_text())
@@ -99,7 +99,7 @@ def opened(path: Path, parallel: ParallelDims, replay: str) -> ModelWorker:
 
 
 def batches() -> list[Sequences]:
-    """Full micro-batches of random sequences."""
+    """Returns full micro-batches of random sequences."""
     rng = np.random.default_rng(0)
     batch = Sequences.of([rng.integers(0, 90, int(n)) for n in rng.integers(LONGEST // 2, LONGEST, SEQUENCES)])
     batch["weights"] = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
@@ -109,7 +109,7 @@ def batches() -> list[Sequences]:
 
 
 def show(done: int, of: int) -> None:
-    """A line that moves, on a terminal."""
+    """Shows progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\rround {done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
 

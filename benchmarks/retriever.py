@@ -1,11 +1,11 @@
-"""Figures of the retrieval service and of its indexes.
+"""Measures the retrieval service and its indexes.
 
     python benchmarks/retriever.py load --index DIR --queries FILE --rate 25 --seconds 300 [--kill-at 120]
     python benchmarks/retriever.py recall --index DIR --queries FILE --faiss HNSW32 --faiss-search efSearch=64
 
-`load` starts the service on loopback and sends single queries at fixed times, answered or not (an open loop), so that
-a slow moment shows in every latency after it. A latency counts from the time at which its query was due. `--kill-at`
-kills the service in the middle; it is started again, and clients try again. `recall` compares an approximate index with
+`load` starts the service on loopback and sends single queries at fixed times, answered or not (an open loop), so a slow
+moment shows in all following latencies. A latency counts from the time at which the query was due. `--kill-at` kills
+the service in the middle; the service is restarted, and clients retry. `recall` compares an approximate index with
 exact search over the same vectors.
 """
 
@@ -28,11 +28,11 @@ from skyrl_mega.retriever.index import Index
 from skyrl_mega.retriever.session import RetrieverProcess
 
 WAITING_CLIENTS = 256
-"""Threads that wait for answers; a rate that needs more of them is beyond the service."""
+"""Threads waiting for answers; a rate with more waiting threads is beyond the service."""
 
 
 def main() -> None:
-    """Parses the command line and prints one JSON object."""
+    """Parses the command line and prints a JSON object."""
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def load(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
-    """Latencies in milliseconds at a fixed rate."""
+    """Returns latencies in milliseconds at a fixed rate."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "retriever.log"
         service = RetrieverProcess(args.index.absolute(), ["--threads", str(args.threads)], log, TOKEN_VARIABLE, print)
@@ -72,7 +72,7 @@ def load(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
                 hits = client.search([queries[i % len(queries)]], args.topk, args.method)[0]
                 assert args.method == "bm25" or len(hits) == args.topk
                 answered.append(time.monotonic() - due)
-            except Exception as error:  # each is a lost query, counted and shown
+            except Exception as error:  # a lost query, counted and shown
                 errors.append(repr(error))
 
         try:
@@ -102,11 +102,11 @@ def load(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
 
 
 def recall(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
-    """The share of the exact nearest neighbours that an approximate index finds."""
+    """Returns the share of exact nearest neighbours found by an approximate index."""
     index = Index(args.index, threads=args.threads)
     vectors = index.dense.index.reconstruct_n(0, index.size)
     asked = index.embedder.queries(queries)
-    exact = np.argsort(-(asked @ vectors.T), axis=1)  # NumPy, not FAISS: independent of what is measured
+    exact = np.argsort(-(asked @ vectors.T), axis=1)  # NumPy, not FAISS: independent of the measured code
     builder = DenseBuilder(vectors.shape[1], args.faiss)
     builder.add(vectors)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""Steps per second of what policies run in a sandbox, and how long one takes.
+"""Measures sandboxed steps of policies: steps per second, and the duration of a step.
 
     python -m benchmarks.sandbox [--seconds 10] [--at-once 2] [--only python sql]
 
-Prints JSON: for a Python program, for a query to SQLite and for a command in a session, steps per second, and
-milliseconds at the median and the 99th percentile. To compare two versions, run it in both, in turn, on a machine that
-does nothing else; `--only python sql` is what versions without `Sandbox.workspace` have too.
+Prints JSON: for a Python program, an SQLite query and a command in a session, steps per second, and milliseconds at the
+median and the 99th percentile. To compare two versions, run both in turn on an otherwise idle machine; `--only python
+sql` also works in versions without `Sandbox.workspace`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = Callable[[], None]
 
 
 def main() -> None:
-    """Parses the command line and prints one JSON object."""
+    """Parses the command line and prints a JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each kind")
     parser.add_argument("--at-once", type=int, default=2, help="steps at once")
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(kind: Callable[[], Iterator[Step]], seconds: float, at_once: int) -> dict[str, float]:
-    """Takes steps for so long, so many at once."""
+    """Runs steps for `seconds`, `at_once` in parallel; returns the figures."""
     with contextmanager(kind)() as step, ThreadPoolExecutor(at_once) as pool:
         for _ in range(WARM_UP):
             step()

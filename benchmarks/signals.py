@@ -1,13 +1,13 @@
-"""Signals at random moments of a real run, start-up included; says what each came to, and what was left.
+"""Sends signals at random moments of a real run, including the start, and reports each exit and all leftovers.
 
     .venv/bin/python -m benchmarks.signals [--count 40] [--seed 0] [--length SECONDS]
 
-A small quickstart run is started again and again and gets SIGTERM, SIGINT or SIGUSR1 at a moment drawn uniformly from
-the length of an undisturbed one: from when the command takes signals, which is as soon as Python has started. Every
-fourth starts without data and model. Each must end with 75 and one line on standard error, and leave no process, port,
-shared memory, temporary file, partial file or lock. So that this machine's other processes do not matter it all happens
-in namespaces of its own, with an empty /tmp and /dev/shm; that needs root, or user namespaces. Takes about half a
-minute a signal on 2 cores; benchmarks/results/signals.json keeps the last result.
+A small quickstart run is started again and again, and gets SIGTERM, SIGINT or SIGUSR1 at a moment drawn uniformly from
+the length of an undisturbed run. The length counts from the moment when the command handles signals, immediately after
+the start of Python. Every fourth run starts without data and model. Each must end with exit code 75 and a line on
+standard error, and leave no process, port, shared memory, temporary file, partial file or lock. To exclude this
+machine's other processes, everything runs in separate namespaces with an empty /tmp and /dev/shm, which needs root or
+user namespaces. Takes about half a minute per signal on 2 cores; benchmarks/results/signals.json keeps the last result.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ RESULTS = ROOT / "benchmarks" / "results" / "signals.json"
 SETTINGS = (
     *("run.steps=20", "run.epochs=10", "warmup.steps=4", "checkpoint.every=2"),
     *("evaluation.every=5", "evaluation.limit=16", "data.prompts_per_step=16", "rollout.kv_cache_gib=0.1"),
-    "algorithm.dynamic_sampling.enabled=false",  # a step trains, whatever its rewards
+    "algorithm.dynamic_sampling.enabled=false",  # every step trains, for any rewards
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LINE = "stopped by {}; the same command goes on from the newest checkpoint\n"
 LIMIT_S = 300.0
 LISTENING = "0A"
-"""A socket's state in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 INSIDE = 'mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec "$@"'
 
 
 def isolated(arguments: list[str]) -> list[str]:
-    """The command that runs this program with such arguments where nothing else runs."""
+    """Returns the command to run this program with these arguments, isolated from other processes."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     spaces = ["unshare", *user, "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     own = [sys.executable, "-m", "benchmarks.signals", "--inside", *arguments]
@@ -51,13 +51,13 @@ def isolated(arguments: list[str]) -> list[str]:
 
 
 def left(work: Path) -> list[str]:
-    """What is there beside this process and its folder."""
+    """Returns everything left besides this process and its folder."""
     processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if int(entry.name) != os.getpid() and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 processes.append(f"process {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}")
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
     sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
     ports = [f"port {int(words[1].rpartition(':')[2], 16)}" for words in sockets if words[3] == LISTENING]
@@ -74,10 +74,10 @@ def left(work: Path) -> list[str]:
 
 
 def started(work: Path, name: str) -> subprocess.Popen[str]:
-    """A run that takes signals."""
+    """Starts a run and waits until signals are handled."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "torch")}
-    env |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch has a warning for a machine whose addresses have no names
+    env |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides torch's warning on a machine without host names
     command = quickstart.command(work, *SETTINGS, f"run.name={name}")
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -90,13 +90,13 @@ def started(work: Path, name: str) -> subprocess.Popen[str]:
 
 
 def attempt(work: Path, name: str, number: signal.Signals, moment_s: float) -> dict[str, Any]:
-    """One run, one signal, and what came of it."""
+    """Runs, sends a signal, and returns the result."""
     process = started(work, name)
     try:
         process.wait(moment_s)
     except subprocess.TimeoutExpired:
         process.send_signal(number)
-    else:  # it was quicker than the first one
+    else:  # this run was faster than the undisturbed run
         return attempt(work, f"{name}-", number, moment_s / 2)
     sent = time.monotonic()
     try:
@@ -106,7 +106,7 @@ def attempt(work: Path, name: str, number: signal.Signals, moment_s: float) -> d
         out, errors = process.communicate()
         errors += f"no end within {LIMIT_S:g} s"
     seconds, remains = time.monotonic() - sent, left(work)
-    # Who makes data says there how far it is.
+    # Data preparation prints its progress there.
     told = "".join(line for line in errors.splitlines(True) if not line.endswith(" rows\n"))
     good = process.returncode == 75 and told == LINE.format(number.name) and "Traceback" not in out and not remains
     said = out.strip().splitlines()
@@ -116,10 +116,10 @@ def attempt(work: Path, name: str, number: signal.Signals, moment_s: float) -> d
 
 
 def undisturbed(work: Path) -> float:
-    """How long a run takes that nobody disturbs, in seconds.
+    """Returns the duration of an undisturbed run in seconds.
 
     Raises:
-        RuntimeError: It did not end with 0, or left something.
+        RuntimeError: The exit code was not 0, or something was left.
     """
     began = time.monotonic()
     whole = started(work, "whole")
@@ -131,7 +131,7 @@ def undisturbed(work: Path) -> float:
 
 
 def inside(count: int, seed: int, length: float | None) -> int:
-    """All signals, in namespaces of our own."""
+    """Sends all signals, inside the namespaces."""
     work, draw, keep = Path("/tmp/work"), random.Random(seed), length is None
     work.mkdir()
     length = length or undisturbed(work)
@@ -160,7 +160,7 @@ def inside(count: int, seed: int, length: float | None) -> int:
 
 
 def main() -> int:
-    """Runs it in namespaces of its own."""
+    """Runs the program in separate namespaces."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,18 +1,19 @@
-"""Tokens a second of whole RL steps on a CPU, beside TRL's GRPO: same model, prompts, lengths and batch, in turn.
+"""Measures tokens per second of whole RL steps on a CPU, next to TRL's GRPO, in turn.
 
     python -m benchmarks.step --trl PYTHON [--only moe smollm2] [--rounds 2] [--steps 6] [--output FILE.json]
         [--set policy.micro_tokens=8192 …]
 
-PYTHON is an interpreter of an environment of its own with TRL: `pip install torch==2.13.0 trl==1.16.0 transformers
-accelerate datasets`. Without `--trl` only ours is measured.
+Both sides use the same model, prompts, lengths and batch. PYTHON is an interpreter of a separate environment with TRL:
+`pip install torch==2.13.0 trl==1.16.0 transformers accelerate datasets`. Without `--trl` only this project is measured.
 
 - moe: a Qwen3-MoE of 1M parameters, 256 responses of 128 tokens.
 - smollm2: SmolLM2-135M-Instruct, 16 responses of 128 tokens.
 
-Every response has all its tokens: the model's directory names no end token (TRL gets `min_new_tokens` too). Rewards are
-a coin of the answer's letters, float32, one optimizer step for each generation, no reference, no dynamic sampling. A
-step is all of it: generation, log-probs where there are any, training, weight sync. The first ones are left out; the
-median of the others, over all rounds, counts. Both sides have all cores. `--set` adds settings to ours.
+Every response reaches the full length: the model's directory names no end token (TRL also gets `min_new_tokens`).
+Rewards are pseudo-random, from the answer's letters; the dtype is float32, with an optimizer step per generation,
+without reference and dynamic sampling. A step includes generation, log-probs if any, training and weight sync. The
+first steps are left out; the median of the others, over all rounds, counts. Both sides use all cores. `--set` adds
+settings for this project.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from skyrl_mega.telemetry.metrics import read
 
 ROOT = Path(__file__).parents[1]
 WARM = 2
-"""Steps of each run that are left out: caches fill, memory is asked for the first time."""
+"""Number of first steps left out of each run: caches fill, and memory is allocated."""
 PHASES = ("generate", "logprobs", "train", "sync", "other")
 MOE = BuildConfig(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, expert_ffn=128, max_length=256)
 
@@ -48,14 +49,15 @@ class Case:
     """A model and a batch."""
 
     model: str
-    """Its directory; at first its name."""
+    """Directory of the model; at first the name."""
     prompts: int
     samples: int
-    """Responses of one prompt."""
+    """Responses per prompt."""
     length: int
     """Tokens of a response."""
     settings: tuple[str, ...]
-    """What suits two cores, by public settings alone: whole models that share the data, no messages inside a layer."""
+    """Settings suited to two cores, all public: data-parallel replicas of the whole model, no messages inside a
+    layer."""
     trl_micro: int
     """Sequences of TRL's micro-batch: a first choice, not tuned."""
     trl_model: dict[str, Any] = field(default_factory=dict)
@@ -64,12 +66,12 @@ class Case:
 
     @property
     def questions(self) -> list[str]:
-        """Additions, enough for all steps."""
+        """Returns additions, enough for all steps."""
         return [f"{12 + i % 83}+{17 + i % 79}=" for i in range(self.prompts * self.steps)]
 
     @property
     def tokens(self) -> int:
-        """Response tokens of one step."""
+        """Returns the number of response tokens of a step."""
         return self.prompts * self.samples * self.length
 
 
@@ -104,7 +106,7 @@ def make_model(name: str, folder: Path) -> Path:
 def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | None]]:
     """Returns the metrics of the steps of a run of `skyrl_mega`."""
     model = Path(shutil.copytree(case.model, folder / "model"))
-    (model / "generation_config.json").write_text('{"eos_token_id": []}')  # turns end by their limit alone
+    (model / "generation_config.json").write_text('{"eos_token_id": []}')  # turns end only by the limit
     config = {
         "run": {"name": "run", "directory": str(folder), "steps": case.steps},
         "cluster": {"device": "cpu"},
@@ -142,12 +144,12 @@ def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | No
 
 
 def trls(case: Case, folder: Path, python: Path) -> list[float]:
-    """A run of TRL; seconds of its steps."""
+    """Runs TRL; returns the seconds of the steps."""
     file = folder / "trl.json"
     file.write_text(json.dumps({**asdict(case), "questions": case.questions}))
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder / "trl.log").open("w") as log:
-        # -P: this folder has modules of names that transformers looks for elsewhere.
+        # -P: this folder contains modules with names of packages imported by transformers.
         command = [str(python), "-P", str(ROOT / "benchmarks" / "step_trl.py"), str(file)]
         ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
     if ended.returncode:
@@ -157,7 +159,7 @@ def trls(case: Case, folder: Path, python: Path) -> list[float]:
 
 
 def compare(case: Case, rounds: int, python: Path | None, more: list[str]) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Measures both sides in turn."""
     rows: list[dict[str, float | None]] = []
     peer: list[float] = []
     for _ in range(rounds):

@@ -1,13 +1,13 @@
-"""The peer of `benchmarks.step`: TRL's GRPOTrainer on a CPU, run by an interpreter of TRL's own environment.
+"""The peer of `benchmarks.step`: TRL's GRPOTrainer on a CPU, run by an interpreter of TRL's environment.
 
     PYTHON -P benchmarks/step_trl.py FILE.json
 
-FILE.json has the fields of `benchmarks.step.Case` that both sides share. The last line of the output is JSON: seconds
+FILE.json holds the fields of `benchmarks.step.Case` shared by both sides. The last line of the output is JSON: seconds
 of each step, generation to optimizer step, and TRL's version. Nothing of `skyrl_mega` is imported here.
 
-TRL is given, on two cores: one process with both cores, float32, no gradient checkpointing
-(its default is on), no logging or saving, generation by transformers for the whole batch at once, one optimizer step
-for each generation, hence no separate log-prob pass, and no load-balancing loss (ours has none either).
+Settings of TRL, on two cores: a single process with both cores, float32, no gradient checkpointing (the default is on),
+no logging or saving, generation by transformers for the whole batch at once, an optimizer step per generation (hence no
+separate log-prob pass), and no load-balancing loss (this project's run uses none either).
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """When steps end."""
+    """A callback recording the ends of steps."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """The first step begins."""
+        """Records the begin of the first step."""
         self.ends.append(time.perf_counter())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """An optimizer step is done."""
+        """Records the end of an optimizer step."""
         self.ends.append(time.perf_counter())
 
 
 def parity(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """1 where the sum of the letters' numbers is odd, as `benchmarks.fault_env.ParityEnv` has it."""
+    """Returns 1 if the sum of the letters' code points is odd, as in `benchmarks.fault_env.ParityEnv`."""
     return [float(sum(map(ord, answer[0]["content"])) % 2) for answer in completions]
 
 
 def train(case: dict[str, Any]) -> list[float]:
-    """Takes the steps; seconds of each."""
+    """Trains; returns the seconds of each step."""
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
-    tokenizer.eos_token = tokenizer.eos_token or tokenizer.pad_token  # it wants one; `min_new_tokens` rules it out
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.pad_token  # required by TRL; `min_new_tokens` rules it out
     count = case["prompts"] * case["samples"]
     prompts = [[{"role": "user", "content": text}] for text in case["questions"]]
     steps = Steps()

@@ -1,10 +1,10 @@
-"""Engine workers that are killed or stopped at random moments of a weight sync, in a real run.
+"""Kills or stops engine workers at random moments of weight syncs, in a real run.
 
     .venv/bin/python benchmarks/sync_faults.py [--faults 20]
 
-Every other fault is a SIGKILL, the others are SIGSTOPs. The run is the quickstart at a small size with two engines.
-Exits with 1 unless the run finishes, no sync takes longer than its bound, and after every sync the engines' log-probs
-are the policy's. Writes benchmarks/results/sync_faults.json.
+SIGKILL and SIGSTOP alternate. The run is a small quickstart with two engines. Exits with 1 unless the run finishes,
+every sync stays within its time limit, and after every sync the engines' log-probs equal the policy's. Writes
+benchmarks/results/sync_faults.json.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from skyrl_mega.weights.sync import MARGIN_S, PLAN_S, PROBE_S
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 4.0
 BOUND_S = TIMEOUT_S + PLAN_S + MARGIN_S + PROBE_S + 5.0
-"""What a sync with a fault in it may take at most: its timeout, what the driver allows beside it, and the sync that
-follows without the engine that failed."""
+"""Time limit of a sync with a fault: the sync's timeout, the driver's allowance, and the following sync without the
+failed engine."""
 MISMATCH = 1e-3
 
 
 class Saboteur(Console):
-    """A console that knows when a sync begins, and then sends signals."""
+    """A console that sends signals during weight syncs."""
 
     def __init__(self, faults: int, seed: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Saboteur(Console):
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """As usual, with a fault in a sync of which all engines are part."""
+        """Enters a phase; a sync with all engines gets a fault."""
         if name != "sync" or self.fleet is None or len(self.fleet.ensure_running()) < 2 or not self.left:
             with super().phase(name, total) as phase:
                 yield phase
@@ -81,13 +81,13 @@ class Saboteur(Console):
 
 
 def settings(folder: Path, faults: int) -> list[str]:
-    """The quickstart, small, with two engines and a sync that fails early."""
+    """Returns settings of a small quickstart with two engines and an early failure of syncs."""
     data = folder / "data"
     return [
         *("model.build.hidden=64", "model.build.expert_ffn=64", "model.build.layers=4", "warmup.steps=20"),
         *("data.prompts_per_step=8", "data.samples_per_prompt=4", "algorithm.dynamic_sampling.enabled=false"),
         *("evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.trackers=[]"),
-        "run.patience=null",  # nobody minds that it learns nothing
+        "run.patience=null",  # the run need not learn anything
         *("rollout.engines=2", f"rollout.restarts={faults + 2}", "rollout.request_timeout_s=20"),
         *(f"weights.timeout_s={TIMEOUT_S:g}", "weights.bucket_mib=0.02", f"run.steps={150 * faults}"),
         *(f"run.directory={folder}", f"model.path={folder}/model"),
@@ -98,7 +98,7 @@ def settings(folder: Path, faults: int) -> list[str]:
 
 
 def main() -> int:
-    """Runs, prints a table of the faults, and says whether all is as it must be."""
+    """Runs, prints a table of the faults; returns 0 if all went as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def measure(place: Path, args: argparse.Namespace) -> bool:
-    """One run with all its faults."""
+    """Runs with all faults."""
     config = compose(str(ROOT / "configs" / "quickstart.yaml"), settings(place, args.faults))
     check(config)
     inputs.check_inputs(config)
@@ -125,7 +125,7 @@ def measure(place: Path, args: argparse.Namespace) -> bool:
                 train(run)
                 if len(console.faults) == before:
                     console.usual = run_metrics(folder)[-1]["time/sync"]
-            while len(run.sync.fleet.serving) < 2:  # whoever failed last is brought back, and then two usual steps
+            while len(run.sync.fleet.serving) < 2:  # restarts the last failed engine; then two undisturbed steps
                 run.config.run.steps = run.step + 1
                 train(run)
             run.config.run.steps = run.step + 2
@@ -148,7 +148,7 @@ def measure(place: Path, args: argparse.Namespace) -> bool:
 
 
 def run_metrics(folder: Path) -> list[dict[str, float]]:
-    """The rows of all steps so far."""
+    """Returns the rows of all steps so far."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 

@@ -1,10 +1,10 @@
-"""Seconds of one core that a weight sync costs a process, beside what GPUs and links do.
+"""Measures the seconds of a core that a weight sync costs a process, without the work of GPUs and links.
 
     .venv/bin/python benchmarks/sync_overhead.py [--json benchmarks/results/sync_overhead.json]
 
-The real plan of Qwen3-30B-A3B from 32 policy ranks (TP2 EP8) to 4 engines of TP8, on GPUs of their own and on the same
-ones, and everything that one process does in a sync: messages, views, tables, streams, checksums. Only what leaves
-Python is not there: a kernel's launch, NCCL, and the bytes. Needs no GPU; parameters are memory that nobody touches.
+Uses the real plan of Qwen3-30B-A3B from 32 policy ranks (TP2 EP8) to 4 engines of TP8, on separate and on shared GPUs,
+and all work of a process in a sync: messages, views, tables, streams, checksums. Excluded is only the work outside
+Python: kernel launches, NCCL, and the bytes. Needs no GPU; the parameters are never touched.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ POLICY, TENSOR, ENGINES = ParallelDims(32, tensor=2, expert=8), 8, 4
 BUCKET = 64 << 20
 CPU = torch.device("cpu")
 LATER = 5
-"""Syncs after the first, of each kind; the quickest counts, because other programs run too."""
+"""Syncs after the first, of each kind; the fastest counts, because other programs run too."""
 
 
 @dataclass
 class Overhead:
-    """What one process needs, in seconds of one core."""
+    """Cost of a process, in seconds of a core."""
 
     parts: int
-    """Packed or unpacked here."""
+    """Parts packed or unpacked by the process."""
     buckets: int
     first: float
     later: float
     checksums: float
-    """A later sync with checksums, all of it."""
+    """Seconds of a later sync with checksums, in total."""
     moved: float
-    """A later sync whose parameters lie elsewhere."""
+    """Seconds of a later sync after the parameters moved."""
     launches: int
-    """Kernels of ours in a later sync; starting them is not in the seconds."""
+    """Kernel launches in a later sync; the launches' time is excluded."""
     table_bytes: int
 
 
 class Kernel:
-    """Stands for a kernel: what is launched does nothing."""
+    """A stand-in for a kernel: launching does nothing."""
 
     launches = 0
 
@@ -73,7 +73,7 @@ class Kernel:
 
 
 class Queue:
-    """Stands for a stream or an event on which nothing is ever under way."""
+    """A stand-in for an idle stream or event."""
 
     def __init__(self, *_: object) -> None: ...
     def wait_stream(self, *_: object) -> None: ...
@@ -84,7 +84,7 @@ class Queue:
 
 
 class Group:
-    """Stands for a group whose messages are there at once. Theirs are all zeros, and so are the checksums."""
+    """A stand-in for a group with immediate messages. Received values are all zeros, and so are checksums."""
 
     def send(self, *_: object) -> None: ...
     def recv(self, *_: object) -> None: ...
@@ -95,7 +95,7 @@ class Group:
 
 
 class OnStreams(Transport):
-    """A transport that goes the way of a GPU."""
+    """A transport with the code path of a GPU."""
 
     @property
     def on_streams(self) -> bool:
@@ -103,14 +103,14 @@ class OnStreams(Transport):
 
 
 class Guest:
-    """Stands for a guest that reads at once."""
+    """A stand-in for a receiver that reads at once."""
 
     def ready(self, *_: object) -> None: ...
     def wait_until_read(self, *_: object) -> None: ...
 
 
 class Host:
-    """Stands for a host whose buckets are all there."""
+    """A stand-in for an owner with all buckets ready."""
 
     def __init__(self, size: int) -> None:
         self.buffers = torch.zeros(size, dtype=torch.uint8)
@@ -123,7 +123,7 @@ class Host:
 
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
-    """The CPU goes the way of a GPU, with nothing at its end."""
+    """Makes the CPU take the code path of a GPU, without kernels and streams."""
     kernel = Kernel()
     with (
         patch.object(boxes, "TABLE_DEVICES", {"cpu"}),
@@ -135,7 +135,7 @@ def without_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def own_objects_alone() -> Iterator[None]:
-    """The garbage collector does not look through what this program made before, such as the tests that ran already."""
+    """Keeps the garbage collector away from objects made earlier, for example by other tests."""
     gc.collect()
     gc.freeze()
     try:
@@ -146,7 +146,7 @@ def own_objects_alone() -> Iterator[None]:
 
 @dataclass
 class Sync:
-    """Both layouts and the plan between them."""
+    """Both layouts, and the plan between them."""
 
     source: Layout
     target: Layout
@@ -162,7 +162,7 @@ class Sync:
         return cls(source, target, plan(source, target, topology))
 
     def measure(self, *, source: int | None = None, target: int | None = None) -> Overhead:
-        """One process's syncs, a policy rank's or an engine worker's."""
+        """Measures the syncs of a process: a policy rank or an engine worker."""
         ranks = len(self.source.shards)
         rank = source if source is not None else ranks + (target or 0)
         layout, index = (self.source, source) if source is not None else (self.target, target)

@@ -1,19 +1,19 @@
-"""Weight sync over links of a known rate: this project's, and gather-then-broadcast, on the same tensors in one run.
+"""Measures weight syncs over links of a known rate: this project's, and gather-then-broadcast, on the same tensors.
 
     .venv/bin/python benchmarks/weight_sync.py [--mbit 200] [--repeats 3] [--layout tp2_ep2]
 
-Real processes, one Linux network namespace for each simulated node (benchmarks/netns.py): two nodes with two policy
-ranks each, two nodes with two engine workers each; the four workers hold one copy of the model together (TP4). The
-ways are described in benchmarks/weight_sync_rank.py. Every byte that a worker receives is compared with the shard that
-it must hold, after every sync, each with other weights.
+Runs real processes, with a Linux network namespace for each simulated node (benchmarks/netns.py): two nodes with two
+policy ranks each, and two nodes with two engine workers each; the four workers together hold a copy of the model (TP4).
+benchmarks/weight_sync_rank.py describes the ways to sync. After every sync, each with new weights, all bytes received
+by a worker are compared with the expected shard.
 
-The link's limit is arithmetic on the two layouts, free of any plan: what the workers of a node need, each byte once,
-must come in over its link; what they need altogether must go out over the policy's links. The share is that time at
-the full rate over the time measured.
+The link's limit is arithmetic on the two layouts, independent of any plan: the bytes needed by the workers of a node,
+each counted once, must enter over the node's link; the bytes needed by all workers must leave over the policy's links.
+The share is the time at the full rate divided by the measured time.
 
-Prints a table and writes benchmarks/results/weight_sync.json and weight_sync.svg. Exits with 1 when a byte is wrong,
-the share is below 0.85, the baseline takes less than 4 times as long, or the FP8 wire carries more than 0.55 of BF16's
-bytes or is slower. Where namespaces are not allowed it says so and exits with 0.
+Prints a table and writes benchmarks/results/weight_sync.json and weight_sync.svg. Exits with 1 if a byte is wrong, the
+share is below 0.85, the baseline takes less than 4 times as long, or the FP8 wire carries more than 0.55 of BF16's
+bytes or is slower. Exits with 0 and a message if namespaces are not allowed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RANKS_PER_NODE = 2
 LAYOUTS = {
     # Every node holds every expert, as in the published recipes: the baseline gathers inside a node.
     "tp2_ep2": {"ranks": 4, "tensor": 2, "expert": 2},
-    # Experts lie over both nodes, as they must where a model is large: the baseline gathers over the network too.
+    # Experts are split over both nodes, as necessary for a large model: the baseline also gathers over the network.
     "tp2_ep4": {"ranks": 4, "tensor": 2, "expert": 4},
 }
 WAYS = {"ours": "this project", "fp8": "with an FP8 wire", "baseline": "gather, then broadcast"}
@@ -53,7 +53,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def model(layers: int) -> dict[str, Any]:
-    """config.json of a small Qwen3-MoE, mostly experts; 88 MB in BF16 with 4 layers."""
+    """Returns config.json of a small Qwen3-MoE, mostly experts; 88 MB in BF16 with 4 layers."""
     return {
         "model_type": "qwen3_moe",
         "vocab_size": 2048,
@@ -82,13 +82,13 @@ class Ranks:
     """The processes of a scenario, each in its node; commands go to all, answers come from all.
 
     Raises:
-        RuntimeError: a process ended or did not answer in time; it has the process's name and last words.
+        RuntimeError: A process ended or did not answer in time; the message holds the process's name and last output.
     """
 
     def __init__(self, scenario: Scenario, nodes: list[Node], logs: Path) -> None:
         self.scenario = scenario
         self.logs = [logs / f"{process}.log" for process in range(scenario.size)]
-        # A process finds its peers on its node's link; one thread each, as there are more processes than cores.
+        # A process finds peers on the node's link; a single thread each, as there are more processes than cores.
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         script = str(Path(__file__).with_name("weight_sync_rank.py"))
@@ -105,7 +105,7 @@ class Ranks:
         ]
 
     def tell(self, **command: Any) -> list[dict[str, Any]]:
-        """Gives a command to all and waits for all answers, in the processes' order."""
+        """Gives a command to all processes and returns all answers, in the processes' order."""
         for number, process in enumerate(self.processes):
             assert process.stdin is not None
             try:
@@ -116,7 +116,7 @@ class Ranks:
         return self.answers()
 
     def answers(self) -> list[dict[str, Any]]:
-        """One answer of each process."""
+        """Returns an answer of each process."""
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.scenario.timeout_s + 10
         with selectors.DefaultSelector() as selector:
@@ -143,8 +143,10 @@ class Ranks:
 
 
 def link_bound_bytes(scenario: Scenario, source: Layout, target: Layout, nodes: int) -> int:
-    """Bytes that the busiest link cannot avoid: the largest of what any engine node needs, what only one policy node
-    holds of it, and an equal share of all that must leave the policy's nodes. Element by element, without a plan.
+    """Returns the bytes that the busiest link cannot avoid: the largest of the bytes needed by any engine node, the
+    needed bytes held by a single policy node only, and an equal share of all bytes to leave the policy's nodes.
+
+    Counts element by element, without a plan.
     """
     policy_nodes = scenario.node(scenario.policy_ranks - 1) + 1
     needs = np.zeros(nodes, dtype=np.int64)
@@ -166,7 +168,7 @@ def link_bound_bytes(scenario: Scenario, source: Layout, target: Layout, nodes: 
 
 
 def measure(ranks: Ranks, nodes: list[Node], way: str, seed: int) -> dict[str, Any]:
-    """One sync with new weights, checked."""
+    """Runs and checks a sync with new weights."""
     ranks.tell(do="prepare", seed=seed, fp8=way == "fp8")
     received, sent = [node.received() for node in nodes], [node.sent() for node in nodes]
     start = time.monotonic() + 0.3
@@ -181,7 +183,7 @@ def measure(ranks: Ranks, nodes: list[Node], way: str, seed: int) -> dict[str, A
 
 
 def summary(runs: list[dict[str, Any]], bound_s: float, mbit: float) -> dict[str, Any]:
-    """Medians of repeated syncs, and what follows from them."""
+    """Returns medians of repeated syncs, and derived figures."""
     seconds = [run["seconds"] for run in runs]
     middle = statistics.median(seconds)
     bytes_in = np.median([run["bytes_in"] for run in runs], axis=0)
@@ -200,7 +202,7 @@ def summary(runs: list[dict[str, Any]], bound_s: float, mbit: float) -> dict[str
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All syncs in one network; figures of both ways, in turn so that both meet the same machine."""
+    """Runs all syncs in the same network; the ways alternate, to meet the same machine. Returns the figures."""
     begin = time.monotonic()
 
     def say(text: str) -> None:
@@ -246,7 +248,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "bucket_bytes": scenario.bucket_bytes,
         "bound_bytes": bound_bytes,
         "bound_s": bound_s,
-        # Its root must send the whole model out once, whatever the pattern; gloo's tree sends more.
+        # A broadcast's root must send the whole model at least once, in any pattern; gloo's tree sends more.
         "any_broadcast_s": copy_bytes * 8 / (options.mbit * 1e6),
         "ratio": ways["baseline"]["seconds"] / ways["ours"]["seconds"],
         "fp8_bytes": sum(ways["fp8"]["bytes_in"]) / sum(ways["ours"]["bytes_in"]),
@@ -257,7 +259,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> Table:
-    """What a person wants to see, one column a way."""
+    """Returns a table with a column for each way."""
     ways = [figures["ways"][way] for way in WAYS]
     shown = Table(title=f"weight sync, {figures['model_bytes'] / 1e6:.0f} MB, links of {figures['mbit']:g} Mbit/s")
     shown.add_column("")
@@ -291,7 +293,7 @@ def main() -> int:
     if reason := unavailable():
         print(f"skipped: {reason}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is taken down then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is removed then too
     figures = run(options)
     Console(width=None if sys.stdout.isatty() else 100).print(table(figures))
     options.results.mkdir(parents=True, exist_ok=True)

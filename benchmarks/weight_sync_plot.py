@@ -12,7 +12,7 @@ LEFT, WIDTH, BAR, GAP = 190, 420, 18, 10
 
 
 def write_plot(figures: dict[str, Any], ways: dict[str, str], file: Path) -> None:
-    """Writes `file` from what `weight_sync.run` returns; `ways` has the titles by key."""
+    """Writes `file` from the result of `weight_sync.run`; `ways` maps keys to titles."""
     seconds = [[figures["ways"][way]["seconds"]] for way in ways]
     spread = [(figures["ways"][way]["seconds_min"], figures["ways"][way]["seconds_max"]) for way in ways]
     into = [[bytes_in / 1e6 for bytes_in in figures["ways"][way]["bytes_in"]] for way in ways]
@@ -47,7 +47,7 @@ def write_plot(figures: dict[str, Any], ways: dict[str, str], file: Path) -> Non
 def _bars(
     drawn: list[str], y: float, title: str, groups: Sequence[str], values: Sequence[Sequence[float]], form: str
 ) -> float:
-    """A panel of horizontal bars from `y` down, `values[way][group]`; returns where it ends."""
+    """Draws a panel of horizontal bars from `y` down, `values[way][group]`; returns the lower end."""
     drawn.append(f'<text x="20" y="{y}" font-weight="bold">{escape(title)}</text>')
     largest = max(max(row) for row in values) or 1
     y += GAP

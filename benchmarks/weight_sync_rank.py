@@ -1,19 +1,19 @@
-"""One process of benchmarks/weight_sync.py: a policy rank or an engine worker, inside its node.
+"""A process of benchmarks/weight_sync.py: a policy rank or an engine worker, inside a node.
 
-It reads commands from its standard input and answers each with one line of JSON. Three ways to move the weights:
+Reads commands from standard input and answers each with a line of JSON. Three ways to move the weights:
 
 *ours*: this project's plan, exchange and transport, all in `connect_ours`.
 
-*fp8*: the same with linear weights as block-scaled FP8 on the wire; a worker stores them in BF16 again.
+*fp8*: the same with linear weights as block-scaled FP8 on the wire; a worker converts back to BF16.
 
-*baseline*: gather-then-broadcast, as most frameworks sync. Policy rank 0 gathers every tensor in full, each distinct
-part from the lowest rank that holds it (so from its own node where that has a copy), and broadcasts it over a gloo
-group of itself and all engine workers; each worker cuts out its shard. Tensors travel in buckets of the same size as
-ours, two under way: rank 0 gathers a bucket while the one before it is broadcast, a worker cuts one while the next
-arrives. gloo broadcasts along a binomial tree, so that several copies of the model leave rank 0's node and one for each
-worker comes in; the benchmark also states what no broadcast can beat, one copy out of that node.
+*baseline*: gather-then-broadcast, as in most frameworks. Policy rank 0 gathers every tensor in full, each distinct part
+from the lowest rank with the part (hence from rank 0's node if possible), and broadcasts over a gloo group with all
+engine workers; each worker cuts out the shard. Tensors travel in buckets of the same size as in *ours*, two in flight:
+rank 0 gathers a bucket during the broadcast of the previous bucket, a worker cuts a bucket during the arrival of the
+next. gloo broadcasts along a binomial tree, so several copies of the model leave rank 0's node, and each worker
+receives a copy; the benchmark also reports the lower bound of any broadcast, a single copy out of rank 0's node.
 
-Everything is in BF16, so only *fp8* converts anything.
+Everything is in BF16; only *fp8* converts anything.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from skyrl_mega.weights.transports.group import host_store, join
 
 DTYPE = torch.bfloat16
 STORE_PORT = 29400
-"""Where all meet, on policy rank 0's node; in a namespace every port is free."""
+"""Port of the store on policy rank 0's node; in a namespace every port is free."""
 UNTOUCHED = 0x5A5A
-"""What a worker's parameters hold before a sync, so that what was not written shows."""
+"""Value of a worker's parameters before a sync, to detect unwritten elements."""
 
 Params = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is synchronised, from where to where. Plain values: it travels as JSON."""
+    """The model, the layouts and the network of a benchmark. Plain values, to be sent as JSON."""
 
     hf: dict[str, Any]
-    """config.json."""
+    """Content of config.json."""
     parallel: dict[str, Any]
     """Fields of the policy's `ParallelDims`."""
     engine_tensor: int
@@ -65,7 +65,7 @@ class Scenario:
     host: str
     """Address of policy rank 0's node."""
     mbit: float
-    """Rate of every link."""
+    """Rate of every link in megabits per second."""
     bucket_bytes: int
     timeout_s: float
 
@@ -79,11 +79,11 @@ class Scenario:
 
     @property
     def size(self) -> int:
-        """Processes: policy ranks first, then the workers of engine 0, of engine 1, …"""
+        """Returns the number of processes: policy ranks first, then the workers of engine 0, of engine 1, …"""
         return self.policy_ranks + self.workers
 
     def node(self, process: int) -> int:
-        """The node that a process runs on; policy and engines have nodes of their own."""
+        """Returns the node of a process; policy and engines use separate nodes."""
         policy_nodes = -(-self.policy_ranks // self.ranks_per_node)
         if process < self.policy_ranks:
             return process // self.ranks_per_node
@@ -96,7 +96,7 @@ class Scenario:
         return f"engine {engine} worker {worker}"
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of the policy and of the engines."""
+        """Returns the layouts of the policy and of the engines."""
         arch = architecture(self.hf)
         return (
             arch.megatron_layout(self.hf, ParallelDims(**self.parallel), "te"),
@@ -104,7 +104,8 @@ class Scenario:
         )
 
     def topology(self) -> Topology:
-        """Where the processes sit, as the planner is told: each rank a device, each node one NIC of the link's rate."""
+        """Returns the topology for the planner: each rank is a device, each node gets a single NIC of the link's
+        rate."""
         each, ranks = self.ranks_per_node, self.policy_ranks
         links = Links(gpus_per_node=each, nics_per_node=1, nic_gb_s=self.mbit / 8e3)
         sources = tuple(self.node(rank) * each + rank % each for rank in range(ranks))
@@ -116,7 +117,7 @@ class Scenario:
 
 
 class Process:
-    """This process's place, its two layouts and its parameters."""
+    """A process: its number, both layouts and the parameters."""
 
     def __init__(self, scenario: Scenario, number: int) -> None:
         self.scenario, self.number = scenario, number
@@ -128,8 +129,8 @@ class Process:
         self.expected: Params = {}
 
     def prepare(self, seed: int, fp8: bool = False) -> None:
-        """Weights of version `seed`: a policy rank's parameters, or what a worker's must be after the sync, which with
-        `fp8` has been through FP8."""
+        """Fills the weights of version `seed`: a policy rank's parameters, or a worker's expected values after the
+        sync, rounded through FP8 with `fp8`."""
         for param in self.params.values():
             param.view(torch.int16).fill_(UNTOUCHED)
         filled = self.params if self.is_policy else {name: param.clone() for name, param in self.params.items()}
@@ -140,7 +141,7 @@ class Process:
             if name not in pieces:
                 continue
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            # Random bits without the topmost of the exponent: every pattern of sign and mantissa, all finite.
+            # Random bits without the topmost bit of the exponent: every pattern of sign and mantissa, all finite.
             bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator) & ~0x4000
             whole = bits.view(DTYPE)
             if fp8 and not self.is_policy and name in quantised([name]):
@@ -153,7 +154,7 @@ class Process:
             self.expected = filled
 
     def wrong_bytes(self) -> int:
-        """Bytes of this worker's parameters that are not as they must be; 0 for a policy rank."""
+        """Returns the number of wrong bytes in this worker's parameters; 0 for a policy rank."""
         return sum(
             int((self.params[name].view(torch.uint8) != expected.view(torch.uint8)).sum())
             for name, expected in self.expected.items()
@@ -161,11 +162,11 @@ class Process:
 
 
 def connect_ours(process: Process, store: dist.Store, policy: Any, *, fp8: bool) -> Callable[[], None]:
-    """This project's sync, ready to run. All that the benchmark uses of it is here.
+    """Connects this project's sync and returns a function that runs a sync. All uses of the project's sync are here.
 
     Args:
-        store: where all have met already.
-        policy: process group of the policy's ranks.
+        store: Store that all processes have joined.
+        policy: Process group of the policy's ranks.
     """
     scenario, cpu = process.scenario, torch.device("cpu")
     names = quantised(process.source.tensors) if fp8 else frozenset[str]()
@@ -211,7 +212,7 @@ def connect_ours(process: Process, store: dist.Store, policy: Any, *, fp8: bool)
 
 @dataclass(frozen=True)
 class _Part:
-    """A box of a tensor, where it lies in its bucket's flat buffer, and the policy rank that brings it."""
+    """A box of a tensor, the position in the bucket's flat buffer, and the policy rank that sends the box."""
 
     tensor: str
     box: Box
@@ -236,7 +237,7 @@ class Baseline:
             self._wanted.setdefault(piece.tensor, []).append(piece)
 
     def run(self) -> None:
-        """What this process does in a sync."""
+        """Runs this process's part of a sync."""
         if self._process.number == 0:
             self._lead()
         elif self._process.is_policy:
@@ -245,7 +246,7 @@ class Baseline:
             self._take()
 
     def _lead(self) -> None:
-        """Rank 0: gathers a bucket while the one before it is broadcast."""
+        """Runs rank 0's part: gathers a bucket during the broadcast of the previous bucket."""
         works: list[Any] = [None, None]
         for k, names in enumerate(self._buckets):
             buffer = self._buffers[k % 2]
@@ -258,7 +259,7 @@ class Baseline:
                 work.wait()
 
     def _gather(self, names: list[str], buffer: Tensor) -> None:
-        """Rank 0: the bucket's tensors in full."""
+        """Gathers the bucket's tensors in full, on rank 0."""
         tensors = self._views(buffer, names)
         arriving = []
         for rank in range(1, self._process.scenario.policy_ranks):
@@ -276,7 +277,7 @@ class Baseline:
                 at += part.box.numel
 
     def _bring(self) -> None:
-        """Another policy rank: sends its parts of a bucket while those of the one before are on their way."""
+        """Runs another policy rank's part: sends parts of a bucket while parts of the previous bucket are in flight."""
         works: list[Any] = []
         for names in self._buckets:
             if mine := self._brought(self._process.number, names):
@@ -288,7 +289,7 @@ class Baseline:
             work.wait()
 
     def _take(self) -> None:
-        """An engine worker: cuts its shard out of a bucket while the next one arrives."""
+        """Runs an engine worker's part: cuts the shard out of a bucket during the arrival of the next."""
         under_way: list[tuple[Any, int]] = []
         for k in range(len(self._buckets) + 1):
             if k < len(self._buckets):
@@ -302,19 +303,19 @@ class Baseline:
                     self._local(piece).copy_(tensor[piece.box.slices()])
 
     def _broadcast(self, names: list[str], buffer: Tensor) -> Any:
-        """Starts to send a bucket, or to receive it."""
+        """Starts to send or receive a bucket."""
         wire = buffer[: self._size(names)].view(torch.uint8)
         return dist.broadcast(wire, 0, group=self._group, async_op=True)
 
     def _brought(self, rank: int, names: list[str]) -> list[_Part]:
-        """The parts of a bucket that a policy rank brings."""
+        """Returns the parts of a bucket sent by a policy rank."""
         return [part for name in names for part in self._parts[name] if part.holder == rank]
 
     def _local(self, piece: Piece) -> Tensor:
         return _view(self._process.params[piece.param], piece.offset, piece.box)
 
     def _views(self, buffer: Tensor, names: list[str]) -> dict[str, Tensor]:
-        """A bucket's tensors, one after the other in its buffer."""
+        """Returns a bucket's tensors, consecutive in the buffer."""
         at, found = 0, {}
         for name in names:
             size = _numel(self._layout, name)
@@ -323,12 +324,12 @@ class Baseline:
         return found
 
     def _size(self, names: list[str]) -> int:
-        """Elements of a bucket."""
+        """Returns the number of elements of a bucket."""
         return sum(_numel(self._layout, name) for name in names)
 
 
 def _view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
-    """Where `box` lies in a local parameter, see `Piece`."""
+    """Returns the view of `box` in a local parameter, see `Piece`."""
     stack = len(offset) - len(box.shape)
     where: Any = (*offset[:stack], *(slice(o, o + n) for o, n in zip(offset[stack:], box.shape, strict=True)))
     return param[where]
@@ -339,7 +340,7 @@ def _numel(layout: Layout, name: str) -> int:
 
 
 def _whole_tensors(layout: Layout, bucket_bytes: int) -> list[list[str]]:
-    """Names of tensors, in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Returns names of tensors in buckets of at most `bucket_bytes`; a larger tensor gets a separate bucket."""
     buckets: list[list[str]] = []
     left = 0
     for name in layout.tensors:
@@ -353,7 +354,7 @@ def _whole_tensors(layout: Layout, bucket_bytes: int) -> list[list[str]]:
 
 
 def _distinct_parts(layout: Layout) -> dict[str, list[_Part]]:
-    """Every tensor as disjoint boxes, each from the lowest rank that holds it."""
+    """Returns every tensor as disjoint boxes, each from the lowest rank that holds the box."""
     found: dict[str, dict[Box, _Part]] = {name: {} for name in layout.tensors}
     for rank, shard in enumerate(layout.shards):
         for piece in shard.pieces:
@@ -364,14 +365,14 @@ def _distinct_parts(layout: Layout) -> dict[str, list[_Part]]:
 
 
 def shard_bytes(shard: Shard) -> int:
-    """Bytes of all that a shard's pieces hold."""
+    """Returns the bytes of all pieces of a shard."""
     return sum(piece.box.numel for piece in shard.pieces) * DTYPE.itemsize
 
 
 def main() -> None:
-    """Joins both groups, then prepares and runs as told until the input ends."""
+    """Joins both groups, then executes commands until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not look like an answer
+    os.dup2(2, 1)  # library output must not look like an answer
     torch.set_num_threads(1)
     scenario, number = Scenario(**json.loads(sys.argv[1])), int(sys.argv[2])
     process = Process(scenario, number)
@@ -395,7 +396,7 @@ def main() -> None:
             process.prepare(command["seed"], command["fp8"])
             answer(ready=True)
             continue
-        # One clock for all processes of the machine: everybody begins at the same moment.
+        # All processes share the machine's clock and start at the same moment.
         time.sleep(max(0.0, command["at"] - time.monotonic()))
         cpu = time.process_time()
         ways[command["do"]]()
