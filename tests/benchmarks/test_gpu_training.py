@@ -17,7 +17,7 @@ NORMS = np.array([2.3e-3, 7.6e-3, 1.1e-2])
 
 
 def _told(rng: np.random.Generator, exact: dict[str, Any] | None = None, norm: float = 1.0) -> dict[str, Any]:
-    """Returns simulated measurements: exact ones, or `exact` with bfloat16's errors."""
+    """Returns simulated measurements: exact values, or `exact` with bfloat16's errors."""
     if exact is None:
         told: dict[str, Any] = {name: rng.normal(size=4000) for name in ("log-probs", "entropy")}
         return told | {"gradients": {"w": rng.normal(size=4000)}, "losses": [5.0] * 3, "gradient norms": [1.0] * 3}

@@ -90,8 +90,8 @@ def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
 
 
 def test_how_many_answers_were_under_way() -> None:
-    """Computes answers in flight: the first alone for 2 s and as one of two for 1 s, the second as one of two for 1 s
-    and alone for 1 s."""
+    """Computes answers in flight: the first alone for 2 s and with the second for 1 s; the second with the first for
+    1 s and alone for 1 s."""
     first = Step(Kind.RESPONSE, 0, 5, at_s=0.0, generate_s=3.0)
     second = Step(Kind.RESPONSE, 9, 10, at_s=2.0, generate_s=2.0)
     prompt = Step(Kind.PROMPT, 0, 9)
