@@ -70,43 +70,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(asked: argparse.Namespace) -> int:
+def _main(options: argparse.Namespace) -> int:
     known = {proof.name: proof for proof in PROOFS}
-    for name in asked.only:
+    for name in options.only:
         if name not in known:
             raise UserError(f"--only {name}: no such proof; there are {', '.join(known)}")
-    if not 0 < asked.budget < float("inf"):
-        raise UserError(f"--budget {asked.budget:g}: allowed are seconds above 0")
-    if asked.wheels is not None and not asked.wheels.is_dir():
-        raise UserError(f"--wheels {asked.wheels}: no such folder; give the one that the packages were brought in")
-    wheels = asked.prepare or asked.wheels or ROOT / ".wheels"
-    chosen = [p for p in PROOFS if p.stage in asked.stage and (not asked.only or p.name in asked.only)]
-    folder = asked.results or (REHEARSED if asked.rehearse else KEPT)
+    if not 0 < options.budget < float("inf"):
+        raise UserError(f"--budget {options.budget:g}: allowed are seconds above 0")
+    if options.wheels is not None and not options.wheels.is_dir():
+        raise UserError(f"--wheels {options.wheels}: no such folder; give the one that the packages were brought in")
+    wheels = options.prepare or options.wheels or ROOT / ".wheels"
+    chosen = [p for p in PROOFS if p.stage in options.stage and (not options.only or p.name in options.only)]
+    folder = options.results or (REHEARSED if options.rehearse else KEPT)
     if folder.is_file():
         raise UserError(f"--results {folder}: a file; give a folder, which gets a file for each device")
-    for path in asked.earlier:
+    for path in options.earlier:
         if path != KEPT and not path.exists():
             raise UserError(f"--earlier {path}: no such file or folder; give results of an earlier call")
-    if asked.prepare:
-        prepare(asked.prepare, _say)
-    if asked.prepare or asked.plan:
-        print(described(chosen, wheels, asked.results or Path("OUT"), KEPT.relative_to(ROOT)))
+    if options.prepare:
+        prepare(options.prepare, _say)
+    if options.prepare or options.plan:
+        print(described(chosen, wheels, options.results or Path("OUT"), KEPT.relative_to(ROOT)))
         return 0
-    if not asked.list and not asked.rehearse:
+    if not options.list and not options.rehearse:
         _refuse_without_a_gpu()
     # Prepared packages are for the GPU machine's Python and torch. A rehearsal may run with other versions.
-    brought = wheels if asked.wheels or not asked.rehearse else None
-    site = install(brought) if brought and not asked.list else None
+    brought = wheels if options.wheels or not options.rehearse else None
+    site = install(brought) if brought and not options.list else None
     if site is not None:
         sys.path.insert(0, str(site))
         importlib.invalidate_caches()
-    if asked.list:
-        print(_listed(chosen, [folder, *asked.earlier], wheels))
+    if options.list:
+        print(_listed(chosen, [folder, *options.earlier], wheels))
         return 0
-    device = {"name": "a rehearsal on the CPU"} if asked.rehearse else _device()
+    device = {"name": "a rehearsal on the CPU"} if options.rehearse else _device()
     versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
-    results = Results(folder, device, versions, asked.earlier)
-    call = Call(asked.budget, asked.rehearse, asked.again, _commit(), site, brought, _say)
+    results = Results(folder, device, versions, options.earlier)
+    call = Call(options.budget, options.rehearse, options.again, _commit(), site, brought, _say)
     whole = run(chosen, results, call)
     print(f"\n{device['name']}; results in {results.path}\n\n{table(chosen, results)}")
     return 0 if whole else 1
@@ -158,8 +158,8 @@ def _listed(proofs: list[Proof], paths: list[Path], wheels: Path) -> str:
     wide = max(len(p.name) for p in proofs)
     lines = []
     for p in proofs:
-        found = {k["device"]["name"]: k["proofs"][p.name]["status"] for k in known if p.name in k["proofs"]}
-        status = ", ".join(f"{status} ({device})" for device, status in found.items()) or WAITING
+        statuses = {k["device"]["name"]: k["proofs"][p.name]["status"] for k in known if p.name in k["proofs"]}
+        status = ", ".join(f"{status} ({device})" for device, status in statuses.items()) or WAITING
         seconds = f"{expected_s(p, wheels):4.0f} s, at most {p.limit_s:4.0f}"
         lines.append(f"{p.name.ljust(wide)}  stage {p.stage}  {seconds}  {status:10}  {p.about}")
     return "\n".join(lines)

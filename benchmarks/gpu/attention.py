@@ -81,20 +81,20 @@ def packed_attention(bench: Bench) -> Any:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     """Returns the attention of each sequence, computed separately in float32."""
-    groups, at, found = q.shape[1] // k.shape[1], 0, []
+    groups, at, outputs = q.shape[1] // k.shape[1], 0, []
     with torch.no_grad():
         for n in lengths:
             part = [t[at : at + n].float().transpose(0, 1) for t in (q, k, v)]
             key, value = (t.repeat_interleave(groups, dim=0) for t in part[1:])
             out = torch.nn.functional.scaled_dot_product_attention(part[0], key, value, is_causal=True)
-            found.append(out.transpose(0, 1).flatten(1))
+            outputs.append(out.transpose(0, 1).flatten(1))
             at += n
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
-def close(bench: Bench, name: str, found: Tensor, wanted: Tensor) -> None:
+def close(bench: Bench, name: str, actual: Tensor, wanted: Tensor) -> None:
     """Compares the tokens of sequences with the wanted values; padding after them is ignored."""
-    off = (found[: len(wanted)].float() - wanted).norm() / wanted.norm()
+    off = (actual[: len(wanted)].float() - wanted).norm() / wanted.norm()
     bench.figure(f"{name}: off float32 by", float(off), "", at_most=0.01)
 
 

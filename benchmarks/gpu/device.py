@@ -35,20 +35,20 @@ def _nobody(bench: Bench) -> None:
     before = _gpu()
     bench.holds("torch sees a CUDA device", torch.cuda.is_available())
     torch.cuda.get_device_properties(0)
-    asked = _gpu()
+    queried = _gpu()
     torch.zeros(1, device=bench.device)
     used = _gpu()
-    if before is None or asked is None or used is None:
+    if before is None or queried is None or used is None:
         bench.left_out("who is on the GPU: NVML does not answer here")
         return
     bench.holds("asking for the GPU's properties leaves no process on it",
-                set(asked.processes) <= set(before.processes), asked.processes)  # fmt: skip
-    bench.figure("memory taken by asking", (asked.used_bytes - before.used_bytes) / 2**20, "MiB",
+                set(queried.processes) <= set(before.processes), queried.processes)  # fmt: skip
+    bench.figure("memory taken by asking", (queried.used_bytes - before.used_bytes) / 2**20, "MiB",
                  at_most=CONTEXT_BYTES / 2**20)  # fmt: skip
     # A real context must be visible to NVML, else the check above proves nothing.
-    bench.figure("memory of a CUDA context", (used.used_bytes - asked.used_bytes) / 2**20, "MiB",
+    bench.figure("memory of a CUDA context", (used.used_bytes - queried.used_bytes) / 2**20, "MiB",
                  at_least=CONTEXT_BYTES / 2**20)  # fmt: skip
-    bench.note("processes that NVML sees", [len(g.processes) for g in (before, asked, used)])
+    bench.note("processes that NVML sees", [len(g.processes) for g in (before, queried, used)])
 
 
 def _gpu() -> Gpu | None:
@@ -66,5 +66,7 @@ def _facts(bench: Bench) -> None:
     bench.note("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     bench.note("cuDNN", torch.backends.cudnn.version())
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20).stdout if nvcc else ""
-    bench.note("nvcc", next((line.strip() for line in told.splitlines() if "release" in line), "none"))
+    nvcc_version = (
+        subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20).stdout if nvcc else ""
+    )
+    bench.note("nvcc", next((line.strip() for line in nvcc_version.splitlines() if "release" in line), "none"))

@@ -54,10 +54,10 @@ def prove(bench: Bench) -> None:
 def _entry_point(folder: Path) -> None:
     """Creates the metadata of an installed package in a folder: vLLM finds the weight transfer through an entry
     point."""
-    made = folder / "skyrl_mega_proof-0.0.dist-info"
-    made.mkdir(parents=True)
-    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-mega-proof\nVersion: 0.0\n")
-    (made / "entry_points.txt").write_text(
+    metadata = folder / "skyrl_mega_proof-0.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-mega-proof\nVersion: 0.0\n")
+    (metadata / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nskyrl_mega = skyrl_mega.engines.vllm.plugin:register\n"
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
@@ -138,15 +138,15 @@ async def _off(engine: Any, path: Path) -> list[float]:
 
     requests = [Request(str(i), prompt, 24, seed=i) for i, prompt in enumerate(PROMPTS)]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = []
+    differences = []
     for completion in await _answers(engine, requests):
         prompt = PROMPTS[int(completion.id)]
         tokens = torch.tensor([[*prompt, *completion.tokens]])
         with torch.no_grad():
             table: Tensor = model(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         wanted = table.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
-        found.append(float((wanted - torch.tensor(completion.logprobs)).abs().max()))
-    return found
+        differences.append(float((wanted - torch.tensor(completion.logprobs)).abs().max()))
+    return differences
 
 
 async def _speed(bench: Bench, engine: Any) -> None:

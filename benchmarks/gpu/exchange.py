@@ -151,16 +151,16 @@ def _case(bench: Bench, runs: int, checked: int, later: str = "", fp8: bool = Fa
 
 def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict[str, Any]]:
     """Returns the exchange, layout and parameters of one end: bfloat16 without scales, for every wire type."""
-    here = torch.device(device)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    own_device = torch.device(device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     both, _ = replace(connection.plan_inputs, fp8=False).endpoints()
     layout = both.policy if end == "source" else both.engines
     params = {
-        name: torch.full(shape, float("nan"), dtype=torch.bfloat16, device=here)
+        name: torch.full(shape, float("nan"), dtype=torch.bfloat16, device=own_device)
         for name, shape in layout.shards[0].params.items()
     }
-    return connection.join(here, **{end: 0}), layout, params
+    return connection.join(own_device, **{end: 0}), layout, params
 
 
 def _sender(case: Case) -> dict[str, Any]:

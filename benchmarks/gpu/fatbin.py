@@ -47,13 +47,13 @@ def shrink(data: bytes, keep: frozenset[int]) -> bytes:
 
 def _entries(image: bytearray, at: int, end: int) -> list[tuple[int, int, int]]:
     """Returns begin, end and architecture of each entry; an empty list if the entries do not fill the space."""
-    found = []
+    entries = []
     while at < end:
         if at + ENTRY.size > end:
             return []
         _, _, header, size, architecture = ENTRY.unpack_from(image, at)
         if not 0 < header <= 4096 or at + header + size > end:
             return []
-        found.append((at, at + header + size, architecture))
+        entries.append((at, at + header + size, architecture))
         at += header + size
-    return found
+    return entries

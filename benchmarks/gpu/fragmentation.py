@@ -25,28 +25,28 @@ def prove(bench: Bench) -> None:
     for segments in (False, True):
         for early in (False, True):
             env = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
-            (told,) = together(Job(_train, (bench.tiny, str(bench.device), early), env), timeout_s=100)
+            (peaks,) = together(Job(_train, (bench.tiny, str(bench.device), early), env), timeout_s=100)
             name = f"moments {'early' if early else 'late'}, segments {'on' if segments else 'off'}"
             if not bench.cuda:
-                bench.left_out(f"what the allocator holds ({told['steps']} steps were taken), and the other cases")
+                bench.left_out(f"what the allocator holds ({peaks['steps']} steps were taken), and the other cases")
                 return
-            bench.figure(f"{name}: held beyond the most that was used", (told["reserved"] - told["allocated"]) / GIB,
-                         "GiB", limit=told["allocated"] / GIB, limit_of="the most that was used")  # fmt: skip
-            bench.figure(f"{name}: free pieces of blocks in use, at most", told["split"] / GIB, "GiB")
+            bench.figure(f"{name}: held beyond the most that was used", (peaks["reserved"] - peaks["allocated"]) / GIB,
+                         "GiB", limit=peaks["allocated"] / GIB, limit_of="the most that was used")  # fmt: skip
+            bench.figure(f"{name}: free pieces of blocks in use, at most", peaks["split"] / GIB, "GiB")
 
 
 def _train(tiny: bool, device: str, early: bool) -> dict[str, Any]:
     from skyrl_mega.megatron.objectives import supervised
 
-    here = torch.device(device)
+    target = torch.device(device)
     hf, parallel = parts.slice_of_30b(tiny_size=tiny, layers=LAYERS)
     policy = parts.policy_config(recompute="full", logit_chunk=1024)
-    rank = parts.open_rank(hf, parallel, device=here, policy=policy)
+    rank = parts.open_rank(hf, parallel, device=target, policy=policy)
     parts.forget_moments(rank)
     if early:
         parts.allocate_moments(rank)
     gc.collect()
-    if here.type == "cuda":
+    if target.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     rng = np.random.default_rng(7)
@@ -60,7 +60,7 @@ def _train(tiny: bool, device: str, early: bool) -> dict[str, Any]:
                 lengths.append(int(np.clip(rng.lognormal(np.log(longest / 8), 0.8), 4, longest - sum(lengths))))
             rows.append(parts.rows(lengths, hf["vocab_size"], seed=step))
         rank.train(rows, supervised)
-    if here.type != "cuda":
+    if target.type != "cuda":
         return {"steps": steps}
     stats = torch.cuda.memory_stats()
     return {

@@ -55,16 +55,16 @@ def _timed(bench: Bench, head: Measured, name: str, chunk: int | None, gemm: flo
 
 def _memory(bench: Bench, head: Measured, name: str, chunk: int | None) -> int:
     """Returns the peak bytes of forward and backward, without the weight's gradient."""
-    said = dict(zip(("forward", "forward and backward"), head.shape.buffers(2), strict=True))
+    planned = dict(zip(("forward", "forward and backward"), head.shape.buffers(2), strict=True))
     for what, work in (("forward", head.forward), ("forward and backward", head.both)):
         head.forget()
         base = torch.cuda.memory_allocated()
         taken = bench.peak(partial(work, chunk)) - base - (head.weight.nbytes if what != "forward" else 0)
-        limit = {} if chunk else {"limit": said[what] / GIB, "limit_of": "counted (kernels/linear_logprobs.py)"}
+        limit = {} if chunk else {"limit": planned[what] / GIB, "limit_of": "counted (kernels/linear_logprobs.py)"}
         bench.figure(f"{name}: memory of {what}", taken / GIB, "GiB", **limit)
         if not chunk:
             few = 64 * head.shape.tokens + (2 << 20)  # a few numbers per token, and the allocator's rounding
-            bench.holds(f"{name}: memory of {what} is what is counted", taken <= said[what] + few, taken)
+            bench.holds(f"{name}: memory of {what} is what is counted", taken <= planned[what] + few, taken)
     return taken
 
 
@@ -73,15 +73,15 @@ def _right(bench: Bench, head: Measured, name: str, chunk: int | None) -> None:
     x, targets = head.hidden, head.targets
     at = torch.linspace(0, len(x) - 1, min(CHECKED, len(x)), device=x.device).long()
     few = x.detach()[at].clone().requires_grad_()
-    found, entropy = head.run(few, targets[at], chunk)
-    (gradient,) = torch.autograd.grad(found.sum(), few)
+    logprobs, entropy = head.run(few, targets[at], chunk)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), few)
     exact = few.detach().double().requires_grad_()
     table = (exact @ head.weight.detach().double().T / 0.7).log_softmax(-1)
     wanted = table.gather(1, targets[at, None])[:, 0]
     (slope,) = torch.autograd.grad(wanted.sum(), exact)
     # Chunked logits are bfloat16: half a unit in the last place of numbers up to 8. Fused logits are float32.
     near = 0.03 if chunk else 1e-3
-    off = float((found.double() - wanted).abs().max())
+    off = float((logprobs.double() - wanted).abs().max())
     bench.figure(f"{name}: log-probs against float64", off, "nats", at_most=near)
     other = -(table.exp() * table).sum(-1)
     off = float((entropy.double() - other).abs().max())

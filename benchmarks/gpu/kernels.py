@@ -44,8 +44,8 @@ def prove(bench: Bench) -> None:
     cpu = torch.device("cpu")
     for name in WIRES:
         wanted, count = _moved(hf, name, cpu)
-        found, _ = _moved(hf, name, bench.device)
-        wrong = sum(int((found[k].view(torch.uint8) != w.view(torch.uint8)).sum()) for k, w in wanted.items())
+        actual, _ = _moved(hf, name, bench.device)
+        wrong = sum(int((actual[k].view(torch.uint8) != w.view(torch.uint8)).sum()) for k, w in wanted.items())
         bench.figure(f"bytes of {count} parts, {name}, otherwise than by a CPU", wrong, "bytes", at_most=0)
         zeros = min(float((w != 0).float().mean()) for w in wanted.values())
         bench.holds(f"every parameter has arrived, {name}", zeros > 0.9, zeros)
@@ -123,23 +123,23 @@ def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str
         agree=lambda amax: None,
     )
     generator = torch.Generator().manual_seed(5)
-    given = {
+    host_params = {
         name: (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-9, 3, shape, generator=generator)).to(
             before
         )
         for name, shape in source.shards[0].params.items()
         if "_scale_inv" not in name
     }
-    here = {name: p.to(device, copy=True) for name, p in given.items()}
-    held = {
+    sent = {name: p.to(device, copy=True) for name, p in host_params.items()}
+    received = {
         name: torch.zeros(shape, dtype=after, device=device)
         for name, shape in target.shards[0].params.items()
         if "_scale_inv" not in name
     }
     for checksums in (True, False):
-        exchange.run(here, held, checksums=checksums)
-        for p in here.values():
+        exchange.run(sent, received, checksums=checksums)
+        for p in sent.values():
             p.mul_(-1)
-    moved = {name: p.cpu() for name, p in held.items()}
+    moved = {name: p.cpu() for name, p in received.items()}
     transport.close()
     return moved, len(copies.parts)

@@ -25,12 +25,12 @@ def host_gb_s(bench: Bench, *, pinned: bool, to_device: bool = True) -> float:
     """Returns the rate of a single copy between host and device, in GB/s."""
     host = torch.zeros((1 << 30) if bench.cuda else (16 << 20), dtype=torch.uint8)
     host = host.pin_memory() if pinned and bench.cuda else host
-    there = torch.empty_like(host, device=bench.device)
+    on_device = torch.empty_like(host, device=bench.device)
 
     def move() -> None:
         if to_device:
-            there.copy_(host, non_blocking=True)
+            on_device.copy_(host, non_blocking=True)
         else:
-            host.copy_(there, non_blocking=True)
+            host.copy_(on_device, non_blocking=True)
 
     return host.nbytes / bench.seconds(move, repeats=3) / 1e9

@@ -60,8 +60,8 @@ def _free(bench: Bench) -> int:
 def _join(bench: Bench, store: object, group: str) -> Transport:
     if bench.cuda:
         torch.cuda.set_device(bench.device)
-    given: Any = store
-    return join(given, 0, 1, "policy rank 0", device=bench.device, timeout_s=parts.TIMEOUT_S, group=group)
+    tcp_store: Any = store
+    return join(tcp_store, 0, 1, "policy rank 0", device=bench.device, timeout_s=parts.TIMEOUT_S, group=group)
 
 
 def _to_itself(bench: Bench, transport: Transport) -> None:
@@ -85,12 +85,12 @@ def _to_itself(bench: Bench, transport: Transport) -> None:
 def _pair(rank: int, port: int, device: str) -> str:
     """Joins a group of two processes on the same device. Returns the error, or "right" or "wrong" for the received
     bytes."""
-    here = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    own_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     try:
-        transport = join(("127.0.0.1", port), rank, 2, f"process {rank}", device=here, timeout_s=20, group="two")
+        transport = join(("127.0.0.1", port), rank, 2, f"process {rank}", device=own_device, timeout_s=20, group="two")
     except TransportError as error:
         return str(error)
-    sent = torch.full((1000,), rank, dtype=torch.uint8, device=here)
+    sent = torch.full((1000,), rank, dtype=torch.uint8, device=own_device)
     received = torch.full_like(sent, 7)
     tickets = transport.exchange(Message(received, 1 - rank, "bytes"), Message(sent, 1 - rank, "bytes"), 1)
     for ticket in tickets:

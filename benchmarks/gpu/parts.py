@@ -193,10 +193,10 @@ def held_bytes(rank: ModelWorker) -> tuple[int, int, int]:
             state += group["params"]
         for entry in inner.state.values():
             state += [value for name, value in entry.items() if name != "step"]
-    kept = _storages(parameters)
+    weights = _storages(parameters)
     gradients = _storages([p.main_grad for p in parameters if p.requires_grad])
-    own = {at: size for at, size in _storages(state).items() if at not in kept}
-    return sum(kept.values()), sum(gradients.values()), sum(own.values())
+    optimizer = {at: size for at, size in _storages(state).items() if at not in weights}
+    return sum(weights.values()), sum(gradients.values()), sum(optimizer.values())
 
 
 def _optimizers(rank: ModelWorker) -> list[torch.optim.Optimizer]:
@@ -215,11 +215,11 @@ def give_reference(rank: ModelWorker) -> None:
     """Keeps the present weights as the reference in the form of `keep_reference`, without reading a file."""
     from skyrl_mega.megatron import worker as module
 
-    own = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
 
     def copied(_: Path, __: Any, params: dict[str, Tensor], optional: Any = None) -> None:
         for name, tensor in params.items():
-            tensor.copy_(own[name])
+            tensor.copy_(copies[name])
 
     files: Any = module.files
     real = files.load

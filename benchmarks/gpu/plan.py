@@ -19,10 +19,10 @@ def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: floa
 
     Excluded are proofs with missing packages in the folder and proofs longer than every call.
     """
-    here = [proof for proof in proofs if all(brings(wheels, need) for need in proof.needs)]
-    left = [proof for proof in here if not proof.makes or held(wheels)]
+    possible = [proof for proof in proofs if all(brings(wheels, need) for need in proof.needs)]
+    left = [proof for proof in possible if not proof.makes or held(wheels)]
     makers = [proof for proof in left if proof.makes]
-    found: list[list[Proof]] = []
+    plans: list[list[Proof]] = []
     for _ in range(calls):
         # A later call starts on a fresh machine, without the packages installed before.
         again = [maker for maker in makers if maker not in left and any(maker.makes in p.needs for p in left)]
@@ -32,8 +32,8 @@ def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: floa
                 chosen.append(proof)
                 seconds -= needed
         left = [proof for proof in left if proof not in chosen]
-        found.append(chosen)
-    return found
+        plans.append(chosen)
+    return plans
 
 
 def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Path) -> str:

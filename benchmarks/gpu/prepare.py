@@ -88,16 +88,22 @@ def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> 
     if python is None:
         missing.append(f"python{PYTHON}")
     environment = WORK / "environment"
-    made = environment / "bin" / "python"
+    interpreter = environment / "bin" / "python"
     if not (environment / ".ready").exists():
         say(f"an environment with torch {TORCH}, to compile {EXTENSION} in")
         subprocess.run([python or sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
-        _pip(made, "install", "--quiet", f"torch=={TORCH}", *("numpy", "setuptools<82", "wheel", "ninja", "pybind11"))
+        _pip(
+            interpreter,
+            "install",
+            "--quiet",
+            f"torch=={TORCH}",
+            *("numpy", "setuptools<82", "wheel", "ninja", "pybind11"),
+        )
         (environment / ".ready").touch()
     if not _files(WORK, EXTENSION, version):
         how = ["--no-deps", "--no-binary=:all:", "--no-build-isolation"]
         env = {**os.environ, "NVTE_FRAMEWORK": "pytorch"}
-        _pip(made, "download", "--quiet", *how, "-d", str(WORK), f"{EXTENSION}=={version}", env=env)
+        _pip(interpreter, "download", "--quiet", *how, "-d", str(WORK), f"{EXTENSION}=={version}", env=env)
     (source,) = _files(WORK, EXTENSION, version)
     if missing:
         say(f"{EXTENSION} comes as source, which te_build compiles on the GPU host: no {', '.join(missing)} here")
@@ -108,7 +114,7 @@ def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> 
         with tarfile.open(source) as archive:
             archive.extractall(WORK, filter="data")
     say(f"compiling {EXTENSION} for torch {TORCH} (20 to 40 minutes on two cores; MAX_JOBS bounds its processes)")
-    if complaint := compile_extension(str(made), tree, folder, int(os.environ.get("MAX_JOBS", "2"))):
+    if complaint := compile_extension(str(interpreter), tree, folder, int(os.environ.get("MAX_JOBS", "2"))):
         raise UserError(f"--prepare: {EXTENSION} does not compile: {complaint.splitlines()[-1]}; run it again to go on")
     for file in folder.glob(source.name):  # left by an earlier call without a compiler
         file.unlink()
@@ -121,8 +127,8 @@ def _host_python() -> str | None:
         *map(str, sorted(Path.home().glob(f".pyenv/versions/{PYTHON}*/bin/python{PYTHON}"))),
     ]
     for name in candidates:
-        if (found := shutil.which(name)) and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
-            return found
+        if (path := shutil.which(name)) and not subprocess.run([path, "-c", ""], capture_output=True).returncode:
+            return path
     return None
 
 

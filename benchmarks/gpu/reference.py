@@ -32,16 +32,16 @@ def prove(bench: Bench) -> None:
     bench.figure("keeping the reference", time.perf_counter() - start, "s")
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     # A GPU adds sums over experts in any order, so two equal calls differ a little.
-    own, again = logprobs(rank, batch), logprobs(rank, batch)
-    noise = 3 * off(again, own) + 1e-6
-    bench.figure("the same weights as reference: log-probs off by", off(logprobs(rank, batch, True), own), "nats",
+    first, again = logprobs(rank, batch), logprobs(rank, batch)
+    noise = 3 * off(again, first) + 1e-6
+    bench.figure("the same weights as reference: log-probs off by", off(logprobs(rank, batch, True), first), "nats",
                  at_most=noise)  # fmt: skip
     with torch.no_grad():
         for p in rank.weights().values():
             p.mul_(1.5)
     before = [p.sum(dtype=torch.float64) for p in rank.weights().values()]
-    bench.figure("other weights: log-probs off by", off(logprobs(rank, batch), own), "nats", at_least=100 * noise)
-    bench.figure("the reference's, still", off(logprobs(rank, batch, True), own), "nats", at_most=noise)
+    bench.figure("other weights: log-probs off by", off(logprobs(rank, batch), first), "nats", at_least=100 * noise)
+    bench.figure("the reference's, still", off(logprobs(rank, batch, True), first), "nats", at_most=noise)
     after = [p.sum(dtype=torch.float64) for p in rank.weights().values()]
     bench.holds("the policy has its own again", all(bool(a == b) for a, b in zip(before, after, strict=True)))
 
@@ -59,14 +59,14 @@ def prove(bench: Bench) -> None:
 
 def logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np.ndarray:
     """Returns the log-probs of a batch's tokens [T], with the policy's weights or the reference's."""
-    found = rank.logprobs([batch], reference=reference)
-    assert found is not None
-    return found[0][0].numpy()
+    answers = rank.logprobs([batch], reference=reference)
+    assert answers is not None
+    return answers[0][0].numpy()
 
 
-def off(found: np.ndarray, wanted: np.ndarray) -> float:
+def off(actual: np.ndarray, wanted: np.ndarray) -> float:
     """Returns the root mean square of the differences."""
-    return float(np.sqrt(np.mean((found.astype(np.float64) - wanted) ** 2)))
+    return float(np.sqrt(np.mean((actual.astype(np.float64) - wanted) ** 2)))
 
 
 def _ways(bench: Bench, params: list[Tensor], size: int) -> None:

@@ -43,8 +43,8 @@ def prove(bench: Bench) -> None:
     moving = counted.weights + counted.optimizer
 
     # A GPU adds sums over experts in any order, so two equal calls differ a little.
-    own, again = logprobs(rank, batch), logprobs(rank, batch)
-    noise = 3 * off(again, own) + 1e-6
+    first, again = logprobs(rank, batch), logprobs(rank, batch)
+    noise = 3 * off(again, first) + 1e-6
     before, bits = _free(bench), _fingerprint(rank)
     seconds: dict[str, list[float]] = {"offload": [], "onload": []}
     for cycle in range(CYCLES):
@@ -73,7 +73,7 @@ def prove(bench: Bench) -> None:
         bench.figure(f"{name}, again", min(seconds[name][1:]), "s", limit=moving / rate / 1e9,
                      limit_of="its bytes in one pinned copy")  # fmt: skip
 
-    bench.figure("log-probs are off those before it by", off(logprobs(rank, batch), own), "nats", at_most=noise)
+    bench.figure("log-probs are off those before it by", off(logprobs(rank, batch), first), "nats", at_most=noise)
     losses = [rank.train([batch], supervised)["loss"] for _ in range(3)]
     bench.holds("steps after it learn", losses[-1] < losses[0], losses)
     if not bench.cuda:
@@ -107,10 +107,10 @@ def _second_process(bench: Bench) -> None:
 
 def _engine(size: int) -> int:
     """Fills `size` bytes in a separate process and returns the GPU's free memory at that moment."""
-    held = torch.empty(size, dtype=torch.uint8, device="cuda").fill_(0xA5)
+    filler = torch.empty(size, dtype=torch.uint8, device="cuda").fill_(0xA5)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    del held
+    del filler
     return free
 
 

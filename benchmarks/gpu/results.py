@@ -50,8 +50,8 @@ class Results:
 
     def of(self, proof: Proof) -> dict[str, Any]:
         """Returns the result of a proof; empty before its start."""
-        found: dict[str, Any] = self.kept["proofs"].get(proof.name, {})
-        return found
+        result: dict[str, Any] = self.kept["proofs"].get(proof.name, {})
+        return result
 
     def status(self, proof: Proof) -> str:
         """Returns the status of a proof: a constant of this module."""
@@ -87,11 +87,11 @@ def read(path: Path) -> dict[str, Any]:
         UserError: The file has another format.
     """
     try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-        dict(kept["proofs"]), str(kept["device"]["name"])
+        content: dict[str, Any] = json.loads(path.read_text())
+        dict(content["proofs"]), str(content["device"]["name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--results {path}: not a file of these proofs ({error}); give another path") from error
-    return kept
+    return content
 
 
 def table(proofs: Sequence[Proof], results: Results) -> str:

@@ -129,7 +129,9 @@ def there(module: str) -> bool:
     """
     importlib.invalidate_caches()  # a proof may have installed the module
     if "-" in module:
-        installed = {str(d.name).lower().replace("_", "-") for d in importlib.metadata.distributions()}
+        installed = {
+            str(distribution.name).lower().replace("_", "-") for distribution in importlib.metadata.distributions()
+        }
         return module in installed
     try:
         return find_spec(module) is not None

@@ -47,9 +47,11 @@ def prove(bench: Bench) -> None:
 
     counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
     wanted = (counted.weights, counted.gradients, counted.optimizer)
-    for name, found, planned in zip(("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True):
-        bench.figure(f"{name}", found / GIB, "GiB", limit=planned / GIB, limit_of="sizing, counted")
-        bench.holds(f"{name} are what sizing counts", found == planned, f"{found} bytes, not {planned}")
+    for name, measured, planned in zip(
+        ("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True
+    ):
+        bench.figure(f"{name}", measured / GIB, "GiB", limit=planned / GIB, limit_of="sizing, counted")
+        bench.holds(f"{name} are what sizing counts", measured == planned, f"{measured} bytes, not {planned}")
 
     chunk = logit_chunk(rank.policy, bench.device.type)
     estimate = activations(decoder, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk)
@@ -61,10 +63,10 @@ def prove(bench: Bench) -> None:
             "log-probs": (inference, estimate.forward + estimate.forward_logits),
             "forward and backward": (watched.before_update, estimate.train + estimate.train_logits),
         }
-        for name, (found, transient) in peaks.items():
+        for name, (measured, transient) in peaks.items():
             planned = counted.total + transient
-            bench.figure(f"peak of {name}", found / GIB, "GiB", limit=planned / GIB, limit_of="sizing, estimated")
-            bench.figure("… over its estimate", found / planned, "", at_least=1 - WITHIN, at_most=1 + WITHIN)
+            bench.figure(f"peak of {name}", measured / GIB, "GiB", limit=planned / GIB, limit_of="sizing, estimated")
+            bench.figure("… over its estimate", measured / planned, "", at_least=1 - WITHIN, at_most=1 + WITHIN)
         bench.figure("peak of the optimizer's step", watched.update / GIB, "GiB")
         bench.figure("reserved by the allocator at most", torch.cuda.max_memory_reserved() / GIB, "GiB")
     else:

@@ -79,8 +79,8 @@ def _there(rank: ModelWorker) -> int:
 
 def _most(rank: ModelWorker) -> int:
     """Returns the bytes of the three largest neighbouring pieces."""
-    found, streamed = 0, cast("StreamedOptimizer", rank.resident.streamed)
+    largest, streamed = 0, cast("StreamedOptimizer", rank.resident.streamed)
     for part in streamed.parts:
         sizes = [sum(t.numel() * t.itemsize for t in piece.tensors(part.part.optimizer)) for piece in part.pieces]
-        found = max(found, *(sum(sizes[i : i + OPTIMIZER_PIECES]) for i in range(len(sizes))))
-    return found
+        largest = max(largest, *(sum(sizes[i : i + OPTIMIZER_PIECES]) for i in range(len(sizes))))
+    return largest

@@ -56,9 +56,9 @@ def build(bench: Bench) -> None:
     if not _imports(bench, {**os.environ, "PYTHONPATH": path}):
         return
     site = Path(os.environ[SITE])
-    for made in sorted(aside.iterdir(), key=lambda made: made.name == HELD):  # the package last
-        shutil.rmtree(site / made.name, ignore_errors=True)
-        shutil.move(made, site / made.name)
+    for item in sorted(aside.iterdir(), key=lambda item: item.name == HELD):  # the package last
+        shutil.rmtree(site / item.name, ignore_errors=True)
+        shutil.move(item, site / item.name)
 
 
 def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
@@ -73,11 +73,11 @@ def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
 
 def _imports(bench: Bench, env: Mapping[str, str]) -> bool:
     """Returns True if Transformer Engine can be imported in an environment."""
-    told = subprocess.run(
+    imported = subprocess.run(
         [sys.executable, "-c", f"import torch, {HELD}.pytorch"], env=env, capture_output=True, text=True, timeout=120
     )
-    bench.holds("transformer_engine.pytorch can be imported", told.returncode == 0, told.stderr[-1500:])
-    return told.returncode == 0
+    bench.holds("transformer_engine.pytorch can be imported", imported.returncode == 0, imported.stderr[-1500:])
+    return imported.returncode == 0
 
 
 def spec(bench: Bench) -> None:
@@ -88,11 +88,11 @@ def spec(bench: Bench) -> None:
     hf = training.cases(bench)[1].hf
     rank = parts.open_rank(hf, ParallelDims(), device=bench.device, policy=parts.policy_config("te"))
     wanted = architecture(hf).megatron_shard(hf, ParallelDims(), 0, "te").params
-    found = {name: tuple(p.shape) for name, p in rank.params.items()}
-    bench.figure("parameters", len(found), "")
-    absent = sorted(wanted.keys() - found.keys()) + sorted(found.keys() - wanted.keys())
+    actual = {name: tuple(p.shape) for name, p in rank.params.items()}
+    bench.figure("parameters", len(actual), "")
+    absent = sorted(wanted.keys() - actual.keys()) + sorted(actual.keys() - wanted.keys())
     bench.holds("their names are those of models.megatron", not absent, absent[:6])
-    other = [name for name, shape in found.items() if tuple(wanted.get(name, shape)) != shape]
+    other = [name for name, shape in actual.items() if tuple(wanted.get(name, shape)) != shape]
     bench.holds("and their shapes", not other, other[:6])
     experts = [p for name, p in rank.params.items() if ".mlp.experts." in name]
     marked = all(getattr(p, "tensor_model_parallel", False) for p in experts)
@@ -141,11 +141,11 @@ def slice_fusions(bench: Bench) -> None:
     together_: dict[str, Any] = {key: value for _, fields in FUSIONS for key, value in fields.items()}
     gemm = limits.gemm_tflops(bench)
     for name, fields, layers in (*((n, f, SHARE) for n, f in FUSIONS), ("all", together_, 48)):
-        (told,) = together(Job(_steps, (bench.tiny, str(bench.folder), fields, layers)), timeout_s=90)
-        rate = told["flops"] / told["seconds"] / 1e12
+        (measured,) = together(Job(_steps, (bench.tiny, str(bench.folder), fields, layers)), timeout_s=90)
+        rate = measured["flops"] / measured["seconds"] / 1e12
         bench.figure(f"{name}, {layers} layers: forward and backward", rate, "TFLOP/s", limit=gemm,
                      limit_of="a large matrix product")  # fmt: skip
-        for what, count in told["counts"].items():
+        for what, count in measured["counts"].items():
             bench.figure(f"{name}: {what} of a layer in training", count / layers, "")
 
 
@@ -154,7 +154,7 @@ def _steps(tiny: bool, folder: str, fusions: dict[str, Any], layers: int) -> dic
 
     bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
     rank = slice.open_slice(bench, "te", layers, fusions)
-    d = parts.described(rank.hf)
+    decoder = parts.described(rank.hf)
     batch = parts.rows([slice.EACH] * (slice.TOKENS // slice.EACH), rank.vocab)
     watched = slice.Watched(bench, rank)
 
@@ -163,7 +163,7 @@ def _steps(tiny: bool, folder: str, fusions: dict[str, Any], layers: int) -> dic
 
     step()
     whole = bench.seconds(step, repeats=3)
-    work = flops(d)
+    work = flops(decoder)
     body = slice.TOKENS * (work.matrices + work.attention * slice.EACH / 2)
     return {"flops": 3 * body, "seconds": whole - watched.seconds, "counts": slice.counts(bench, step)}
 
@@ -173,14 +173,14 @@ def adam(bench: Bench) -> None:
     if not bench.cuda:
         bench.left_out(NOT_ON_CPU)
         return
-    by_cpu, here = training.cases(bench)
-    here = replace(here, spec="te", dtypes=("bfloat16",))
-    told_by_cpu, told = together(
-        Job(training.train, (by_cpu,), training.HIDE_THE_GPU), Job(training.train, (here,)), timeout_s=100
+    by_cpu, on_gpu = training.cases(bench)
+    on_gpu = replace(on_gpu, spec="te", dtypes=("bfloat16",))
+    from_cpu, from_gpu = together(
+        Job(training.train, (by_cpu,), training.HIDE_THE_GPU), Job(training.train, (on_gpu,)), timeout_s=100
     )
-    training.compare(bench, told, told_by_cpu)
-    (read,) = together(Job(training.go_on, (here,)), timeout_s=60)
-    training.read_again(bench, told, read)
+    training.compare(bench, from_gpu, from_cpu)
+    (read,) = together(Job(training.go_on, (on_gpu,)), timeout_s=60)
+    training.read_again(bench, from_gpu, read)
 
 
 def fp8(bench: Bench) -> None:

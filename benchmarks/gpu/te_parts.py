@@ -35,8 +35,8 @@ def fusions(bench: Bench) -> None:
     seen = {name: together(Job(_numbers, (str(bench.folder), fields)), timeout_s=90)[0] for name, fields in runs}
     base = seen.pop("none")
     noise = {kind: max(LEAST, value) for kind, value in _differences(seen.pop("none again"), base).items()}
-    for name, found in seen.items():
-        for kind, value in _differences(found, base).items():
+    for name, fused in seen.items():
+        for kind, value in _differences(fused, base).items():
             bench.figure(f"{name}: {kind} off the unfused by", value, "", at_most=NOISE * noise[kind])
 
 
@@ -55,13 +55,13 @@ def _numbers(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"log-probs": logprobs.numpy(), "gradients": np.array(list(gradients.values())), "norm": norm}
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    off = found["log-probs"].astype(np.float64) - wanted["log-probs"]
-    each = np.abs(found["gradients"] - wanted["gradients"]) / np.maximum(wanted["gradients"], 1e-12)
+def _differences(actual: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    off = actual["log-probs"].astype(np.float64) - wanted["log-probs"]
+    each = np.abs(actual["gradients"] - wanted["gradients"]) / np.maximum(wanted["gradients"], 1e-12)
     return {
         "log-probs (rms)": float(np.sqrt(np.mean(off**2))),
         "gradient norms of parameters (median)": float(np.median(each)),
-        "gradient norm": abs(found["norm"] / wanted["norm"] - 1),
+        "gradient norm": abs(actual["norm"] / wanted["norm"] - 1),
     }
 
 

@@ -108,11 +108,11 @@ def _sums(rank: Any) -> dict[str, float]:
 
 def _compare(bench: Bench, seen: dict[str, dict[str, Any]]) -> None:
     exact = seen["bfloat16"]
-    for name, found in seen.items():
-        bench.note(f"{name}: losses", found["losses"])
-        bench.holds(f"{name}: the loss falls", found["losses"][-1] < found["losses"][0], found["losses"])
+    for name, answer in seen.items():
+        bench.note(f"{name}: losses", answer["losses"])
+        bench.holds(f"{name}: the loss falls", answer["losses"][-1] < answer["losses"][0], answer["losses"])
         for kind, bound in CLOSE.items():
-            off = float(np.max(np.abs(np.array(found[kind]) / np.array(exact[kind]) - 1)))
+            off = float(np.max(np.abs(np.array(answer[kind]) / np.array(exact[kind]) - 1)))
             if name != "bfloat16":
                 bench.figure(f"{name}: {kind} off bfloat16's by", off, "", at_most=bound)
 

@@ -51,12 +51,12 @@ class Case:
 
 
 def prove(bench: Bench) -> None:
-    by_cpu, here = both = cases(bench)
+    by_cpu, on_gpu = both = cases(bench)
     jobs = (Job(train, (case,), HIDE_THE_GPU if case.device == "cpu" else {}) for case in both)
-    told_by_cpu, told = together(*jobs, timeout_s=150)
-    compare(bench, told, told_by_cpu)
-    (read,) = together(Job(go_on, (replace(here, device=by_cpu.device),), HIDE_THE_GPU), timeout_s=90)
-    read_again(bench, told, read)
+    from_cpu, from_gpu = together(*jobs, timeout_s=150)
+    compare(bench, from_gpu, from_cpu)
+    (read,) = together(Job(go_on, (replace(on_gpu, device=by_cpu.device),), HIDE_THE_GPU), timeout_s=90)
+    read_again(bench, from_gpu, read)
     if not bench.cuda:
         bench.left_out("CUDA: both ends were this CPU")
 
@@ -88,10 +88,12 @@ def compare(bench: Bench, here: Told, by_cpu: Told) -> None:
 
 def read_again(bench: Bench, saved: Told, read: Told) -> None:
     """Checks that a checkpoint is read bit for bit, and that the next losses agree."""
-    for dtype, told in saved.items():
-        wrong = sum(not np.array_equal(told["weights"][name], read[dtype]["weights"][name]) for name in told["weights"])
+    for dtype, result in saved.items():
+        wrong = sum(
+            not np.array_equal(result["weights"][name], read[dtype]["weights"][name]) for name in result["weights"]
+        )
         bench.figure(f"{dtype}: parameters that are read otherwise", wrong, "", at_most=0)
-        difference = abs(read[dtype]["next"] - told["next"]) / abs(told["next"])
+        difference = abs(read[dtype]["next"] - result["next"]) / abs(result["next"])
         bench.figure(f"{dtype}: loss of two steps after it", difference, "", at_most=AFTER[dtype])
 
 
@@ -100,32 +102,34 @@ def train(case: Case) -> Told:
     steps."""
     from skyrl_mega.megatron.objectives import supervised
 
-    found: Told = {}
+    results: Told = {}
     for dtype in case.dtypes:
         rank, batch = _opened(case, dtype)
         rank.load(case.model)
         (pair,) = rank.logprobs([batch])
-        told: Told = {"log-probs": pair[0].numpy(), "entropy": pair[1].numpy(), "losses": [], "gradient norms": []}
+        result: Told = {"log-probs": pair[0].numpy(), "entropy": pair[1].numpy(), "losses": [], "gradient norms": []}
         for step in range(STEPS):
             metrics = rank.train([batch], supervised)
-            told["losses"].append(metrics["loss"])
-            told["gradient norms"].append(metrics["grad_norm"])
+            result["losses"].append(metrics["loss"])
+            result["gradient norms"].append(metrics["grad_norm"])
             if step == 0:
-                told["gradients"] = {name: p.main_grad.float().cpu().numpy().copy() for name, p in rank.params.items()}
+                result["gradients"] = {
+                    name: p.main_grad.float().cpu().numpy().copy() for name, p in rank.params.items()
+                }
         (case.checkpoints / dtype).mkdir()
         rank.save(case.checkpoints / dtype)
-        found[dtype] = told | _now(rank, batch)
-    return found
+        results[dtype] = result | _now(rank, batch)
+    return results
 
 
 def go_on(case: Case) -> Told:
     """Returns the checkpoint's weights and the loss after two more steps, by dtype."""
-    found: Told = {}
+    results: Told = {}
     for dtype in case.dtypes:
         rank, batch = _opened(case, dtype)
         rank.restore(case.checkpoints / dtype)
-        found[dtype] = _now(rank, batch)
-    return found
+        results[dtype] = _now(rank, batch)
+    return results
 
 
 def _opened(case: Case, dtype: str) -> tuple[Any, Any]:
@@ -150,19 +154,19 @@ def _weights(rank: Any) -> dict[str, np.ndarray]:
     return {name: w.float().cpu().numpy().copy() for name, w in rank.weights().items()}
 
 
-def differences(found: Told, wanted: Told) -> dict[str, float]:
+def differences(actual: Told, wanted: Told) -> dict[str, float]:
     """Returns the difference of each kind of result. Log-probs and entropy: root mean square, in nats (no maximum,
     because bfloat16 reorders a few experts). Gradients of equal parameters: all as one vector. The rest: the largest,
     relative."""
-    told = {}
+    errors = {}
     for name in ("log-probs", "entropy"):
-        told[name] = float(np.sqrt(np.mean((found[name].astype(np.float64) - wanted[name]) ** 2)))
-    if found["gradients"].keys() == wanted["gradients"].keys():
+        errors[name] = float(np.sqrt(np.mean((actual[name].astype(np.float64) - wanted[name]) ** 2)))
+    if actual["gradients"].keys() == wanted["gradients"].keys():
         pairs = [
-            (found["gradients"][k].astype(np.float64), g.astype(np.float64)) for k, g in wanted["gradients"].items()
+            (actual["gradients"][k].astype(np.float64), g.astype(np.float64)) for k, g in wanted["gradients"].items()
         ]
-        told["gradients"] = (sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)) ** 0.5
+        errors["gradients"] = (sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)) ** 0.5
     for name in ("losses", "gradient norms"):
-        a, b = np.array(found[name]), np.array(wanted[name])
-        told[f"{name} of {STEPS} steps"] = float((np.abs(a - b) / np.abs(b)).max())
-    return told
+        a, b = np.array(actual[name]), np.array(wanted[name])
+        errors[f"{name} of {STEPS} steps"] = float((np.abs(a - b) / np.abs(b)).max())
+    return errors

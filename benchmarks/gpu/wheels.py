@@ -35,14 +35,14 @@ def install(folder: Path) -> Path | None:
     files = _files(folder)
     if not files:
         return None
-    told = "".join(f"{f.name} {f.stat().st_size} " for f in files) + sys.version + _torch()
-    site = Path(tempfile.gettempdir()) / f"skyrl-mega-gpu-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    identity = "".join(f"{f.name} {f.stat().st_size} " for f in files) + sys.version + _torch()
+    site = Path(tempfile.gettempdir()) / f"skyrl-mega-gpu-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     site.mkdir(exist_ok=True)
     if not (site / ".whole").exists():
         at_once = [f for f in files if f not in held(folder)]
-        if at_once and (said := into(site, at_once)):
+        if at_once and (complaint := into(site, at_once)):
             raise UserError(
-                f"--wheels {folder}: {said.splitlines()[-1]}; give wheels for Python {sys.version_info.major}."
+                f"--wheels {folder}: {complaint.splitlines()[-1]}; give wheels for Python {sys.version_info.major}."
                 f"{sys.version_info.minor} on this machine"
             )
         (site / ".whole").touch()
@@ -82,8 +82,8 @@ def compile_extension(python: str, source: Path, target: Path, jobs: int) -> str
         pip's error; empty on success.
     """
     ask = "import importlib.util as i; s = i.find_spec('nvidia'); print(*(s.submodule_search_locations if s else ()))"
-    told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    libraries = [folder for root in told for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
+    roots = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    libraries = [folder for root in roots for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
     env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(jobs)}
     env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # else it first looks for a wheel in the network
     # Headers must belong to the libraries loaded by torch, not to the system's.
@@ -104,8 +104,8 @@ def _toolkit() -> str:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return ""
-    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
-    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    output = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
     return str(Path(top[1].strip()).resolve()) if top else ""
 
 

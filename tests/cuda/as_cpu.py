@@ -37,5 +37,5 @@ def unmapped() -> None:
     """Undoes the change of `megatron.cpu.stand_in` to torch's factories for this process, so that modes see the named
     device and map the device themselves. Idempotent."""
     for name in _FACTORIES:
-        made = getattr(torch, name)
-        setattr(torch, name, getattr(made, "__wrapped__", made))
+        factory = getattr(torch, name)
+        setattr(torch, name, getattr(factory, "__wrapped__", factory))

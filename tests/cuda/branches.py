@@ -173,15 +173,15 @@ def name_of(path: Path) -> str | None:
 
 def find() -> Counter[Branch]:
     """Returns all branches of the project, with the number of occurrences in the function."""
-    found: Counter[Branch] = Counter()
+    branches: Counter[Branch] = Counter()
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = name_of(path)
             if name is not None:
                 scan = Scan(name)
                 scan.visit(ast.parse(path.read_text()))
-                found |= scan.found
-    return found
+                branches |= scan.found
+    return branches
 
 
 # ---- in the list -----------------------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ def line(row: Row) -> str:
     return f"| `{row.branch.where}` | `{code}` | {by} | {row.not_covered} |"
 
 
-def unlisted(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
+def unlisted(rows: Iterable[Row], branches: Iterable[Branch]) -> list[Branch]:
     """Returns the branches missing in the list."""
-    return sorted(set(found) - {row.branch for row in rows})
+    return sorted(set(branches) - {row.branch for row in rows})
 
 
-def gone(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
+def gone(rows: Iterable[Row], branches: Iterable[Branch]) -> list[Branch]:
     """Returns the listed branches missing in the source."""
-    return sorted({row.branch for row in rows} - set(found))
+    return sorted({row.branch for row in rows} - set(branches))
 
 
 def claimed(rows: Iterable[Row]) -> list[str]:
@@ -224,37 +224,37 @@ def claimed(rows: Iterable[Row]) -> list[str]:
     return sorted({f"tests/{row.entered_by}" for row in rows if row.entered_by and "cuda/" not in row.entered_by})
 
 
-def occurrences(rows: Iterable[Row], found: Counter[Branch]) -> dict[str, list[tuple[Branch, int]]]:
+def occurrences(rows: Iterable[Row], counts: Counter[Branch]) -> dict[str, list[tuple[Branch, int]]]:
     """Returns the branches and occurrences to enter, by test file."""
-    said: dict[str, list[tuple[Branch, int]]] = {}
+    by_test: dict[str, list[tuple[Branch, int]]] = {}
     for row in rows:
         if row.entered_by:
-            said.setdefault(row.entered_by, []).extend((row.branch, i + 1) for i in range(found[row.branch]))
-    return said
+            by_test.setdefault(row.entered_by, []).extend((row.branch, i + 1) for i in range(counts[row.branch]))
+    return by_test
 
 
-def not_entered(rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]]) -> list[Row]:
+def not_entered(rows: Iterable[Row], counts: Counter[Branch], seen: dict[tuple[Branch, int], set[str]]) -> list[Row]:
     """Returns the rows with a test file that missed an occurrence of the branch."""
-    said = occurrences(rows, found).items()
-    false = {one[0] for test, every in said for one in every if test not in seen.get(one, ())}
+    claims = occurrences(rows, counts).items()
+    false = {occurrence[0] for test, every in claims for occurrence in every if test not in seen.get(occurrence, ())}
     return [row for row in rows if row.branch in false]
 
 
 def brought_up_to_date(
-    rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]] | None
+    rows: Iterable[Row], counts: Counter[Branch], seen: dict[tuple[Branch, int], set[str]] | None
 ) -> list[Row]:
     """Returns the updated table: a row for each branch, with an entering test file if tests ran."""
     known = {row.branch: row for row in rows}
-    made = []
-    for branch in sorted(found):
+    updated = []
+    for branch in sorted(counts):
         old = known.get(branch, Row(branch, "", ""))
         by = old.entered_by
         if seen is not None:
-            tests = set.intersection(*(seen.get((branch, i + 1), set()) for i in range(found[branch])))
+            tests = set.intersection(*(seen.get((branch, i + 1), set()) for i in range(counts[branch])))
             best = sorted(tests, key=lambda name: (not name.startswith("cuda/"), name))
             by = by if by in tests else best[0] if best else ""
-        made.append(Row(branch, by, old.not_covered))
-    return made
+        updated.append(Row(branch, by, old.not_covered))
+    return updated
 
 
 def write(rows: Iterable[Row]) -> None:
@@ -272,25 +272,25 @@ def main() -> None:
     parser.add_argument("--run", nargs="*", metavar="TESTS", help="run tests/cuda, and these; compare with the list")
     parser.add_argument("--write", action="store_true", help="bring the table of docs/gpu.md up to date")
     args = parser.parse_args()
-    found, rows = find(), table()
+    branches, rows = find(), table()
     seen: dict[tuple[Branch, int], set[str]] | None = None
     if args.run is not None:
         from tests.cuda.entered import run_tests
 
         seen = run_tests([*claimed(rows), *args.run])
-    now = brought_up_to_date(rows, found, seen)
-    new = set(unlisted(rows, found))
+    now = brought_up_to_date(rows, branches, seen)
+    new = set(unlisted(rows, branches))
     for row in now:
         if row.branch in new:
             print(line(row))
-    for branch in gone(rows, found):
+    for branch in gone(rows, branches):
         print(f"gone: {branch.where} {branch.text}")
-    for row in () if seen is None else not_entered(rows, found, seen):
+    for row in () if seen is None else not_entered(rows, branches, seen):
         print(f"not entered by {row.entered_by}: {row.branch.where} {row.branch.text}")
     if args.write:
         write(now)
     entered = sum(bool(row.entered_by) for row in now)
-    print(f"{entered} of {len(found)} branches are entered by a rehearsal ({entered / len(found):.0%})")
+    print(f"{entered} of {len(branches)} branches are entered by a rehearsal ({entered / len(branches):.0%})")
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ class Buffer:
             assert topk_idx is not None and topk_weights is not None
             ranks = self.group.size()
             local = num_tokens_per_expert // ranks
-            here = [(topk_idx // local == rank) & (topk_idx >= 0) for rank in range(ranks)]
-            token = torch.cat([mine.any(1).nonzero()[:, 0] for mine in here])
-            choices = torch.cat([mine[mine.any(1)] for mine in here])
-            sent = [int(mine.any(1).sum()) for mine in here]
+            masks = [(topk_idx // local == rank) & (topk_idx >= 0) for rank in range(ranks)]
+            token = torch.cat([mine.any(1).nonzero()[:, 0] for mine in masks])
+            choices = torch.cat([mine[mine.any(1)] for mine in masks])
+            sent = [int(mine.any(1).sum()) for mine in masks]
             counts: list[Any] = [None] * ranks
             dist.all_gather_object(counts, sent, group=self.group)
             received = [of[self.group.rank()] for of in counts]

@@ -108,12 +108,12 @@ def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dic
             seed=config.run.seed,
             extra=length_arguments(config),
         )
-        given = arguments(spec, None if former is None else Facts(cache_tokens=0, cache_bytes=former))
+        engine_arguments = arguments(spec, None if former is None else Facts(cache_tokens=0, cache_bytes=former))
         # The tokenizer is missing here; no tested field depends on the tokenizer.
-        made = AsyncEngineArgs(**given | {"skip_tokenizer_init": True})
-        found = tested_fields(made.create_engine_config(UsageContext.ENGINE_CONTEXT))
-    plain = {key: value for key, value in given.items() if isinstance(value, (int, float, str, bool))}
-    return {"arguments": plain, "limit": length_limit(config.rollout)} | found
+        vllm_arguments = AsyncEngineArgs(**engine_arguments | {"skip_tokenizer_init": True})
+        resolved = tested_fields(vllm_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT))
+    plain = {key: value for key, value in engine_arguments.items() if isinstance(value, (int, float, str, bool))}
+    return {"arguments": plain, "limit": length_limit(config.rollout)} | resolved
 
 
 def tested_fields(v: Any) -> dict[str, Any]:

@@ -92,16 +92,16 @@ def run_tests(
         RuntimeError: A test failed.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder, here = Path(name), Path(__file__).parent
+        folder, tests_folder = Path(name), Path(__file__).parent
         (folder / CURRENT).write_text("")
         if wanted is not None:
             lines = {test: [_line(branch, i, test) for branch, i in every] for test, every in wanted.items()}
             (folder / WANTED).write_text(json.dumps(lines))
-        environment = os.environ | {FOLDER: name, "PYTHONPATH": f"{here / 'recording'}:{ROOT}"}
+        environment = os.environ | {FOLDER: name, "PYTHONPATH": f"{tests_folder / 'recording'}:{ROOT}"}
         options = ["-q", "-m", "not slow", "-p", __name__, "-p", "no:cacheprovider"]
-        options += ["--ignore", str(here / "test_branches.py")]
+        options += ["--ignore", str(tests_folder / "test_branches.py")]
         options += ["-k", "not what_is_suggested"]  # that test has a limit of CPU time, and the recorder takes CPU time
-        command = [sys.executable, "-m", "pytest", str(here), *more, *options]
+        command = [sys.executable, "-m", "pytest", str(tests_folder), *more, *options]
         run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         if run.returncode:
             raise RuntimeError(f"tests fail under the recorder:\n{run.stdout[-4000:]}\n{run.stderr[-2000:]}")

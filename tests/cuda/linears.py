@@ -68,26 +68,28 @@ def watched(modules: dict[str, Any]) -> Iterator[dict[str, Linear]]:
 
 
 def _note(into: Linear) -> Any:
-    def forward(_: Any, given: tuple[Any, ...], made: Any) -> None:
-        made = made[0] if isinstance(made, tuple) else made
-        into.given, into.made = _plain(given[0]), _plain(made)
-        if len(given) > 1:
-            into.splits = [int(n) for n in given[1]]
-        if made.requires_grad:  # false in a pass that is only recomputed
-            made.register_hook(lambda g: setattr(into, "of_made", _plain(g)))
-            given[0].register_hook(lambda g: setattr(into, "of_given", _plain(g)))
+    def forward(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        into.given, into.made = _plain(inputs[0]), _plain(output)
+        if len(inputs) > 1:
+            into.splits = [int(n) for n in inputs[1]]
+        if output.requires_grad:  # false in a pass that is only recomputed
+            output.register_hook(lambda g: setattr(into, "of_made", _plain(g)))
+            inputs[0].register_hook(lambda g: setattr(into, "of_given", _plain(g)))
 
     return forward
 
 
 def _keep_scales(into: dict[str, Tensor], key: str) -> Any:
-    def forward(module: Any, _: Any, made: Any) -> None:
+    def forward(module: Any, _: Any, output: Any) -> None:
         if not hasattr(module.fp8_meta.get(key), "amax_history"):
             return
         into[key] = _plain(module.fp8_meta[key].scale[None])[0]
-        made = made[0] if isinstance(made, tuple) else made
-        if made.requires_grad:
-            made.register_hook(lambda _: into.update(scaling_bwd=_plain(module.fp8_meta["scaling_bwd"].scale[None])[0]))
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:
+            output.register_hook(
+                lambda _: into.update(scaling_bwd=_plain(module.fp8_meta["scaling_bwd"].scale[None])[0])
+            )
 
     return forward
 

@@ -58,12 +58,12 @@ def run(
     address, started = f"127.0.0.1:{free_port()}", []
     for rank in range(parallel.ranks):
         case = Case(rank, address, folder / "model", parallel, tuple(policies.values()), capability)
-        given, log, out = (folder / f"{rank}.{end}" for end in ("case", "log", "out"))
-        given.write_bytes(pickle.dumps(case))
+        case_file, log, out = (folder / f"{rank}.{end}" for end in ("case", "log", "out"))
+        case_file.write_bytes(pickle.dumps(case))
         command = [sys.executable, "-W", "ignore", "-m", f"tests.cuda.{module}", str(out)]
-        with given.open("rb") as file, log.open("wb") as said:
+        with case_file.open("rb") as file, log.open("wb") as log_file:
             environ = os.environ | variables
-            process = subprocess.Popen(command, stdin=file, stderr=said, stdout=said, cwd=ROOT, env=environ)
+            process = subprocess.Popen(command, stdin=file, stderr=log_file, stdout=log_file, cwd=ROOT, env=environ)
         started.append((process, log, out))
     for process, log, _ in started:
         assert process.wait(timeout=LIMIT_S) == 0, log.read_text()[-3000:]
@@ -91,8 +91,8 @@ class Request:
     """A gloo request with NCCL's behaviour: a second `wait` returns at once. gloo's own request would wait for another
     message."""
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
+    def __init__(self, request: Any) -> None:
+        self.own = request
 
     def wait(self) -> None:
         """Waits until the request is complete."""

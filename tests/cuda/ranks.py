@@ -135,12 +135,12 @@ def updated(part: Any, names: dict[Tensor, str]) -> dict[str, Updated]:
     ]
     decays = {id(p): group["wd_mult"] for group in part.optimizer.param_groups for p in group["params"]}
     counts = {id(grad) for grad in part.get_main_grads_for_grad_norm()}
-    found = {}
+    updates = {}
     for model, main in pairs:
         run = part._get_model_param_range_map(model)["param"]
         squares = float(main.grad.double().square().sum()) if id(main.grad) in counts else 0.0
-        found[names[model]] = Updated(float(decays[id(main)]), (run.start, run.end), squares)
-    return found
+        updates[names[model]] = Updated(float(decays[id(main)]), (run.start, run.end), squares)
+    return updates
 
 
 def stored(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]]:

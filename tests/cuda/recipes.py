@@ -63,8 +63,8 @@ def main() -> None:
     from skyrl_mega.megatron import cpu
 
     cpu.stand_in()
-    asked = json.load(sys.stdin)
-    answers = [describe(one) for one in asked]
+    precisions = json.load(sys.stdin)
+    answers = [describe(precision) for precision in precisions]
     print("\nanswers " + json.dumps(answers))
 
 

@@ -74,7 +74,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
     execute.Buffers = Counted  # type: ignore[misc]
     streams.Stream.made.clear()
     with streams.pretended() as kernels:
-        built, made, _kept = exchange(rank, address, case, source, target, Wire(case.dtype))
+        built, transfer_plan, _kept = exchange(rank, address, case, source, target, Wire(case.dtype))
         params = empty(mine, case.dtype)
         for run in range(RUNS):
             expected = {name: t.to(case.dtype) for name, t in cut(mine, global_tensors(source.tensors, run)).items()}
@@ -91,7 +91,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
                 staged = Staged(params)
                 report = built.run(target=staged, checksums=run > 0, loaded=staged.finish)
                 assert same(params, expected)
-                assert report.received + report.local == made.bytes_in[rank - ranks]
+                assert report.received + report.local == transfer_plan.bytes_in[rank - ranks]
             assert (len(streams.Stream.made), Counted.made) == (1, 1), "one stream, one set of buffers for all runs"
             (side,) = streams.Stream.made
             assert streams.MAIN.seen[side] == side.count, "what it wrote is not waited for"
@@ -195,8 +195,8 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
 
 def test_a_wrong_byte_is_found_on_streams() -> None:
     case = CASES["two and two guests"]
-    told = run_ranks(case.size, fail, case, "a wrong byte")
-    assert any("is not what process 0 sent" in message for message in told)
+    errors = run_ranks(case.size, fail, case, "a wrong byte")
+    assert any("is not what process 0 sent" in message for message in errors)
 
 
 @pytest.mark.parametrize(
@@ -205,5 +205,5 @@ def test_a_wrong_byte_is_found_on_streams() -> None:
 )
 def test_a_stream_that_does_not_end_is_waited_for_with_a_limit(how: str, timeout_s: float, said: str) -> None:
     case = replace(CASES["two processes"], timeout_s=timeout_s)
-    told = run_ranks(case.size, fail, case, how)
-    assert f"process 1 {said} while" in told[0] and ".weight" in told[0]
+    errors = run_ranks(case.size, fail, case, how)
+    assert f"process 1 {said} while" in errors[0] and ".weight" in errors[0]

@@ -162,9 +162,9 @@ class Nccl:
         self.together.leaving.append((buffer, sent))
 
     def _end_coalescing(self) -> Work:
-        made, self.together = self.together, None
-        assert made is not None
-        return made
+        work, self.together = self.together, None
+        assert work is not None
+        return work
 
     def abort(self) -> None:
         Nccl.aborted += 1

@@ -102,8 +102,8 @@ def _place() -> str:
         path = Path(frame.filename).as_posix()
         if "/torch/" in path or "/tests/cuda/" in path or "/contextlib" in path:
             continue
-        kept = path.split("/site-packages/")[-1].split("/rehearsal/")[-1].split("/skyrl_mega/skyrl_mega/")[-1]
-        return f"{kept}:{frame.name}"
+        shortened = path.split("/site-packages/")[-1].split("/rehearsal/")[-1].split("/skyrl_mega/skyrl_mega/")[-1]
+        return f"{shortened}:{frame.name}"
     return "?"
 
 
@@ -250,8 +250,8 @@ def stand_in(waits: Waits) -> None:
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = partial(_Stream, waits)
     cuda.current_device = lambda: CUDA
-    one = _Stream(waits)
-    cuda.current_stream = cuda.default_stream = lambda *_: one
+    stream = _Stream(waits)
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
     cuda.synchronize = lambda *_: waits.note("synchronize")
     host: Any = torch
     state = torch.get_rng_state

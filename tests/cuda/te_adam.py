@@ -111,8 +111,8 @@ def go(case: Case) -> Answer:
         names = {id(p): name for name, p in named.items()}
 
         def held(t: Tensor) -> Tensor:
-            there = streamed.host_view(t) if streamed else None
-            return (t if there is None else there).clone()
+            on_host = streamed.host_view(t) if streamed else None
+            return (t if on_host is None else on_host).clone()
 
         state = [(part, p, master) for part in inner_optimizers(optimizer) for p, master in master_weights(part)]
         moments = {

@@ -54,9 +54,9 @@ def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
     out, of_out = out.view(q.shape).float(), of_out.view(q.shape).float()
     of_shares = torch.einsum("thd,shd->hts", of_out, values)
     of_scores = scale * shares * (of_shares - (of_out * out).sum(-1).T[..., None])
-    found = torch.einsum("hts,shd->thd", of_scores, keys), torch.einsum("hts,thd->shd", of_scores, q.float())
+    gradients = torch.einsum("hts,shd->thd", of_scores, keys), torch.einsum("hts,thd->shd", of_scores, q.float())
     of_values = torch.einsum("hts,thd->shd", shares, of_out)
-    grads = found[0], *(t.view(*k.shape[:2], -1, k.shape[2]).sum(2) for t in (found[1], of_values))
+    grads = gradients[0], *(t.view(*k.shape[:2], -1, k.shape[2]).sum(2) for t in (gradients[1], of_values))
     return [*(grad.to(t.dtype).contiguous() for grad, t in zip(grads, (q, k, v), strict=True)), None, None]
 
 
@@ -113,9 +113,9 @@ def thd_read_half_tensor(tensor: Tensor, cu: Tensor, half: int) -> Tensor:
 def thd_read_second_half_lse(lse: Tensor, cu: Tensor, packed: bool, tokens: int) -> Tensor:
     """Returns the normaliser of the second halves, [H, T / 2] of [H, T]."""
     assert packed
-    found = lse[:, _half(cu, 1)]
-    assert found.shape[1] == tokens
-    return found
+    second_halves = lse[:, _half(cu, 1)]
+    assert second_halves.shape[1] == tokens
+    return second_halves
 
 
 @kernel
@@ -140,8 +140,8 @@ def thd_out_correction(
 @kernel
 def thd_grad_correction(grad: Tensor, more: Tensor, cu: Tensor, first: str, second: str) -> None:
     """Updates each half of a gradient [T, …] as requested; `more` holds the halves to copy or add."""
-    given = {half: _half(cu, half) for half, how in enumerate((first, second)) if how in ("copy", "add")}
-    rows = torch.cat(list(given.values())).sort().values
+    positions = {half: _half(cu, half) for half, how in enumerate((first, second)) if how in ("copy", "add")}
+    rows = torch.cat(list(positions.values())).sort().values
     assert len(more) == len(rows)
     whole = torch.zeros_like(grad)
     whole[rows] = more.view(len(rows), *grad.shape[1:])

@@ -185,9 +185,9 @@ class Watch:
         every = [master for part in inner_optimizers(worker.optimizer) for _, master in master_weights(part)]
         answer.excess += sum(m.untyped_storage().nbytes() - m.nbytes for m in every)
         answer.backward[moment] = all(_agree(p) for p in self.fp8.values())
-        held = [t.untyped_storage() for t in storage_tensors(worker.params.values())]
-        answer.bytes["parameters"] = sum({s._cdata: s.nbytes() for s in held}.values())
-        answer.copies = len({s._cdata for s in held})
+        storages = [t.untyped_storage() for t in storage_tensors(worker.params.values())]
+        answer.bytes["parameters"] = sum({s._cdata: s.nbytes() for s in storages}.values())
+        answer.copies = len({s._cdata for s in storages})
         if worker._reference is not None:
             answer.bytes["reference"] = worker._reference.host_size
         buffers = [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -67,8 +67,8 @@ def scaled(x_RC: Tensor, scale: Tensor, kind: torch.dtype = torch.float8_e4m3fn)
 
 def _scale(amax: Tensor, kind: torch.dtype, powers: bool = False) -> Tensor:
     """Returns the scale, largest number of the format / magnitude, rounded down to a power of two if requested."""
-    found = torch.where(amax > 0, torch.finfo(kind).max / amax, 1.0)
-    return torch.ldexp(torch.ones_like(found), torch.frexp(found)[1] - 1) if powers else found
+    scale = torch.where(amax > 0, torch.finfo(kind).max / amax, 1.0)
+    return torch.ldexp(torch.ones_like(scale), torch.frexp(scale)[1] - 1) if powers else scale
 
 
 def _rows(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -133,10 +133,10 @@ def _fill_blocks(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None
     if quantizer.block_scaling_dim == 2:
         scale = _scale(magnitudes(x), kind)
         numbers, inverse = scaled(x, scale, kind), 1 / scale
-        made = {"rowwise": (numbers, inverse), "columnwise": (numbers.T, inverse.T)}
+        copies = {"rowwise": (numbers, inverse), "columnwise": (numbers.T, inverse.T)}
     else:
-        made = {side: _rows(values, kind) for side, values in sides.items()}
-    for side, (numbers, inverse) in made.items():
+        copies = {side: _rows(values, kind) for side, values in sides.items()}
+    for side, (numbers, inverse) in copies.items():
         data = getattr(out, f"_{side}_data")
         if data is not None:
             data.copy_(numbers.reshape(data.shape))
@@ -268,8 +268,8 @@ def shape(t: Any) -> tuple[int, ...]:
 def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """Returns op(b) · op(a) in row order, float32; cuBLAS counts in columns. An FP8 matrix contributes the copy that
     lies along the sum."""
-    one, other = operand(a, columnwise=not transa), operand(b, columnwise=transb)
-    left, right = other.T if transb else other, one.T if transa else one
+    first, second = operand(a, columnwise=not transa), operand(b, columnwise=transb)
+    left, right = second.T if transb else second, first.T if transa else first
     _check(a, b, m=right.shape[1], n=left.shape[0], k=left.shape[1])
     return left @ right
 

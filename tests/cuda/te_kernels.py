@@ -77,10 +77,10 @@ def stand_in(waits: Waits) -> None:
 def backward(tensors: Any, grad_tensors: Any = None) -> None:
     """Runs backward passes as torch does, but within the entered modes."""
     outputs = _tuple(tensors)
-    given = (None,) * len(outputs) if grad_tensors is None else _tuple(grad_tensors)
+    output_gradients = (None,) * len(outputs) if grad_tensors is None else _tuple(grad_tensors)
     pairs = [
         (t, torch.ones_like(t) if g is None else g)
-        for t, g in zip(outputs, given, strict=True)
+        for t, g in zip(outputs, output_gradients, strict=True)
         if isinstance(t, Tensor) and t.requires_grad
     ]
     outputs, gradients = zip(*pairs, strict=True)
@@ -154,8 +154,8 @@ def te_general_grouped_gemm(
 ) -> Any:  # fmt: skip
     """Computes a product for every expert."""
     parts = out[0].split([shape(each)[0] for each in b]) if single else out
-    for part, one, other in zip(parts, a, b, strict=True):
-        _write(part, product(one, transa, other, transb), part.dtype, accumulate)
+    for part, first, second in zip(parts, a, b, strict=True):
+        _write(part, product(first, transa, second, transb), part.dtype, accumulate)
     return bias
 
 
@@ -263,8 +263,8 @@ def fused_topk_with_score_function_bwd(
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         probs, _chosen_again = _chosen(leaf, topk, pre_softmax, scale)
-        (found,) = torch.autograd.grad(probs, leaf, grad.float())
-    out.copy_(found)
+        (gradient,) = torch.autograd.grad(probs, leaf, grad.float())
+    out.copy_(gradient)
 
 
 @triton

@@ -146,7 +146,7 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
     layers = ready(case, policy, waits, layouts.some_batch(90, count=6, seed=at.dp))
     chunk, te_layers = layers.chunk, policy.spec == "te"
     with AsCuda():
-        with keeping(chunk) as kept:  # also allocates work spaces and chooses kernels
+        with keeping(chunk) as saved:  # also allocates work spaces and chooses kernels
             layers.once()
         with counting(waits) if te_layers else nullcontext():
             hidden = layers.once()
@@ -154,13 +154,13 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
             layers.once()
     fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
     tokens, flat = layers.micro.tokens.numel(), real(layers, hidden, case)
-    return Answer(Counter(waits.found), flat, layers.gradients(), fields, kept.bytes, tokens, kept.routed, products)
+    return Answer(Counter(waits.found), flat, layers.gradients(), fields, saved.bytes, tokens, saved.routed, products)
 
 
 def real(layers: Ready, hidden: Any, case: Case) -> Any:
     """Returns the hidden states of this rank's tokens without padding, numpy float32 [L, H]."""
-    there = ~layers.micro.padding.view(case.parallel.tensor, -1)[case.parallel.coordinates(case.rank).tp]
-    return hidden.detach().float().view(-1, hidden.shape[-1])[there].numpy()
+    is_token = ~layers.micro.padding.view(case.parallel.tensor, -1)[case.parallel.coordinates(case.rank).tp]
+    return hidden.detach().float().view(-1, hidden.shape[-1])[is_token].numpy()
 
 
 def for_backward(opened: Any) -> None:
@@ -171,12 +171,12 @@ def for_backward(opened: Any) -> None:
         post_all_gather_processing(fp8)
 
 
-def drawn(there: Any, width: int) -> Any:
+def drawn(is_token: Any, width: int) -> Any:
     """Returns a gradient of the last hidden states [T, H] that is zero at padding."""
     import torch
 
-    whole = torch.zeros(len(there), width)
-    whole[there] = torch.linspace(-1, 1, int(there.sum()) * width).view(-1, width)
+    whole = torch.zeros(len(is_token), width)
+    whole[is_token] = torch.linspace(-1, 1, int(is_token.sum()) * width).view(-1, width)
     return whole
 
 
@@ -194,7 +194,7 @@ def keeping(chunk: Any) -> Iterator[Kept]:
 
     from skyrl_mega.megatron.fp8_parameters import storage_tensors
 
-    found, inside = Kept(), False
+    saved, inside = Kept(), False
     layer = chunk.decoder.layers[-1]
     parameters = {t.untyped_storage().data_ptr() for t in storage_tensors(chunk.parameters())}
 
@@ -205,23 +205,23 @@ def keeping(chunk: Any) -> Iterator[Kept]:
     def leave(*_: Any) -> None:
         nonlocal inside
         inside = False
-        found.bytes = sum(storage.nbytes() for storage in found.storages.values())  # some storages are emptied later
+        saved.bytes = sum(storage.nbytes() for storage in saved.storages.values())  # some storages are emptied later
 
     def save(t: Any) -> Any:
         if hasattr(t, "_fp8_dtype"):  # a weight or its copy: activations are saved as plain numbers and scales
             return t
         storage = t.untyped_storage()
         if inside and storage.data_ptr() not in parameters:
-            found.storages[storage._cdata] = storage
+            saved.storages[storage._cdata] = storage
         return t
 
-    def experts(_: Any, given: tuple[Any, ...]) -> None:
-        found.routed = len(given[0])
+    def experts(_: Any, inputs: tuple[Any, ...]) -> None:
+        saved.routed = len(inputs[0])
 
     hooks = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
     hooks.append(getattr(layer.mlp.experts, "linear_fc1", layer.mlp.experts).register_forward_pre_hook(experts))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
-        yield found
+        yield saved
     for hook in hooks:
         hook.remove()
 

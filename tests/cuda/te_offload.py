@@ -69,9 +69,9 @@ class Watch:
 
     def there(self) -> list[int]:
         """Returns the bytes of each layer on the device now."""
-        found = [sum(size for ref, size in of.values() if not ref.expired()) for of in self.layers]
-        self.most = max(self.most, sum(found))
-        return found
+        sizes = [sum(size for ref, size in of.values() if not ref.expired()) for of in self.layers]
+        self.most = max(self.most, sum(sizes))
+        return sizes
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def watching(chunk: Any) -> Iterator[Watch]:
 
     layers = chunk.decoder.layers
     watch = Watch({t.untyped_storage().data_ptr() for t in storage_tensors(chunk.parameters())}, [{} for _ in layers])
-    own = torch.autograd.graph.saved_tensors_hooks
+    torch_hooks = torch.autograd.graph.saved_tensors_hooks
 
-    class Hooks(own):
+    class Hooks(torch_hooks):
         """Hooks for saved tensors that also record every tensor."""
 
         def __init__(self, pack: Any, unpack: Any) -> None:
@@ -110,14 +110,14 @@ def watching(chunk: Any) -> Iterator[Watch]:
 
         hooks += [layer.register_forward_pre_hook(enter), layer.register_full_backward_pre_hook(leave)]
 
-    def experts(_: Any, given: tuple[Any, ...]) -> None:
-        watch.routed = len(given[0])
+    def experts(_: Any, inputs: tuple[Any, ...]) -> None:
+        watch.routed = len(inputs[0])
 
     hooks.append(layers[-1].mlp.experts.linear_fc1.register_forward_pre_hook(experts))
     activation_offload.saved_tensors_hooks = Hooks
     with Hooks(lambda t: t, lambda t: t):
         yield watch
-    activation_offload.saved_tensors_hooks = own
+    activation_offload.saved_tensors_hooks = torch_hooks
     for hook in hooks:
         hook.remove()
 
@@ -137,8 +137,8 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
 
     layers = te_layers.ready(case, policy, waits, layouts.some_batch(90, count=6, longest=LONGEST))
     activation_offload.SMALLEST["cuda"], activation_offload.PAGE["cuda"] = 1, 2**20
-    there: Any = activation_offload
-    there.HostMemory = lambda size, device: HostMemory(size, layouts.CPU)
+    module: Any = activation_offload
+    module.HostMemory = lambda size, device: HostMemory(size, layouts.CPU)
     pages = activation_offload.offload([layers.chunk.decoder.layers], policy.offload_layers, CUDA)
     with AsCuda():
         layers.once()
@@ -147,12 +147,12 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
         with watching(layers.chunk) as watch:
             hidden = layers.forward()
             between = watch.there()
-            kept = [sum(size for _, size in of.values()) for of in watch.layers]
+            saved = [sum(size for _, size in of.values()) for of in watch.layers]
             layers.backward(hidden)
     flat, gradients = te_layers.real(layers, hidden, case), layers.gradients()
     tokens = layers.micro.tokens.numel()
     host = pages.count * pages.page
-    return Answer(Counter(waits.found), flat, gradients, kept, between, watch.most, host, tokens, watch.routed)
+    return Answer(Counter(waits.found), flat, gradients, saved, between, watch.most, host, tokens, watch.routed)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ def go(case: Case, waits: Any) -> list[Answer]:
         _, micros = layouts.deal(batch(case.model), opened)
         with AsCuda():
             steps = [opened.train(micros, objectives.supervised) for _ in range(STEPS)]
-            found = opened.logprobs(micros)
+            logprobs = opened.logprobs(micros)
         weights = {name: plain(t) for name, t in opened.weights().items()}
-        return Answer(steps, weights, found and [values.numpy() for values, _ in found])
+        return Answer(steps, weights, logprobs and [values.numpy() for values, _ in logprobs])
 
     return [answer(policy) for policy in case.policies]
 

@@ -28,8 +28,8 @@ LEAST = 0.9
 
 
 def test_every_branch_is_in_the_list_and_nothing_else() -> None:
-    found, rows = find(), table()
-    new, old = unlisted(rows, found), gone(rows, found)
+    branches, rows = find(), table()
+    new, old = unlisted(rows, branches), gone(rows, branches)
     assert not new, "docs/gpu.md lacks:\n" + "\n".join(line(Row(branch, "", "")) for branch in new)
     assert not old, "docs/gpu.md names what is gone:\n" + "\n".join(f"{b.where} {b.text}" for b in old)
     assert len({row.branch for row in rows}) == len(rows)
@@ -55,8 +55,8 @@ def test_nearly_all_branches_are_entered() -> None:
 @pytest.mark.timeout(1200)
 def test_the_tests_enter_what_the_list_says() -> None:
     """Runs the tests again in recording processes, each file until all its listed branches are entered."""
-    rows, found = table(), find()
-    false = not_entered(rows, found, run_tests(claimed(rows), occurrences(rows, found)))
+    rows, branches = table(), find()
+    false = not_entered(rows, branches, run_tests(claimed(rows), occurrences(rows, branches)))
     assert not false, f"{DOCUMENT.name} claims what does not happen:\n" + "\n".join(map(line, false))
 
 
@@ -115,7 +115,7 @@ def test_only_cuda_s_side_counts_as_entered() -> None:
 def test_a_claim_holds_for_every_occurrence() -> None:
     branch, twice = Branch("m.py:f", "x.is_cuda"), Branch("m.py:g", "x.is_cuda")
     rows = [Row(branch, "cuda/test_a.py", ""), Row(twice, "cuda/test_a.py", ""), Row(Branch("m.py:h", "a"), "", "why")]
-    found = type(find())({branch: 1, twice: 2})
+    counts = type(find())({branch: 1, twice: 2})
     both = {(branch, 1): {"cuda/test_a.py"}, (twice, 1): {"cuda/test_a.py"}, (twice, 2): {"cuda/test_b.py"}}
-    assert not_entered(rows, found, both) == [rows[1]]
-    assert unlisted(rows[:1], found) == [twice] and gone(rows, found) == [Branch("m.py:h", "a")]
+    assert not_entered(rows, counts, both) == [rows[1]]
+    assert unlisted(rows[:1], counts) == [twice] and gone(rows, counts) == [Branch("m.py:h", "a")]

@@ -45,11 +45,11 @@ class Kernel:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     """Replaces the kernels and yields their recorders, with fake tensors on CUDA."""
-    found = {}
+    recorders = {}
     for module, names in ((boxes_triton, ("_copy", "_sum")), (block_fp8_triton, ("_amax", "_quantise", "_dequantise"))):
         for name in names:
-            found[name] = Kernel()
-            monkeypatch.setattr(module, name, found[name])
+            recorders[name] = Kernel()
+            monkeypatch.setattr(module, name, recorders[name])
 
     def address(tensor: Tensor) -> int:
         return (1 << 40) + tensor.untyped_storage()._cdata * 512 + tensor.storage_offset() * tensor.element_size()
@@ -67,7 +67,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(boxes_triton, "upload", upload)
     monkeypatch.setattr(views_of, "upload", upload)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield found
+        yield recorders
 
 
 def _part(tensor: Tensor, index: Any) -> Tensor:
@@ -98,14 +98,14 @@ def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire
     wire = Wire(torch.bfloat16, names)
     if fp8:
         source, target = with_scales(source, names), with_scales(target, names)
-    made = plan(source, target, itemsize=wire.itemsize)
-    where = device_owners(made.topology, 0, 2)
+    transfer_plan = plan(source, target, itemsize=wire.itemsize)
+    where = device_owners(transfer_plan.topology, 0, 2)
     sender, receiver = Role(0, 0, source.shards[0], None, None), Role(2, None, None, 0, target.shards[0])
     sent, _ = rank_program(
-        made, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
+        transfer_plan, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
     )
     got, _ = rank_program(
-        made, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
+        transfer_plan, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, owners=where
     )
     return source, target, wire, *([bucket for step in steps for bucket in step.new] for steps in (sent, got))
 
@@ -146,17 +146,19 @@ def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]
     """Packs an FP8 wire from bfloat16 with norms in float32: every kind of part at both ends."""
     source, target, wire, sent, got = ends({**ODD, "num_experts": 8}, True, 1 << 20)
     shard = source.shards[0]
-    held = on_cuda({n: s for n, s in shard.params.items() if "_scale_inv" not in n}, torch.float32)
+    sent_params = on_cuda({n: s for n, s in shard.params.items() if "_scale_inv" not in n}, torch.float32)
     scales = Scales(source, 0, wire.quantised, {i.tensor for c in sent for i in c.items}, lambda amax: None, CUDA)
-    scales.compute(held)
+    scales.compute(sent_params)
     assert kernels["_amax"].launches
-    given = on_cuda({n: s for n, s in target.shards[0].params.items() if "_scale_inv" not in n}, torch.float32)
-    given |= {
+    received_params = on_cuda(
+        {n: s for n, s in target.shards[0].params.items() if "_scale_inv" not in n}, torch.float32
+    )
+    received_params |= {
         n: torch.empty(s, device=CUDA, dtype=torch.float32)
         for n, s in target.shards[0].params.items()
         if "_scale_inv" in n
     }
-    for params, buckets, is_source in (({**held, **scales.tables}, sent, True), (given, got, False)):
+    for params, buckets, is_source in (({**sent_params, **scales.tables}, sent, True), (received_params, got, False)):
         kinds = set()
         for bucket in buckets:
             flat = torch.empty(bucket.size(True), dtype=torch.uint8, device=CUDA)
@@ -183,14 +185,14 @@ def test_parts_that_convert_are_among_those_that_copy(kernels: dict[str, Kernel]
 
 def test_parameters_that_lie_elsewhere_are_copied_one_by_one(kernels: dict[str, Kernel]) -> None:
     """Packs a bucket on the GPU with an export's whole tensors on the host."""
-    weight, here = torch.empty(8, 8, dtype=torch.bfloat16), torch.empty(8, 8, dtype=torch.bfloat16, device=CUDA)
-    made = []
-    for i, (owner, param) in enumerate(((0, weight), (1, here), (0, weight))):
+    weight, on_gpu = torch.empty(8, 8, dtype=torch.bfloat16), torch.empty(8, 8, dtype=torch.bfloat16, device=CUDA)
+    parts = []
+    for i, (owner, param) in enumerate(((0, weight), (1, on_gpu), (0, weight))):
         at = views_of.region(owner, param, (i, 0), (0, 0), (1, 8), 16 * i)
-        made.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
-    params = [weight, here]
-    views = views_of.BucketViews(made, ["whole", "here"], params, CUDA)
-    assert views.copies == [made[0], made[2]]
+        parts.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
+    params = [weight, on_gpu]
+    views = views_of.BucketViews(parts, ["whole", "here"], params, CUDA)
+    assert views.copies == [parts[0], parts[2]]
     flat = torch.empty(48 + 24, dtype=torch.uint8, device=CUDA)
     views.pack(params, flat)
     views.unpack(params, flat)
@@ -210,12 +212,12 @@ def test_views_are_told_apart_without_comparing_them(
 
     monkeypatch.setattr(views_of.View, "__eq__", compared)
     weight, other = (torch.empty(200, 200, dtype=t, device=CUDA) for t in (torch.bfloat16, torch.float32))
-    made = []
+    parts = []
     for i in range(20_000):
         owner, param = (i % 2, (weight, other)[i % 2])
         at = views_of.region(owner, param, (i % 200, i // 200), (0, 0), (1, 1), 16 * i)
-        made.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
+        parts.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
     start = time.process_time()
-    views = views_of.BucketViews(made, ["a", "b"], [weight, other], CUDA)
+    views = views_of.BucketViews(parts, ["a", "b"], [weight, other], CUDA)
     assert time.process_time() - start < 5
-    assert len(views.copies) == 10_000 and views.views == tuple(made)
+    assert len(views.copies) == 10_000 and views.views == tuple(parts)

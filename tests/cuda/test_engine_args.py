@@ -51,11 +51,11 @@ OTHERS: list[tuple[str, list[str], int | None]] = [
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Returns the configurations by recipe and by index in `OTHERS`. All resolve in two processes, because importing
     vLLM takes most of the time."""
-    asked: list[tuple[str, list[str], int | None]] = [(str(file), [], None) for file in RECIPES]
-    asked += [(str(ROOT / "configs" / f"{name}.yaml"), settings, former) for name, settings, former in OTHERS]
+    cases: list[tuple[str, list[str], int | None]] = [(str(file), [], None) for file in RECIPES]
+    cases += [(str(ROOT / "configs" / f"{name}.yaml"), settings, former) for name, settings, former in OTHERS]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     environment["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm"))
-    for what in ("inspect", json.dumps(asked)):
+    for what in ("inspect", json.dumps(cases)):
         command = [sys.executable, "-m", "tests.cuda.engine_config", what]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False

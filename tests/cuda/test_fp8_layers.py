@@ -65,15 +65,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     """Returns the results of two ranks by policy; `local …` rounds in our own code."""
     folder = tmp_path_factory.mktemp("fp8")
     build(MODEL, folder / "model", seed=1)
-    found = {}
+    by_policy = {}
     for capability in (te.HOPPER, BLACKWELL):
         names = [name for name, of in RECIPES.items() if of == capability]
         policies = {name: policy("te", name) for name in names}
         policies |= {f"local {name}": policy("local", name) for name in names}
         if capability == te.HOPPER:
             policies |= BLOCKWISE | DELAYED | {"bfloat16": policy("te", "model")}
-        found |= run("te_layers", folder, PARALLEL, policies, capability)
-    return found
+        by_policy |= run("te_layers", folder, PARALLEL, policies, capability)
+    return by_policy
 
 
 def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
@@ -95,12 +95,12 @@ def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str
 def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer: str) -> None:
     """Compares an expert's three products with a plain loop over the recipe's blocks, to bfloat16's rounding."""
     for answer in answers[name]:
-        found = answer.linears[layer]
-        assert len(found.splits) == MODEL.experts / PARALLEL.expert and sum(found.splits) == len(found.given)
-        parts = [t.split(found.splits) for t in (found.given, found.made, found.of_made, found.of_given)]
+        linear = answer.linears[layer]
+        assert len(linear.splits) == MODEL.experts / PARALLEL.expert and sum(linear.splits) == len(linear.given)
+        parts = [t.split(linear.splits) for t in (linear.given, linear.made, linear.of_made, linear.of_given)]
         for i, (x, y, g, of_x) in enumerate(zip(*parts, strict=True)):
-            products = Products(name.split()[0], found.scales[i] if found.scales else None)
-            w, of_w = found.weights[i], found.of_weights[i]
+            products = Products(name.split()[0], linear.scales[i] if linear.scales else None)
+            w, of_w = linear.weights[i], linear.of_weights[i]
             close(y, products.forward(x, w))
             close(of_x, products.of_given(g, w))
             close(of_w, products.of_weight(g, x))
@@ -120,12 +120,12 @@ def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer
         close(rank.of_weights[0], of.of_weight(gradient, rank.given))
 
 
-def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> None:
+def close(actual: Tensor, expected: Tensor, beside: Tensor | None = None) -> None:
     """Checks equality to bfloat16's rounding of the result, or of the summands and the sum."""
     room = 2**-8 * expected.abs() if beside is None else 2**-7 * beside
     room = room + 1e-5 * (expected.abs().max() if len(expected) else 0)
-    assert found.shape == expected.shape
-    assert not ((found - expected).abs() > room).any()
+    assert actual.shape == expected.shape
+    assert not ((actual - expected).abs() > room).any()
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "delayed" in name])
@@ -137,7 +137,7 @@ def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, li
         for i, scales in enumerate(ranks[0].scales):
             assert scales == ranks[1].scales[i]
             assert scales.weight == pytest.approx(448 / max(float(of.weights[i].abs().max()) for of in ranks), rel=1e-6)
-            given, gradients = (
+            inputs, gradients = (
                 max(
                     float(t.abs().max())
                     for of, tensor in zip(ranks, tensors, strict=True)
@@ -145,7 +145,7 @@ def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, li
                 )
                 for tensors in ([of.given for of in ranks], [of.of_made for of in ranks])
             )
-            assert scales.given * given == pytest.approx(448, rel=0.2)
+            assert scales.given * inputs == pytest.approx(448, rel=0.2)
             assert scales.gradient * gradients == pytest.approx(57344, rel=0.4)
 
 
@@ -159,24 +159,26 @@ def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]],
     """Compares hidden states with the local spec. The difference must be smaller than the difference of the local spec
     from bfloat16, whose noise changes some roundings. Delayed scaling uses any scale, ours a power of two: two noise
     sources."""
-    found, local, plain = (hidden(answers[n]) for n in (name, f"local {name}", "bfloat16"))
+    engine, local, plain = (hidden(answers[n]) for n in (name, f"local {name}", "bfloat16"))
     near = 1.5 if "delayed" in name else 0.6
-    assert off(found, local) < near * off(local, plain) < near * 0.09
-    assert off(found, plain) < 1.1 * off(local, plain)
+    assert off(engine, local) < near * off(local, plain) < near * 0.09
+    assert off(engine, plain) < 1.1 * off(local, plain)
     for ours, other, reference in zip(answers[name], answers[f"local {name}"], answers["bfloat16"], strict=True):
-        found, local, plain = (of.gradients[EMBEDDING] for of in (ours, other, reference))
-        assert off(found, local) < (1.5 if "delayed" in name else 0.85) * off(local, plain)
+        engine, local, plain = (of.gradients[EMBEDDING] for of in (ours, other, reference))
+        assert off(engine, local) < (1.5 if "delayed" in name else 0.85) * off(local, plain)
 
 
 @pytest.mark.parametrize("name", ["parameters", "selective", "moe", "full"])
 def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares bits: FP8 parameters equal the rounding of bfloat16 parameters in a pass, and recomputation rounds as
     before."""
-    for found, kept in zip(answers[name], answers["fp8_blockwise"], strict=True):
-        np.testing.assert_array_equal(found.hidden, kept.hidden)
-        assert set(found.gradients) == set(kept.gradients)
-        for parameter, gradient in found.gradients.items():
-            np.testing.assert_allclose(gradient, kept.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
+    for answer, reference in zip(answers[name], answers["fp8_blockwise"], strict=True):
+        np.testing.assert_array_equal(answer.hidden, reference.hidden)
+        assert set(answer.gradients) == set(reference.gradients)
+        for parameter, gradient in answer.gradients.items():
+            np.testing.assert_allclose(
+                gradient, reference.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter
+            )
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full")), *DELAYED])

@@ -55,10 +55,10 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, overlap: bool) -> Path:
-    made = tmp_path_factory.mktemp("fp8_parameters")
-    build(MODEL, made / "model", seed=1)
-    build(MODEL, made / "other", seed=2)
-    return made
+    path = tmp_path_factory.mktemp("fp8_parameters")
+    build(MODEL, path / "model", seed=1)
+    build(MODEL, path / "other", seed=2)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,10 @@ def run(folder: Path, name: str, overlap: bool) -> list[Answer]:
     for rank in range(RANKS):
         case = Case(rank, address, folder, ParallelDims(RANKS), name, policy(name, overlap))
         (folder / f"{name}{rank}.case").write_bytes(pickle.dumps(case))
-        with (folder / f"{name}{rank}.case").open("rb") as given, (folder / f"{name}{rank}.log").open("wb") as log:
+        with (folder / f"{name}{rank}.case").open("rb") as case_file, (folder / f"{name}{rank}.log").open("wb") as log:
             command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_fp8", str(folder / f"{name}{rank}.out")]
             environ = os.environ | path | environment(case.policy.precision)
-            started.append(subprocess.Popen(command, stdin=given, stderr=log, stdout=log, cwd=ROOT, env=environ))
+            started.append(subprocess.Popen(command, stdin=case_file, stderr=log, stdout=log, cwd=ROOT, env=environ))
     for rank, process in enumerate(started):
         assert process.wait(timeout=300) == 0, (folder / f"{name}{rank}.log").read_text()[-3000:]
     return [pickle.loads((folder / f"{name}{rank}.out").read_bytes()) for rank in range(RANKS)]
@@ -128,9 +128,9 @@ def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     numbers, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(rows, columns)
     for i in range(rows):
         for j in range(columns):
-            here = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            scale = LARGEST / values[here].abs().max()
-            numbers[here] = (values[here] * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+            block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scale = LARGEST / values[block].abs().max()
+            numbers[block] = (values[block] * scale).to(torch.float8_e4m3fn).view(torch.uint8)
             scales[i, j] = 1 / scale
     return numbers, scales
 

@@ -68,8 +68,8 @@ BLACKWELL = {
 
 
 def policy(name: str, clip: float = 0.0, **settings: Any) -> PolicyConfig:
-    recipe, *kept = name.split()
-    precision = PrecisionConfig(recipe, parameters="fp8" if kept else "model")
+    recipe, *parameters = name.split()
+    precision = PrecisionConfig(recipe, parameters="fp8" if parameters else "model")
     optimizer = OptimizerConfig(lr=2e-3, clip_grad=clip)
     return PolicyConfig(
         spec="te", precision=precision, optimizer=optimizer, micro_tokens=64, logit_chunk=64, **settings
@@ -95,12 +95,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
     """Returns each rank's results in each precision."""
     folder, parallel = tmp_path_factory.mktemp("steps"), LAYOUTS[layout]
     build(MODELS[layout], folder / "model", seed=1)
-    found: Found = {}
+    by_precision: Found = {}
     for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL.get(layout, ()))):
         policies = {name: policy(name, clip_of(layout), overlap=layout == "dp2") for name in names}
         if policies:
-            found |= programs.run("te_steps", folder, parallel, policies, capability)
-    return found
+            by_precision |= programs.run("te_steps", folder, parallel, policies, capability)
+    return by_precision
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def float32(tmp_path_factory: pytest.TempPathFactory, layout: str) -> list[dict[
     path = tmp_path_factory.mktemp("float32") / "model"
     build(MODELS[layout], path, seed=1)
     settings = dataclasses.replace(policy(PLAIN, clip_of(layout)), spec="local")
-    (found,) = run_ranks(1, layouts.train, path, ParallelDims(1), settings, batch(path), STEPS)
-    return list(found)
+    (metrics,) = run_ranks(1, layouts.train, path, ParallelDims(1), settings, batch(path), STEPS)
+    return list(metrics)
 
 
 def column(ranks: list[Answer], metric: str, layout: str) -> list[float]:
@@ -138,21 +138,21 @@ def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float
 
 def test_nothing_depends_on_whether_parameters_are_in_fp8(answers: Found) -> None:
     """Compares losses, log-probs and weights bit by bit; the squares of a norm are added in another order."""
-    for kept, rounded in zip(answers[KEPT], answers[BLOCKWISE], strict=True):
-        losses = [[step.get("loss") for step in of.steps] for of in (kept, rounded)]
+    for stored, rounded in zip(answers[KEPT], answers[BLOCKWISE], strict=True):
+        losses = [[step.get("loss") for step in of.steps] for of in (stored, rounded)]
         assert losses[0] == losses[1]
         norms = [step["grad_norm"] for step in rounded.steps]
-        assert [step["grad_norm"] for step in kept.steps] == pytest.approx(norms, rel=1e-5)
-        for a, b in zip(kept.logprobs or [], rounded.logprobs or [], strict=True):
+        assert [step["grad_norm"] for step in stored.steps] == pytest.approx(norms, rel=1e-5)
+        for a, b in zip(stored.logprobs or [], rounded.logprobs or [], strict=True):
             np.testing.assert_array_equal(a, b)
         for name, weight in rounded.weights.items():
-            numbers, scales = kept.weights[name], kept.weights.get(f"{name}_scale_inv")
+            numbers, scales = stored.weights[name], stored.weights.get(f"{name}_scale_inv")
             if scales is None:
                 np.testing.assert_array_equal(numbers, weight, err_msg=name)
             else:
                 values = spread(torch.from_numpy(scales), *numbers.shape)
-                found = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float() * values
-                torch.testing.assert_close(found, in_squares(torch.from_numpy(weight)), rtol=1e-6, atol=0)
+                dequantised = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float() * values
+                torch.testing.assert_close(dequantised, in_squares(torch.from_numpy(weight)), rtol=1e-6, atol=0)
 
 
 def test_logprobs_are_those_of_the_weights(answers: Found) -> None:
@@ -160,8 +160,8 @@ def test_logprobs_are_those_of_the_weights(answers: Found) -> None:
     in the steps."""
     for name, ranks in answers.items():
         assert ranks[-1].logprobs, "the last stage has them"
-        for found, plain in zip(ranks, answers[PLAIN], strict=True):
-            if not found.logprobs:
+        for answer, plain in zip(ranks, answers[PLAIN], strict=True):
+            if not answer.logprobs:
                 continue
-            off = np.concatenate([a - b for a, b in zip(found.logprobs or [], plain.logprobs or [], strict=True)])
+            off = np.concatenate([a - b for a, b in zip(answer.logprobs or [], plain.logprobs or [], strict=True)])
             assert name == PLAIN or 0 < np.abs(off).mean() < 0.1, name

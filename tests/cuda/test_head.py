@@ -47,8 +47,8 @@ def test_what_is_launched(dtype: torch.dtype, entropy: bool) -> None:
         logprobs, squares, saved = linear_logprobs.finish(merged)
         grads = linear_logprobs.gradients(inputs, saved, logprobs, logprobs if entropy else None)
     assert squares is not None
-    for found in (logprobs, squares, saved.entropy_T):
-        assert (found.shape, found.dtype, found.device) == ((TOKENS,), torch.float32, CUDA)
+    for output in (logprobs, squares, saved.entropy_T):
+        assert (output.shape, output.dtype, output.device) == ((TOKENS,), torch.float32, CUDA)
     for grad, of in zip(grads, (hidden, weight), strict=True):
         assert (grad.shape, grad.dtype, grad.device) == (of.shape, dtype, CUDA)
     tile = linear_logprobs_triton.tile(torch.empty(0, dtype=dtype))
@@ -75,8 +75,8 @@ def _on_the_device(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kib", "tile"), [(227, "HALF"), (163, "HALF"), (99, "SMALL")])
 def test_a_tile_fits_into_the_devices_shared_memory(kib: int, tile: str) -> None:
     linear_logprobs_triton._shared_memory.cache_clear()
-    given = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
-    with fake_cuda(), mock.patch.object(torch.cuda, "get_device_properties", return_value=given):
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
+    with fake_cuda(), mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         hidden = torch.empty(4, WIDTH, dtype=torch.bfloat16, device=CUDA)
         assert linear_logprobs_triton.tile(hidden) is getattr(linear_logprobs_triton, tile)
     linear_logprobs_triton._shared_memory.cache_clear()

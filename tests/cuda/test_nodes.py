@@ -61,10 +61,10 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
 
 def known_places(config: Config, ranks: list[Device], workers: list[Device], group: Any, fleet: Any) -> None:
     """Checks that the weight sync knows the real places: same node, same GPU."""
-    found = actual_placement(config, group.where, fleet.group.where)
-    devices, sits = [*found.policy, *found.engines], [*ranks, *workers]
-    assert [device % found.per_node for device in devices] == [int(gpu) for _, gpu in sits]
-    assert len(set(zip(map(found.node, devices), (node for node, _ in sits), strict=True))) == 2
+    actual = actual_placement(config, group.where, fleet.group.where)
+    devices, sits = [*actual.policy, *actual.engines], [*ranks, *workers]
+    assert [device % actual.per_node for device in devices] == [int(gpu) for _, gpu in sits]
+    assert len(set(zip(map(actual.node, devices), (node for node, _ in sits), strict=True))) == 2
 
 
 # ---- on Ray ------------------------------------------------------------------------------------------------------
@@ -122,11 +122,11 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(start_actors, "VllmEngine", Teller)
     monkeypatch.setattr(start_actors, "build_model", without_model)
     monkeypatch.setattr(start_actors, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
-    found = seats.reserve_run(config, "cuda")
-    found = replace(found, policy=dealt(found.policy, 1))
+    reserved = seats.reserve_run(config, "cuda")
+    reserved = replace(reserved, policy=dealt(reserved.policy, 1))
     with ExitStack() as stack:
         policy, _, _, fleet = start_actors.start_actors(
-            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
+            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), reserved
         )
         where, ranks = policy.group.where, told(policy.group)
         engines = told(fleet.group)
@@ -170,11 +170,11 @@ def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(start_actors, "VllmEngine", Teller)
     monkeypatch.setattr(start_actors, "build_model", without_model)
     monkeypatch.setattr(start_actors, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
-    found = seats.reserve_run(config, "cuda")
-    found = replace(found, policy=dealt(found.policy, 2), engines=dealt(found.engines, 3))
+    reserved = seats.reserve_run(config, "cuda")
+    reserved = replace(reserved, policy=dealt(reserved.policy, 2), engines=dealt(reserved.engines, 3))
     with ExitStack() as stack:
         policy, _, _, fleet = start_actors.start_actors(
-            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
+            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), reserved
         )
         ranks = [(at.address, gpu) for at in policy.group.where for gpu in at.gpus]
         workers = [(at.address, gpu) for at in fleet.group.where for gpu in at.gpus]
@@ -224,9 +224,9 @@ def test_every_shape(nodes: int, gpus: int, tensor: int, shared: bool) -> None:
                 workers += [(node, gpu) for gpu in visible]
                 assert workers[-tensor:] == ranks[engine * tensor : (engine + 1) * tensor]
         else:
-            own = [f"10.0.1.{9 + node}" for node in range(nodes)]
+            engine_addresses = [f"10.0.1.{9 + node}" for node in range(nodes)]
             cuts = [[str(gpu) for gpu in range(first, first + tensor)] for first in range(0, gpus, tensor)]
-            groups = [Location("m", 1, node, node, tuple(cut)) for node in own for cut in cuts]
+            groups = [Location("m", 1, node, node, tuple(cut)) for node in engine_addresses for cut in cuts]
             deal.shuffle(groups)
             workers = [(groups[i].address, gpu) for i in by_gpu(groups) for gpu in groups[i].gpus]
         one_process_a_device(ranks, workers, config)
@@ -262,9 +262,11 @@ def test_an_engines_worker_stays_near_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     for device in map(torch.device, ("cuda:6", "cpu")):
         loading = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
-        given = {"model": None, "device": device, "vllm_config": loading}
-        given["model_config"] = SimpleNamespace(dtype=None)
-        monkeypatch.setattr(WeightTransferEngine, "__init__", lambda self, given=given: vars(self).update(given))
+        attributes = {"model": None, "device": device, "vllm_config": loading}
+        attributes["model_config"] = SimpleNamespace(dtype=None)
+        monkeypatch.setattr(
+            WeightTransferEngine, "__init__", lambda self, attributes=attributes: vars(self).update(attributes)
+        )
         transfer.ShardTransferEngine()
     assert bound == [["6"]]
 
@@ -311,9 +313,9 @@ def test_a_slurm_job(nodes: int, gpus: int, tmp_path: Path) -> None:
     command = ["bash", "-c", f'source {ROOT}/launch/slurm.sh; run "$@"', "batch", "--config=x"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
-    assert [t["job"]["node"] for t in told] == [f"node{i + 1}" for i in range(nodes)]
-    for rank, t in enumerate(told):
+    reports = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [t["job"]["node"] for t in reports] == [f"node{i + 1}" for i in range(nodes)]
+    for rank, t in enumerate(reports):
         assert t["python"] == str(python)
         assert (t["job"]["rank"], t["job"]["gpus"], t["job"]["cpus"]) == (rank, gpus, 96)
         assert {f"--num-gpus={gpus}", "--num-cpus=96", "--node-ip-address=127.0.0.1"} <= {*t["ray"]}

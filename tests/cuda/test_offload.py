@@ -48,29 +48,29 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_no_bit_of_a_gradient_changes(answers: dict[str, list[Answer]], name: str) -> None:
-    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
-        np.testing.assert_array_equal(found.hidden, plain.hidden)
-        assert set(found.gradients) == set(plain.gradients) and len(plain.gradients) > 10
+    for offloaded, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+        np.testing.assert_array_equal(offloaded.hidden, plain.hidden)
+        assert set(offloaded.gradients) == set(plain.gradients) and len(plain.gradients) > 10
         for parameter, gradient in plain.gradients.items():
-            np.testing.assert_array_equal(found.gradients[parameter], gradient, err_msg=parameter)
+            np.testing.assert_array_equal(offloaded.gradients[parameter], gradient, err_msg=parameter)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_host_does_not_wait(answers: dict[str, list[Answer]], name: str) -> None:
     """Checks that offloading adds no wait."""
-    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
-        assert found.waits == plain.waits
+    for offloaded, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+        assert offloaded.waits == plain.waits
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_layers_keep_is_in_host_memory(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares the bytes on the device. Kept there are the table of rotations, read by all layers, recomputed tensors,
     and the last offloaded layer, because the backward pass starts there. No weight moves, not even in FP8."""
-    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+    for offloaded, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
         again = {"selective": 0.33}.get(name, 0.06)
-        assert found.kept == plain.kept == plain.between
-        assert found.between[0] <= again * found.kept[0]
-        assert found.between[1:] == plain.between[1:]
-        assert found.most < plain.most - 0.9 * (1 - again) * found.kept[0]
-        moving = sum(found.kept[layer] for layer in MOVING)
-        assert (1 - again) * moving * 0.9 < found.host < moving + len(MOVING) * 2**20
+        assert offloaded.kept == plain.kept == plain.between
+        assert offloaded.between[0] <= again * offloaded.kept[0]
+        assert offloaded.between[1:] == plain.between[1:]
+        assert offloaded.most < plain.most - 0.9 * (1 - again) * offloaded.kept[0]
+        moving = sum(offloaded.kept[layer] for layer in MOVING)
+        assert (1 - again) * moving * 0.9 < offloaded.host < moving + len(MOVING) * 2**20

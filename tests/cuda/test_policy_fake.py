@@ -39,16 +39,16 @@ def opened(config: BuildConfig, parallel: ParallelDims, dtype: torch.dtype, **ch
 
 def tensors_of(rank: ModelWorker) -> dict[str, Tensor]:
     """Returns all tensors of a rank allocated before its first step, except Adam's moments."""
-    found = {f"parameter {name}": p for name, p in rank.params.items()}
-    found |= {f"gradient {name}": p.main_grad for name, p in rank.params.items()}  # type: ignore[attr-defined]
+    tensors = {f"parameter {name}": p for name, p in rank.params.items()}
+    tensors |= {f"gradient {name}": p.main_grad for name, p in rank.params.items()}  # type: ignore[attr-defined]
     for i, chunk in enumerate(rank.chunks):
-        found |= {f"buffer {i} {name}": b for name, b in chunk.named_buffers()}
+        tensors |= {f"buffer {i} {name}": b for name, b in chunk.named_buffers()}
     for i, part in enumerate(rank.optimizer.chained_optimizers):
         for j, group in enumerate(part.optimizer.param_groups):
-            found |= {f"master {i} {j} {k}": p for k, p in enumerate(group["params"])}
+            tensors |= {f"master {i} {j} {k}": p for k, p in enumerate(group["params"])}
         for j, state in enumerate(part.optimizer.state.values()):
-            found |= {f"moment {i} {j} {kind}": t for kind, t in state.items() if kind != "step"}
-    return found
+            tensors |= {f"moment {i} {j} {kind}": t for kind, t in state.items() if kind != "step"}
+    return tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -128,8 +128,8 @@ def test_forward_through_layers_and_head(
         from megatron.core.pipeline_parallel import schedules
 
         with mock.patch.object(schedules, "backward_step", return_value=None):
-            kept = worker._run(micros, finish, forward_only=False)
-        assert len(seen) == len(micros) == len(kept)
+            outputs = worker._run(micros, finish, forward_only=False)
+        assert len(seen) == len(micros) == len(outputs)
         for logprobs, entropy, micro in seen:
             assert logprobs.shape == entropy.shape == micro.targets.shape
             assert logprobs.device == entropy.device == CUDA and logprobs.dtype == torch.float32
@@ -226,25 +226,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, parallel: ParallelDims) -> None:
     """Compares float32 steps with all CUDA branches except the half-precision kernel; overlap and recomputation are
     on."""
-    found, expected = (
+    actual, expected = (
         run_ranks(parallel.ranks, steps, models[model], parallel, torch.float32, as_cuda) for as_cuda in (True, False)
     )
-    compare(found, expected, 1e-4)
+    compare(actual, expected, 1e-4)
 
 
 @pytest.mark.parametrize("parallel", [ParallelDims(), ParallelDims(2, context=2)], ids=["one", "CP2"])
 def test_the_kernel_for_half_precision_attends_as_the_grid(models: dict[str, Path], parallel: ParallelDims) -> None:
     """Compares in bfloat16, with a noise of about 1e-2; `tests/megatron/test_attention.py` compares to 1e-6 in
     float32."""
-    found, expected = (
+    actual, expected = (
         run_ranks(parallel.ranks, steps, models["dense"], parallel, torch.bfloat16, as_cuda)
         for as_cuda in (True, False)
     )
-    compare(found, expected, 5e-2)
+    compare(actual, expected, 5e-2)
 
 
-def compare(found: list[Any], expected: list[Any], rel: float) -> None:
-    for (one, logprobs), (other, others) in zip(found, expected, strict=True):
+def compare(actual: list[Any], expected: list[Any], rel: float) -> None:
+    for (one, logprobs), (other, others) in zip(actual, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.keys() == b.keys()
             for name in set(a) & {"loss", "grad_norm", "lr"}:

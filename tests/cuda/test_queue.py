@@ -79,16 +79,21 @@ def planned(recipe: str, *settings: str) -> Plan:
     config = compose(file)
     hf, rollout = known(config.model.path), config.rollout
     decoder = architecture(hf).describe(hf)
-    made = batch(config, parallel_of(config)[0])
+    planned_batch = batch(config, parallel_of(config)[0])
     cache = engine_memory(config, decoder).tokens
-    steps = made.sequences / rollout.engines * made.generated / mean_concurrency(config, cache, made)
+    steps = (
+        planned_batch.sequences
+        / rollout.engines
+        * planned_batch.generated
+        / mean_concurrency(config, cache, planned_batch)
+    )
     lengths = {
         "max_prompt_tokens": rollout.max_prompt_tokens,
         "sampling.max_tokens": rollout.sampling.max_tokens,
         "max_length": length_limit(rollout),
     }
     scaled = compose(file, [*settings, *(f"rollout.{key}={length // SCALE}" for key, length in lengths.items())])
-    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, decoder, made) / steps)
+    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, decoder, planned_batch) / steps)
 
 
 class LocalActors:
@@ -167,20 +172,20 @@ def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
     (tmp_path / "config.json").write_text("{}")
 
     def start(plan: Plan, first_stalls_after: int | None = None, say: Any = print) -> tuple[Fleet, LocalActors]:
-        made: list[LocalActors] = []
+        groups: list[LocalActors] = []
 
         def spawn(name: str, _: type, arguments: list[dict[str, Any]], **__: Any) -> LocalActors:
             faults = [first_stalls_after, *[None] * (len(arguments) - 1)]
-            made.append(LocalActors(name, [a["spec"] for a in arguments], plan, faults))
-            return made[0]
+            groups.append(LocalActors(name, [a["spec"] for a in arguments], plan, faults))
+            return groups[0]
 
         monkeypatch.setattr(start_actors, "ActorGroup", SimpleNamespace(spawn=spawn))
         setup = start_actors.Setup(
             plan.config, {}, tmp_path, device="cuda", folder=tmp_path, stack=ExitStack(), say=say
         )
         fleet = start_actors.start_engines(setup, None)
-        fleet.serve(range(len(made[0])))
-        return fleet, made[0]
+        fleet.serve(range(len(groups[0])))
+        return fleet, groups[0]
 
     return start
 
@@ -231,13 +236,13 @@ def test_slow_tokens_and_a_queue_of_ten_caches_end_nothing(fleets: Fleets, recip
 def test_an_engine_that_stands_still_is_found_within_the_limit(fleets: Fleets, recipe: str) -> None:
     """Checks that the requests of a stalled engine, queued requests included, go to other engines."""
     plan = planned(recipe)
-    found: list[tuple[float, str]] = []
+    messages: list[tuple[float, str]] = []
     tokens = 3
     fleet, actors = fleets(
-        plan, tokens * plan.places, lambda text: found.append((asyncio.get_running_loop().time(), text))
+        plan, tokens * plan.places, lambda text: messages.append((asyncio.get_running_loop().time(), text))
     )
     play(fleet, plan, 3 * plan.places * len(actors))
-    [(seconds, text)] = found
+    [(seconds, text)] = messages
     assert f"got a token for {plan.limit_s:g} s" in text
     assert 0 <= seconds - tokens * plan.token_s - plan.limit_s < 2
     assert fleet.serving == list(range(1, len(actors)))

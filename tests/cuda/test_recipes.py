@@ -31,8 +31,8 @@ ASKED: list[dict[str, Any]] = [
 def answers() -> dict[str, dict[str, Any]]:
     """Returns the answers by recipe, from one process with the variables of all recipes."""
     variables: dict[str, str] = {}
-    for one in ASKED:
-        variables |= precision.environment(PrecisionConfig(**one))
+    for fields in ASKED:
+        variables |= precision.environment(PrecisionConfig(**fields))
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.cuda.recipes"],
         input=json.dumps(ASKED),
@@ -45,7 +45,7 @@ def answers() -> dict[str, dict[str, Any]]:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     descriptions = json.loads(ran.stdout.partition("\nanswers ")[2].splitlines()[0])
-    return {one["recipe"]: answer for one, answer in zip(ASKED, descriptions, strict=True)}
+    return {fields["recipe"]: answer for fields, answer in zip(ASKED, descriptions, strict=True)}
 
 
 def test_recipes_and_formats(answers: dict[str, dict[str, Any]]) -> None:

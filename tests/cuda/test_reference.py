@@ -73,24 +73,24 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], Reference, list
     monkeypatch.setattr(reference, "PIECE", PIECE)
     torch.manual_seed(0)
     params, other = parameters(), parameters()
-    own = bits(params)
-    held = Reference(params)
-    with held.swapped():
+    policy_bits = bits(params)
+    swapped = Reference(params)
+    with swapped.swapped():
         assert all(not p.any() for p in params), "zeros, until something is loaded"
         for p, o in zip(params, other, strict=True):
             p.copy_(o)
-    assert bits(params) == own
-    return params, held, own, bits(other)
+    assert bits(params) == policy_bits
+    return params, swapped, policy_bits, bits(other)
 
 
 def test_weights_change_places_bit_by_bit_and_stay_where_they_are(pair: Any) -> None:
-    params, held, own, other = pair
+    params, held, policy_bits, other = pair
     where = [p.data_ptr() for p in params]
     for _ in range(2):
         with held.swapped():
             assert bits(params) == other
             assert [p.data_ptr() for p in params] == where
-        assert bits(params) == own
+        assert bits(params) == policy_bits
 
 
 def test_what_lies_between_parameters_stays_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def everywhere() -> Iterator[tuple[set[int], bool]]:
 
 
 def test_after_an_error_anywhere_the_weights_are_the_policys_own(pair: Any) -> None:
-    params, held, own, other = pair
+    params, held, policy_bits, other = pair
     broken = 0
     for fail, late in everywhere():
         with Copies(fail, late) as copies:
@@ -134,32 +134,32 @@ def test_after_an_error_anywhere_the_weights_are_the_policys_own(pair: Any) -> N
             except KeyboardInterrupt:
                 broken += 1
             # After an error on the way back, the next user of the weights must restore.
-            while bits(params) != own:
+            while bits(params) != policy_bits:
                 try:
                     held.restore_policy()
                 except KeyboardInterrupt:
                     continue
                 break
-        assert bits(params) == own, (fail, late, copies.copies)
+        assert bits(params) == policy_bits, (fail, late, copies.copies)
         with held.swapped():
             assert bits(params) == other, (fail, late)
-        assert bits(params) == own
+        assert bits(params) == policy_bits
     assert broken > 150
 
 
 def test_one_error_on_the_way_there_needs_no_help(pair: Any) -> None:
-    params, held, own, _ = pair
+    params, held, policy_bits, _ = pair
     for k in range(1, COPIES // 2 + 1):
         with pytest.raises(KeyboardInterrupt), Copies({k}, late=bool(k % 2)), held.swapped():
             raise AssertionError("never comes here")
-        assert bits(params) == own
+        assert bits(params) == policy_bits
 
 
 def test_an_error_inside_gives_the_weights_back(pair: Any) -> None:
-    params, held, own, _ = pair
+    params, held, policy_bits, _ = pair
     with pytest.raises(ZeroDivisionError), held.swapped():
         _ = 1 / 0
-    assert bits(params) == own
+    assert bits(params) == policy_bits
 
 
 def test_parameters_that_are_strided_are_refused() -> None:
@@ -208,7 +208,7 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     _, micros = layouts.deal(batch, opened)
     where = {name: p.data_ptr() for name, p in opened.params.items()}
-    own = {name: p.detach().clone() for name, p in opened.params.items()}
+    policy_weights = {name: p.detach().clone() for name, p in opened.params.items()}
 
     before = arrays(opened.logprobs(micros))
     opened.keep_reference(other)
@@ -229,7 +229,7 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
     opened._run = failing  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         opened.logprobs(micros, reference=True)
-    same = all(torch.equal(p, own[name]) for name, p in opened.params.items())
+    same = all(torch.equal(p, policy_weights[name]) for name, p in opened.params.items())
     opened._run = run  # type: ignore[method-assign]
     metrics = [opened.train(micros, objectives.supervised) for _ in range(2)]
     return before, reference_logprobs, after, moved, same, metrics
@@ -249,10 +249,10 @@ def test_a_rank_computes_with_the_reference_and_trains_its_own(tmp_path: Path) -
     for seed, name in ((1, "own"), (2, "other")):
         build(BuildConfig(), tmp_path / name, seed=seed)
     batch, parallel = layouts.some_batch(100), layouts.layout(2, expert=2)
-    found = run_ranks(2, in_a_rank, tmp_path / "own", tmp_path / "other", parallel, batch)
+    answers = run_ranks(2, in_a_rank, tmp_path / "own", tmp_path / "other", parallel, batch)
     undisturbed = run_ranks(2, alone, tmp_path / "own", parallel, batch, 2)
     of_other = run_ranks(2, alone, tmp_path / "other", parallel, batch, 0)
-    for rank, (before, by_reference, after, moved, same, metrics) in enumerate(found):
+    for rank, (before, by_reference, after, moved, same, metrics) in enumerate(answers):
         assert moved == [[], []], "no parameter has moved, with the reference's weights or with its own"
         assert same, "after an error the weights are the policy's own, to the bit"
         np.testing.assert_equal(before, undisturbed[rank][0])
@@ -267,7 +267,7 @@ def test_a_rank_computes_with_the_reference_and_trains_its_own(tmp_path: Path) -
 def moments(rank: int, address: str, path: Path, batch: Sequences, late: bool) -> Any:
     opened = layouts.open_rank(rank, address, path, layouts.layout(2, expert=2), layouts.policy_config())
     inner = [part.optimizer for part in opened.optimizer.chained_optimizers]
-    there = [
+    allocated = [
         all(optimizer.state[p].keys() >= {"exp_avg", "exp_avg_sq"} for p in group["params"])
         for optimizer in inner
         for group in optimizer.param_groups
@@ -277,16 +277,16 @@ def moments(rank: int, address: str, path: Path, batch: Sequences, late: bool) -
             optimizer.state.clear()
     _, micros = layouts.deal(batch, opened)
     metrics = [opened.train(micros, objectives.supervised) for _ in range(2)]
-    return there, metrics, {name: t.numpy().copy() for name, t in opened.weights().items()}
+    return allocated, metrics, {name: t.numpy().copy() for name, t in opened.weights().items()}
 
 
 def test_moments_are_there_before_the_first_step_and_change_nothing(tmp_path: Path) -> None:
     build(BuildConfig(), tmp_path / "model", seed=1)
     batch = layouts.some_batch(100)
     early, late = (run_ranks(2, moments, tmp_path / "model", batch, late) for late in (False, True))
-    for (there, *made), (_, *wanted) in zip(early, late, strict=True):
-        assert there and all(there)
-        np.testing.assert_equal(made, wanted)
+    for (allocated, *actual), (_, *wanted) in zip(early, late, strict=True):
+        assert allocated and all(allocated)
+        np.testing.assert_equal(actual, wanted)
 
 
 ACTOR = """

@@ -53,11 +53,11 @@ class Stream(streams.Stream):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Yields the list of calls to CUDA, in order."""
-    found: list[Any] = []
-    Stream.told = found
+    calls: list[Any] = []
+    Stream.told = calls
 
     def note(*event: Any) -> int:
-        found.append(event)
+        calls.append(event)
         return 0
 
     cudart = SimpleNamespace(
@@ -65,19 +65,19 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         cudaHostUnregister=lambda at: note("unlock", at),
     )
     main = streams.MAIN
-    monkeypatch.setattr(main, "wait_stream", lambda other: found.append("main waits"), raising=False)
+    monkeypatch.setattr(main, "wait_stream", lambda other: calls.append("main waits"), raising=False)
     names: dict[str, Any] = dict(
         Stream=Stream,
         stream=streams.on,
         current_stream=lambda *_: streams.Stream.current,
         cudart=lambda: cudart,
-        check_error=lambda code: found.append(("code", code)),
-        empty_cache=lambda: found.append("given back"),
+        check_error=lambda code: calls.append(("code", code)),
+        empty_cache=lambda: calls.append("given back"),
     )
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    with CpuAsCuda(), Events(found):
-        yield found
+    with CpuAsCuda(), Events(calls):
+        yield calls
 
 
 def test_parts_go_to_locked_memory_on_a_stream_of_their_own(told: list[Any]) -> None:
@@ -150,7 +150,7 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor
     steps of a simulated Adam that adds 1."""
     weights = [torch.full((300,), float(i), dtype=torch.bfloat16) for i in range(count)]
     masters = [w.float() for w in weights]
-    said: list[Any] = []
+    steps: list[Any] = []
     inner = SimpleNamespace(state=defaultdict(dict), param_groups=[{"params": masters[:2]}, {"params": masters[2:]}])
 
     def step(closure: Any) -> None:
@@ -158,9 +158,9 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor
             if group["params"]:  # some versions of Transformer Engine do not count a step of an empty group
                 group["step"] = group.get("step", 0) + 1
         (stepped,) = (group for group in inner.param_groups if group["params"])
-        given = [i for i, m in enumerate(masters) if any(m is w for w in stepped["params"])]
-        said.append(("step", given, stepped["step"]))
-        for i in given:
+        indices = [i for i, m in enumerate(masters) if any(m is w for w in stepped["params"])]
+        steps.append(("step", indices, stepped["step"]))
+        for i in indices:
             masters[i].add_(1)
             inner.state[masters[i]]["exp_avg"].add_(masters[i].grad)
 
@@ -173,17 +173,17 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor
         shard_fp32_from_float16_groups=[masters],
         _get_model_param_range_map=lambda p: {"param": SimpleNamespace(start=0, end=p.numel())},
     )
-    return StreamedPart(part, CUDA, 1), weights, masters, said
+    return StreamedPart(part, CUDA, 1), weights, masters, steps
 
 
 def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    part, weights, masters, said = a_streamed_part(4)
+    part, weights, masters, events = a_streamed_part(4)
     number = {id(piece.part): i for i, piece in enumerate(part.pieces)}
     words = {"begin_onload": "comes", "end_onload": "here", "begin_offload": "leaves", "end_offload": "gone"}
 
     def noting(of: Any, word: str) -> Any:
         def noted(self: OffloadablePart, *args: Any) -> Any:
-            said.append((word, number[id(self)]))
+            events.append((word, number[id(self)]))
             return of(self, *args)
 
         return noted
@@ -194,21 +194,21 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
     for step in (1, 2):
         for m in masters:
             m.grad = torch.ones(300)
-        said.clear()
+        events.clear()
         part.step()
         part.to_model()  # as megatron-core does after a step; already done here
-        order = [("step", *event[1]) if event[0] == "step" else event for event in said]
+        order = [("step", *event[1]) if event[0] == "step" else event for event in events]
         assert order == [
             ("comes", 0), ("comes", 1), ("here", 0), ("step", 0), ("leaves", 0),
             ("comes", 2), ("here", 1), ("step", 1), ("leaves", 1), ("gone", 0),
             ("comes", 3), ("here", 2), ("step", 2), ("leaves", 2), ("gone", 1),
             ("here", 3), ("step", 3), ("leaves", 3), ("gone", 2), ("gone", 3),
         ]  # fmt: skip
-        assert {event[2] for event in said if event[0] == "step"} == {step}, "one step, not one for each piece"
+        assert {event[2] for event in events if event[0] == "step"} == {step}, "one step, not one for each piece"
         assert [w[0].item() for w in weights] == [i + step for i in range(4)]
     assert not any(m.untyped_storage().nbytes() for m in masters)
-    there = [part.pieces[i].part.host_view(part.part.optimizer.state[m]["exp_avg"]) for i, m in enumerate(masters)]
-    assert all(values is not None and values.tolist() == [2.0] * 300 for values in there)
+    on_host = [part.pieces[i].part.host_view(part.part.optimizer.state[m]["exp_avg"]) for i, m in enumerate(masters)]
+    assert all(values is not None and values.tolist() == [2.0] * 300 for values in on_host)
 
 
 def test_a_fault_half_way_leaves_nothing_on_the_device_and_no_step_counted(told: list[Any]) -> None:

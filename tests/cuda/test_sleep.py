@@ -30,8 +30,8 @@ class Allocator:
         self.asleep: set[str] = set()
         self.pointer_to_data = {
             t.data_ptr(): SimpleNamespace(handle=(0, t.untyped_storage().nbytes(), t.data_ptr(), 0), tag=tag)
-            for tag, held in tensors.items()
-            for t in held
+            for tag, tagged in tensors.items()
+            for t in tagged
         }
 
     def discard(self, tags: tuple[str, ...]) -> None:

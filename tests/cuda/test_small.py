@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_mapping_of_devices_is_taken_back_as_often_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {name: inspect.unwrap(getattr(torch, name)) for name in cpu._FACTORIES}
-    for name, make in own.items():
+    originals = {name: inspect.unwrap(getattr(torch, name)) for name in cpu._FACTORIES}
+    for name, make in originals.items():
         monkeypatch.setattr(torch, name, cpu._on_cpu(make))
     for _ in range(2):
         as_cpu.unmapped()
-        assert {name: getattr(torch, name) for name in own} == own
+        assert {name: getattr(torch, name) for name in originals} == originals
 
 
 def dapo(*settings: str) -> Config:
@@ -49,33 +49,33 @@ def test_transformer_engine_is_allowed_on_cuda_and_refused_on_a_cpu_by_the_setti
 
 
 def test_a_checkpoint_of_a_gpus_memory_goes_through_pinned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    pinned: list[bool] = []
     empty = torch.empty
 
     def recorded(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
-        asked.append(pin_memory)
+        pinned.append(pin_memory)
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", recorded)
     box = Box((0, 0), (4, 8))
     with FakeTensorMode():
         box_files._buffers([box_files.Part("x", box, "master", torch.zeros(4, 8, device="cuda"))])
-    assert asked.count(True) == box_files.THREADS
+    assert pinned.count(True) == box_files.THREADS
 
 
 def test_ranks_on_nccl_agree_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    tensors: list[Any] = []
     tensor = torch.tensor
 
     def recorded(values: Any, device: torch.device) -> Any:
-        made.append(device.type)
+        tensors.append(device.type)
         return tensor(values)
 
     monkeypatch.setattr(load.torch, "tensor", recorded)
     for name, answer in (("get_backend", "nccl"), ("get_rank", 0), ("all_reduce", None)):
         monkeypatch.setattr(load.dist, name, lambda *_, answer=answer: answer)
     load._raise_together(None)
-    assert made == ["cuda"]
+    assert tensors == ["cuda"]
 
 
 def test_a_policy_rank_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_an_embedder_is_refused_a_gpu_that_is_not_there_and_takes_one_that_is(
     with pytest.raises(UserError, match="--device cuda: torch sees no CUDA device"):
         Embedder(tmp_path, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = object.__new__(Embedder)
+    embedder = object.__new__(Embedder)
     with pytest.raises(UserError, match=str(tmp_path)):  # the folder has no model
-        found.__init__(tmp_path, device="auto")  # type: ignore[misc]
-    assert found.device.type == "cuda"
+        embedder.__init__(tmp_path, device="auto")  # type: ignore[misc]
+    assert embedder.device.type == "cuda"
 
 
 def test_what_a_preflight_asks_of_a_node_with_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_a_run_on_gpus_has_a_preflight_of_gpus_and_network(monkeypatch: pytest.M
     monkeypatch.setattr(preflight, "checkpoint_bytes", lambda *_: 0)
     limits: list[Any] = []
     monkeypatch.setattr(preflight.network, "check_rates", lambda _, limit: limits.append(limit) or [])
-    said: list[str] = []
-    console: Any = SimpleNamespace(say=said.append, phase=lambda _: nullcontext())
+    messages: list[str] = []
+    console: Any = SimpleNamespace(say=messages.append, phase=lambda _: nullcontext())
     with pytest.raises(preflight.ClusterError, match=r"cluster\.nodes wants 2"):
         preflight.before_run(dapo(), tmp_path, tmp_path, console)
     [promised] = limits

@@ -83,9 +83,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_names_shapes_and_order(built: dict[Key, list[Built]], model: str, layout: str, spec: Any) -> None:
     hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
-    for rank, found in enumerate(built[model, layout, spec]):
+    for rank, rank_built in enumerate(built[model, layout, spec]):
         shard = architecture(hf).megatron_shard(hf, parallel, rank, spec)
-        assert list(found.params.items()) == list(shard.params.items())
+        assert list(rank_built.params.items()) == list(shard.params.items())
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
@@ -95,12 +95,12 @@ def test_every_gradient_counts_once_in_the_norm(
     """Compares the squares counted by all ranks with the squares of the whole gradients."""
     ranks = built[model, layout, spec]
     everybody = list(range(len(ranks)))
-    assert all(group == everybody for found in ranks for group in found.norm_ranks)
+    assert all(group == everybody for rank_built in ranks for group in rank_built.norm_ranks)
     counted: dict[str, float] = defaultdict(float)
-    for found in ranks:
-        for part in found.parts:
-            for name, found_of in part.items():
-                counted["experts" if ".experts." in name else "others"] += found_of.squares
+    for rank_built in ranks:
+        for part in rank_built.parts:
+            for name, counted_update in part.items():
+                counted["experts" if ".experts." in name else "others"] += counted_update.squares
     whole: dict[str, float] = defaultdict(float)
     for name, gradient in case(model, layout, spec).gradients.items():
         whole["experts" if ".experts." in name else "others"] += squared(gradient)
@@ -115,10 +115,10 @@ def squared(gradient: Tensor) -> float:
 def test_attributes_are_the_local_specs(built: dict[Key, list[Built]], model: str, layout: str) -> None:
     """Compares attributes by a parameter's content, because names differ between the specs."""
     hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
-    for rank, (one, other) in enumerate(zip(built[model, layout, "te"], built[model, layout, "local"], strict=True)):
+    for rank, (engine, local) in enumerate(zip(built[model, layout, "te"], built[model, layout, "local"], strict=True)):
         by_spec = [
-            {holds: meaning(found.attributes[name]) for name, holds in contents(hf, parallel, rank, spec)}
-            for spec, found in (("te", one), ("local", other))
+            {holds: meaning(rank_built.attributes[name]) for name, holds in contents(hf, parallel, rank, spec)}
+            for spec, rank_built in (("te", engine), ("local", local))
         ]
         assert by_spec[0] == by_spec[1]
 
@@ -127,17 +127,17 @@ def meaning(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes with megatron-core's defaults; the cut dimension matters only to the loader."""
     defaults = dict(tensor_model_parallel=False, allreduce=True, sequence_parallel=False, shared=False,
                     shared_embedding=False)  # fmt: skip
-    found = {name: attributes.get(name, default) for name, default in defaults.items()}
+    known = {name: attributes.get(name, default) for name, default in defaults.items()}
     assert "partition_dim" not in attributes or attributes["partition_dim"] in (-1, 0, 1)
-    return found
+    return known
 
 
 def contents(hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yields each parameter with its Hugging Face tensors and their positions."""
-    held: dict[str, list[Any]] = defaultdict(list)
+    pieces_of: dict[str, list[Any]] = defaultdict(list)
     for piece in architecture(hf).megatron_shard(hf, parallel, rank, spec).pieces:
-        held[piece.param].append((piece.tensor, str(piece.box), piece.offset))
-    for name, pieces in held.items():
+        pieces_of[piece.param].append((piece.tensor, str(piece.box), piece.offset))
+    for name, pieces in pieces_of.items():
         yield name, (name.split(".")[0], *pieces)
 
 
@@ -150,18 +150,18 @@ def test_optimizers_share_out_every_parameter_once(
     parallel = MORE_LAYOUTS[layout]
     runs: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     sizes: dict[tuple[Any, ...], int] = {}
-    for rank, found in enumerate(built[model, layout, spec]):
+    for rank, rank_built in enumerate(built[model, layout, spec]):
         at = parallel.coordinates(rank)
-        for i, part in enumerate(found.parts):
-            for name, has in part.items():
-                assert has.decay == (0.0 if len(found.params[name]) == 1 else 1.0), name
+        for i, part in enumerate(rank_built.parts):
+            for name, update in part.items():
+                assert update.decay == (0.0 if len(rank_built.params[name]) == 1 else 1.0), name
                 assert i == int(".experts." in name and parallel.expert > 1), name
-                runs[place(at, name)].append(has.run)
-        sizes |= {place(at, name): math.prod(shape) for name, shape in found.params.items()}
+                runs[place(at, name)].append(update.run)
+        sizes |= {place(at, name): math.prod(shape) for name, shape in rank_built.params.items()}
     assert set(runs) == set(sizes)
-    for held, parts in runs.items():
+    for parameter, parts in runs.items():
         ends = [0, *(end for _, end in sorted(parts))]
-        assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == sizes[held], held
+        assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == sizes[parameter], parameter
 
 
 def place(at: RankCoords, name: str) -> tuple[Any, ...]:
@@ -173,8 +173,8 @@ def test_the_sharded_state_covers_every_tensor_once(built: dict[Key, list[Built]
     """Checks the stored elements of Transformer Engine's layers in megatron-core's sharded state, over all storing
     ranks."""
     covered: dict[str, np.ndarray] = {}
-    for found in built[model, layout, "te"]:
-        for key, whole, offset, local, stores in found.stored:
+    for rank_built in built[model, layout, "te"]:
+        for key, whole, offset, local, stores in rank_built.stored:
             count = covered.setdefault(key, np.zeros(whole, np.int8))
             assert count.shape == tuple(whole)
             if stores:

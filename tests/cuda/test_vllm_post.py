@@ -126,18 +126,18 @@ def shard_of(path: Path, worker: Worker) -> Shard:
 
 def kernel_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns all tensors read by a forward pass: parameters, buffers, and tensors held by kernels."""
-    found = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
-    found |= dict(model.named_buffers(remove_duplicate=False))
+    tensors = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     for name, module in model.named_modules():
         if hasattr(module, "shard_indices"):  # rows past the vocabulary are never read
-            found[f"{name}.weight"] = found[f"{name}.weight"][: module.shard_indices.num_org_elements]
+            tensors[f"{name}.weight"] = tensors[f"{name}.weight"][: module.shard_indices.num_org_elements]
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         for holder, held in (("config", config), ("kernel", kernel and kernel.fused_experts.quant_config)):
             for scale in ("w1_scale", "w2_scale"):
                 if held is not None and getattr(held, scale) is not None:
-                    found[f"{name}.{holder}.{scale}"] = getattr(held, scale).data
-    return found
+                    tensors[f"{name}.{holder}.{scale}"] = getattr(held, scale).data
+    return tensors
 
 
 def update(parameters: Any, shard: Shard, path: Path, *, check: bool = False) -> list[str]:
@@ -171,7 +171,7 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
     model_name, worker, _ = CASES[name]
     paths = [folder / f"{model_name}{seed}{'-fp8' if 'hf_overrides' in worker.options else ''}" for seed in (0, 1)]
     shard = shard_of(paths[0], worker)
-    found: dict[str, Any] = {"wrong": []}
+    result: dict[str, Any] = {"wrong": []}
     with device(worker.gpu):
         fresh = []
         config = configuration(paths[0], worker)
@@ -182,35 +182,35 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
             model = load(config, worker, paths[0], "dummy")
         experts = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "experts_cls")]
         backends = {getattr(m.quant_method, "unquantized_backend", None) or m.quant_method.fp8_backend for m in experts}
-        found["backend"] = "".join(b.name for b in backends)
+        result["backend"] = "".join(b.name for b in backends)
         before = kernel_tensors(model)
         addresses = {n: (t.data_ptr(), t.stride()) for n, t in before.items()}
         assert {n for n, t in before.items() if not same(t, fresh[1][n])}  # dummy weights equal neither model
         engine = ShardTransferEngine(config.weight_transfer_config, config, torch.device("cpu"), model)
         parameters = engine.parameters
         for which in (1, 0, 1):
-            found["wrong"] += update(parameters, shard, paths[which])
+            result["wrong"] += update(parameters, shard, paths[which])
             after = kernel_tensors(model)
-            found["wrong"] += [f"{n}: bits" for n, t in fresh[which].items() if not same(t, after[n])]
-            found["wrong"] += [
+            result["wrong"] += [f"{n}: bits" for n, t in fresh[which].items() if not same(t, after[n])]
+            result["wrong"] += [
                 f"{n}: address" for n, at in addresses.items() if at != (after[n].data_ptr(), after[n].stride())
             ]
-            found["wrong"] += sorted(fresh[which].keys() ^ after.keys())
-        found["check of the same"] = update(parameters, shard, paths[1], check=True)
-        found["check of others"] = update(parameters, shard, paths[0], check=True)
+            result["wrong"] += sorted(fresh[which].keys() ^ after.keys())
+        result["check of the same"] = update(parameters, shard, paths[1], check=True)
+        result["check of others"] = update(parameters, shard, paths[0], check=True)
         after = kernel_tensors(model)
-        found["wrong"] += [f"{n}: changed by a check" for n, t in fresh[1].items() if not same(t, after[n])]
-        found["wrong"] += [f"{n}: address" for n, at in addresses.items() if at[0] != after[n].data_ptr()]
+        result["wrong"] += [f"{n}: changed by a check" for n, t in fresh[1].items() if not same(t, after[n])]
+        result["wrong"] += [f"{n}: address" for n, at in addresses.items() if at[0] != after[n].data_ptr()]
         for module in model.modules():
             if hasattr(
                 module, "shard_indices"
             ):  # no update sends the rows past the vocabulary; these are 0 after a wake
                 module.weight.data[module.shard_indices.num_org_elements :] = 0
-        found["stale"] = sleep(pool, model, parameters, lambda: update(parameters, shard, paths[1]))
+        result["stale"] = sleep(pool, model, parameters, lambda: update(parameters, shard, paths[1]))
         after = kernel_tensors(model)
-        found["stale"] += [f"{n}: bits" for n, t in fresh[1].items() if not same(t, after[n])]
-        found["stale"] += [f"{n}: address" for n, at in addresses.items() if at[0] != after[n].data_ptr()]
-    return found
+        result["stale"] += [f"{n}: bits" for n, t in fresh[1].items() if not same(t, after[n])]
+        result["stale"] += [f"{n}: address" for n, at in addresses.items() if at[0] != after[n].data_ptr()]
+    return result
 
 
 def sleep(pool: Pool, model: torch.nn.Module, parameters: Any, bring: Callable[[], Any]) -> list[str]:
@@ -220,8 +220,8 @@ def sleep(pool: Pool, model: torch.nn.Module, parameters: Any, bring: Callable[[
     from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts
 
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in kernel_tensors(model).items()}
-    held = pool.held()
-    before = {at: content.clone() for at, content in pool.bytes().items() if at in held}
+    in_use = pool.held()
+    before = {at: content.clone() for at, content in pool.bytes().items() if at in in_use}
     parts = MemoryParts(model, parameters, [], CudaMemory(pool))
     for part in (WEIGHTS, WEIGHTS):
         parts.drop(part)
@@ -239,7 +239,7 @@ def refusals(folder: Path) -> dict[str, Any]:
     """Runs the refused cases on Blackwell: a partly written re-packed layer, and scales over all workers."""
     from skyrl_mega.engines.vllm.params import LoadTimeParameters
 
-    found: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     cpu, path = torch.device("cpu"), folder / "wide0"
     with device(BLACKWELL):
         worker = Worker(BLACKWELL)
@@ -253,25 +253,25 @@ def refusals(folder: Path) -> dict[str, Any]:
             try:
                 parameters.close()
             except RuntimeError as error:
-                found[f"part, check={check}"] = str(error)
+                messages[f"part, check={check}"] = str(error)
             parameters.abandon()
         after = kernel_tensors(model)
-        found["changed"] = [n for n, (t, at) in before.items() if not same(t, after[n]) or at != after[n].data_ptr()]
+        messages["changed"] = [n for n, (t, at) in before.items() if not same(t, after[n]) or at != after[n].data_ptr()]
         parameters.open()
         parameters.close()  # end of an update without parts
-        found["changed"] += [n for n, (t, _) in before.items() if not same(t, kernel_tensors(model)[n])]
+        messages["changed"] += [n for n, (t, _) in before.items() if not same(t, kernel_tensors(model)[n])]
         worker = Worker(BLACKWELL, options=PER_TENSOR)
         try:
             LoadTimeParameters(load(configuration(path, worker), worker, path), cpu, torch.bfloat16)
         except NotImplementedError as error:
-            found["per tensor"] = str(error)
+            messages["per tensor"] = str(error)
         worker = Worker(BLACKWELL, **SECOND, options=CHECKPOINT)
         try:
             model = load(configuration(folder / "padded0", worker), worker, folder / "padded0", "dummy")
             LoadTimeParameters(model, cpu, torch.bfloat16)
         except NotImplementedError as error:
-            found["cut blocks"] = str(error)
-    return found
+            messages["cut blocks"] = str(error)
+    return messages
 
 
 def rehearse(rank: int, _address: str, folder: Path) -> dict[str, Any]:
@@ -279,14 +279,14 @@ def rehearse(rank: int, _address: str, folder: Path) -> dict[str, Any]:
     # vLLM would compile its quantiser here, which takes a minute.
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
     gpu = (HOPPER, BLACKWELL)[rank]
-    found: dict[str, Any] = {"refusals": refusals(folder)} if gpu == BLACKWELL else {}
+    results: dict[str, Any] = {"refusals": refusals(folder)} if gpu == BLACKWELL else {}
     for name, (_, worker, _) in CASES.items():
         if worker.gpu == gpu:
             try:
-                found[name] = rehearse_case(folder, name)
+                results[name] = rehearse_case(folder, name)
             except Exception:
-                found[name] = traceback.format_exc()
-    return found
+                results[name] = traceback.format_exc()
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +322,8 @@ def test_a_part_of_a_repacked_layer_changes_nothing(found: dict[str, Any]) -> No
 
 def test_blocks_that_a_cut_goes_through_are_refused(found: dict[str, Any]) -> None:
     """Cuts through blocks: vLLM would make smaller blocks, and no wire sends scales for smaller blocks."""
-    said = found["refusals"]["cut blocks"]
-    assert "a worker has 96 columns of an expert" in said and "leaves a multiple of 128" in said
+    message = found["refusals"]["cut blocks"]
+    assert "a worker has 96 columns of an expert" in message and "leaves a multiple of 128" in message
 
 
 def test_scales_over_all_workers_are_refused(found: dict[str, Any]) -> None:

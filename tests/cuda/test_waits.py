@@ -62,7 +62,7 @@ def in_context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answe
 
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
     names = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
-    fused = {policy: tuple(found[0].fields[name] for name in names) for policy, found in answers.items()}
+    fused = {policy: tuple(ranks[0].fields[name] for name in names) for policy, ranks in answers.items()}
     assert fused["fused"] == fused["deepep"] == (True,) * 4
     assert fused["balanced"] == (True, True, False, True)
     assert fused["nothing fused"] == fused["local"] == (False,) * 4
@@ -99,10 +99,10 @@ def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[A
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
 def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares results in bfloat16, within the noise of the format."""
-    for found, local in zip(answers[name], answers["local"], strict=True):
-        assert off(found.hidden, local.hidden) < 0.02
-        assert set(found.gradients) and all(np.isfinite(g).all() for g in found.gradients.values())
-        assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
+    for engine, local in zip(answers[name], answers["local"], strict=True):
+        assert off(engine.hidden, local.hidden) < 0.02
+        assert set(engine.gradients) and all(np.isfinite(g).all() for g in engine.gradients.values())
+        assert off(engine.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
 
 
 @pytest.mark.parametrize("name", ["fused", "moe"])
@@ -110,11 +110,11 @@ def test_parts_of_sequences_are_attended_to_without_a_wait(in_context: dict[str,
     """Compares context parallelism, with keys and values passed around the ranks, with the local spec's different
     method."""
     passes = 2 if name == "moe" else 1
-    for found, local in zip(in_context[name], in_context["local"], strict=True):
-        assert dict(found.waits) == {DISPATCH: passes * LAYERS}
-        assert off(found.hidden, local.hidden) < 0.02
-        assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
-        assert planned(found, POLICIES[name], parallel=CONTEXT) == pytest.approx(found.kept, rel=0.06)
+    for engine, local in zip(in_context[name], in_context["local"], strict=True):
+        assert dict(engine.waits) == {DISPATCH: passes * LAYERS}
+        assert off(engine.hidden, local.hidden) < 0.02
+        assert off(engine.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
+        assert planned(engine, POLICIES[name], parallel=CONTEXT) == pytest.approx(engine.kept, rel=0.06)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("local", "deepep")])
@@ -137,8 +137,8 @@ def planned(answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, pa
     hf = hf_config(model)
     even = answer.tokens / parallel.tensor * model.experts_per_token * parallel.expert_tensor
     how: dict[str, Any] = dict(recompute=policy.recompute, spec="te", fused=fused(policy, "te", True))
-    d = architecture(hf).describe(hf)
-    return layer(d, parallel, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
+    decoder = architecture(hf).describe(hf)
+    return layer(decoder, parallel, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
 
 
 BYTES = 2
@@ -149,12 +149,12 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @pytest.mark.parametrize("name", ["selective", "moe"])
 def test_what_is_recomputed_changes_no_gradient(answers: dict[str, list[Answer]], name: str) -> None:
-    for found, kept in zip(answers[name], answers["fused"], strict=True):
-        assert set(found.gradients) == set(kept.gradients)
-        for parameter, gradient in found.gradients.items():
-            np.testing.assert_allclose(gradient, kept.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
+    for recomputed, plain in zip(answers[name], answers["fused"], strict=True):
+        assert set(recomputed.gradients) == set(plain.gradients)
+        for parameter, gradient in recomputed.gradients.items():
+            np.testing.assert_allclose(gradient, plain.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
 
 
-def off(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+def off(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     """Returns the distance relative to the expected length."""
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

@@ -207,11 +207,11 @@ class Pool(TorchDispatchMode):
         self.asleep = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func is torch.ops.aten.lift_fresh.default  # torch.tensor has already filled the memory
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if not made and _has_memory(t)}
+        is_filled = func is torch.ops.aten.lift_fresh.default  # torch.tensor has already filled the memory
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if not is_filled and _has_memory(t)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if _has_memory(tensor) and tensor.untyped_storage()._cdata not in given:
+            if _has_memory(tensor) and tensor.untyped_storage()._cdata not in known:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in self.pointer_to_data:
                     handle = (0, storage.nbytes(), storage.data_ptr(), 0)

@@ -58,13 +58,13 @@ def test_boxes() -> None:
 def test_ten_thousand_boxes_in_one_buffer() -> None:
     base = torch.randint(0, 2**15, (10_000, 4, 64), dtype=torch.int16, device="cuda").view(torch.bfloat16)
     views = [matrix[:, 8:40] for matrix in base]
-    made = boxes.Boxes(boxes.regions(views, range(0, 10_000 * 256, 256)), base.device)
-    flat = torch.empty(made.nbytes, dtype=torch.uint8, device="cuda")
-    made.pack(views, flat)
+    table = boxes.Boxes(boxes.regions(views, range(0, 10_000 * 256, 256)), base.device)
+    flat = torch.empty(table.nbytes, dtype=torch.uint8, device="cuda")
+    table.pack(views, flat)
     cases.same_bits(flat.view(torch.int16), base[:, :, 8:40].contiguous().view(torch.int16).view(-1))
     wanted = base.clone()
     base[:, :, 8:40] = 0
-    made.unpack(views, flat)
+    table.unpack(views, flat)
     cases.same_bits(base, wanted)
 
 

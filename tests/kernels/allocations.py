@@ -23,10 +23,10 @@ class Allocations(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and (key := _key(t)) not in given | self._known:
+            if isinstance(t, torch.Tensor) and (key := _key(t)) not in inputs | self._known:
                 storage = t.untyped_storage()
                 self._known.add(key)
                 self.sizes.append(storage.nbytes())

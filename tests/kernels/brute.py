@@ -38,11 +38,11 @@ def amax(weight: Tensor, row0: int, col0: int) -> np.ndarray:
     values = np.abs(weight.double().numpy())
     rows, columns = values.shape
     first = row0 // 128, col0 // 128
-    found = np.zeros(((row0 + rows - 1) // 128 - first[0] + 1, (col0 + columns - 1) // 128 - first[1] + 1))
+    largest = np.zeros(((row0 + rows - 1) // 128 - first[0] + 1, (col0 + columns - 1) // 128 - first[1] + 1))
     i = (np.arange(rows) + row0) // 128 - first[0]
     j = (np.arange(columns) + col0) // 128 - first[1]
-    np.maximum.at(found, (i[:, None], j[None, :]), values)
-    return found
+    np.maximum.at(largest, (i[:, None], j[None, :]), values)
+    return largest
 
 
 def quantise(weight: Tensor, scale: Tensor, row0: int, col0: int) -> np.ndarray:

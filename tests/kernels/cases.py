@@ -34,10 +34,10 @@ def hard(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return values.to(dtype).to(device)
 
 
-def same_bits(found: Tensor, wanted: Tensor) -> None:
+def same_bits(actual: Tensor, wanted: Tensor) -> None:
     """Compares every byte, including NaN and the sign of zero."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+    assert actual.shape == wanted.shape and actual.dtype == wanted.dtype
+    assert torch.equal(actual.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def fp8_like_the_reference(weight: Tensor, row0: int, col0: int, dtype: torch.dtype) -> None:
@@ -55,15 +55,15 @@ def fp8_every_byte(device: str) -> None:
     """Converts all 254 numbers in both directions with scale 1, and values between and next to the numbers."""
     every = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device=device)
     numbers = every.view(torch.float8_e4m3fn).reshape(2, 127)
-    one = torch.ones(1, 1, device=device)
-    weight = block_fp8_triton.dequantise(numbers, one, dtype=torch.float32)
+    scale = torch.ones(1, 1, device=device)
+    weight = block_fp8_triton.dequantise(numbers, scale, dtype=torch.float32)
     same_bits(weight, numbers.float())
-    same_bits(block_fp8_triton.quantise(weight, one), numbers)
+    same_bits(block_fp8_triton.quantise(weight, scale), numbers)
     sizes = weight[0]
     middle = (sizes[1:] + sizes[:-1]) / 2
     for between in (middle, middle.nextafter(sizes[1:]), middle.nextafter(sizes[:-1])):
         pair = torch.stack([between, -between])
-        same_bits(block_fp8_triton.quantise(pair, one), pair.to(torch.float8_e4m3fn))
+        same_bits(block_fp8_triton.quantise(pair, scale), pair.to(torch.float8_e4m3fn))
 
 
 def fp8_not_a_number(device: str) -> None:
@@ -117,15 +117,15 @@ def boxes_like_the_reference(device: str) -> None:
     for k, view in enumerate(views):
         offsets.append(end)
         end += view.nbytes + (0, 1, 2, 8)[k % 4]
-    found = torch.full((end + 5,), 0xA5, dtype=torch.uint8, device=device)
-    wanted = found.clone()
+    actual = torch.full((end + 5,), 0xA5, dtype=torch.uint8, device=device)
+    wanted = actual.clone()
     packed_regions = regions(views, offsets)
     table = Table(packed_regions, torch.device(device))
-    table.copy(views, found, pack=True)
+    table.copy(views, actual, pack=True)
     pack_reference(packed_regions, views, wanted)
-    same_bits(found, wanted)
+    same_bits(actual, wanted)
     # Unpacks into disjoint places of other tensors.
-    flat = found.flip(0).contiguous()
+    flat = actual.flip(0).contiguous()
     bases = [torch.zeros(50, 90, dtype=torch.bfloat16, device=device) for _ in range(4)]
     both = []
     for base in (bases[:2], bases[2:]):
@@ -147,11 +147,11 @@ def one_table_for_tensors_that_move(device: str) -> None:
         weight = torch.randn(shift + 200, device=device).bfloat16()[shift:].view(10, 20)
         other = torch.randint(0, 256, (4 + shift,), dtype=torch.uint8, device=device)[shift:]
         owners = [weight, other]
-        found, expected = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
-        table.copy(owners, found, pack=True)
+        actual, expected = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
+        table.copy(owners, actual, pack=True)
         pack_reference(wanted, owners, expected)
-        same_bits(found, expected)
-        same_bits(found[16:46].view(torch.bfloat16).view(5, 3), weight.view(-1)[7:107].view(5, 20)[:, :3])
+        same_bits(actual, expected)
+        same_bits(actual[16:46].view(torch.bfloat16).view(5, 3), weight.view(-1)[7:107].view(5, 20)[:, :3])
         same_bits(table.checksums(owners), checksums_reference(wanted, owners))
 
 
@@ -165,6 +165,6 @@ def checksums_like_the_reference(device: str) -> None:
     ]
     for offsets in ([0] * len(views), range(len(views))):  # the offsets must not matter
         packed_regions = regions(views, offsets)
-        found = Table(packed_regions, torch.device(device)).checksums(views)
-        same_bits(found, checksums_reference(packed_regions, views))
-        assert [int(value) % 2**64 for value in found] == [brute.checksum(view) for view in views]
+        sums = Table(packed_regions, torch.device(device)).checksums(views)
+        same_bits(sums, checksums_reference(packed_regions, views))
+        assert [int(value) % 2**64 for value in sums] == [brute.checksum(view) for view in views]

@@ -102,20 +102,20 @@ def answered(case: Case, dtype: torch.dtype, device: str, *, by_kernel: bool) ->
         of = (of_logprobs, of_entropy if case.entropy else None)
         grads = [head_of.gradients(each, saved, *of) for each in inputs]
     assert logprobs.dtype == saved.entropy_T.dtype == precise and grads[0][0].dtype == grads[0][1].dtype == dtype
-    found = (logprobs, saved.entropy_T, squares, sum(g.double() for g, _ in grads), torch.cat([g for _, g in grads]))
-    return Answer(*(each.double().cpu() for each in found if isinstance(each, Tensor)))
+    outputs = (logprobs, saved.entropy_T, squares, sum(g.double() for g, _ in grads), torch.cat([g for _, g in grads]))
+    return Answer(*(each.double().cpu() for each in outputs if isinstance(each, Tensor)))
 
 
 def like_autograd(case: Case, dtype: torch.dtype, device: str, *, by_kernel: bool, near: float) -> None:
     """Compares all outputs within `near`: absolute for values of order 1, else relative."""
-    found, wanted = answered(case, dtype, device, by_kernel=by_kernel), expected(case, dtype)
+    actual, wanted = answered(case, dtype, device, by_kernel=by_kernel), expected(case, dtype)
     for name, value in vars(wanted).items():
-        other = vars(found)[name]
+        other = vars(actual)[name]
         size = max(1.0, float(value.abs().max())) if value.numel() else 1.0
         assert other.shape == value.shape, name
         off = float((other - value).abs().max()) if value.numel() else 0.0
         assert off <= near * size, f"{name} of {case}: off by {off:.2g} where numbers are up to {size:.2g}"
-    assert not found.grad_weight[case.vocab :].any()
+    assert not actual.grad_weight[case.vocab :].any()
 
 
 RAGGED = [

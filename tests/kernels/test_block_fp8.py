@@ -40,10 +40,10 @@ def test_like_brute_force(shard: tuple[int, int, int, int], dtype: torch.dtype, 
     ).all()
     numbers = quantise(w, s, row0, col0)
     assert numbers.dtype == torch.float8_e4m3fn
-    found = numbers.view(torch.uint8).numpy()
-    assert (found == brute.quantise(w, s, row0, col0)).all()
+    actual = numbers.view(torch.uint8).numpy()
+    assert (actual == brute.quantise(w, s, row0, col0)).all()
     back = dequantise(numbers, s, row0, col0, torch.float32)
-    assert np.allclose(back.numpy(), brute.dequantise(found, s, row0, col0), rtol=1e-6, atol=0)
+    assert np.allclose(back.numpy(), brute.dequantise(actual, s, row0, col0), rtol=1e-6, atol=0)
 
 
 @given(shard=shards, row_cut=st.integers(0, 300), col_cut=st.integers(0, 300), seed=st.integers(0, 2**20))

@@ -38,8 +38,8 @@ def test_more_words_than_a_row_of_factors() -> None:
 
 def test_of_many_boxes_at_once() -> None:
     views = [torch.randn(5, 7).bfloat16()[:, 2:5], torch.arange(3), torch.zeros(0, 4), torch.ones(())]
-    found = Boxes(regions(views, [0, 32, 64, 96]), views[0].device).checksums(views)
-    assert found.dtype == torch.int64 and [int(f) % 2**64 for f in found] == [brute.checksum(v) for v in views]
+    sums = Boxes(regions(views, [0, 32, 64, 96]), views[0].device).checksums(views)
+    assert sums.dtype == torch.int64 and [int(f) % 2**64 for f in sums] == [brute.checksum(v) for v in views]
 
 
 @pytest.mark.parametrize("change", ["one bit", "rows exchanged", "neighbours exchanged", "shifted", "one zeroed"])

@@ -44,8 +44,8 @@ def test_the_tables_kernels_compile_for_a_gpu(architecture: int, width: int) -> 
         (boxes_triton._copy, pointers | {"flat": "*u8"}, {"PACK": False}),
         (boxes_triton._sum, pointers | {"sums": "*i64"}, {}),
     ):
-        given = {name: value for name, value in (constants | more).items() if name in kernel.arg_names}
-        source = ASTSource(kernel, signature | dict.fromkeys(given, "constexpr"), given)
+        known = {name: value for name, value in (constants | more).items() if name in kernel.arg_names}
+        source = ASTSource(kernel, signature | dict.fromkeys(known, "constexpr"), known)
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
         assert len(compiled.asm["cubin"]) > 1000
 
@@ -69,12 +69,12 @@ def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> N
     types = {"hidden": kind, "weight": kind, "out": kind, "targets": "*i64"}
     numbers = {"tokens", "columns", "width", "first", "valid", "split"}
     for kernel, more in ((head._sums, {"SQUARES": True}), (head._gradient, {"ENTROPY": True})):
-        given = constants | more
-        others = [name for name in kernel.arg_names if name not in given]
+        known = constants | more
+        others = [name for name in kernel.arg_names if name not in known]
         signature = {name: types.get(name, "i32" if name in numbers else "*fp32") for name in others}
         even = [name for name in ("hidden", "weight", "width", "out", "columns") if name in others]
         attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
-        source = ASTSource(kernel, signature | dict.fromkeys(given, "constexpr"), given, attributes)
+        source = ASTSource(kernel, signature | dict.fromkeys(known, "constexpr"), known, attributes)
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert len(compiled.asm["cubin"]) > 1000
@@ -112,9 +112,9 @@ def test_kernels_compile_for_numbers_that_are_one(module: str, name: str, ones: 
     pointers |= dict.fromkeys(("entropy", "grad_logprobs", "grad_entropy"), "*fp32")
     constants = {"TEMPERATURE": 0.7, "CAP": 30.0, "FLOOR": True, "EVEN": False, "DOUBLE": False, "SQUARES": True}
     constants |= {"ENTROPY": True, "BT": 32, "BV": 32, "BK": 32}
-    given = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    given |= {key: 1 for key in ones if key in kernel.arg_names}
-    signature = {key: "constexpr" if key in given else pointers.get(key, "i32") for key in kernel.arg_names}
-    source = ASTSource(kernel, signature, given)
+    known = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    known |= {key: 1 for key in ones if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in known else pointers.get(key, "i32") for key in kernel.arg_names}
+    source = ASTSource(kernel, signature, known)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert len(compiled.asm["cubin"]) > 1000

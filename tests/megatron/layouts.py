@@ -76,11 +76,11 @@ def logprobs(
 def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) -> np.ndarray:
     """Returns the batch's log-probs [T], computed by real ranks in the layout of these sizes."""
     answers = run_ranks(ranks, logprobs, path, layout(ranks, **sizes), policy_config(micro_tokens=400), batch)
-    found = np.full(len(batch.tokens), np.nan)
+    values_T = np.full(len(batch.tokens), np.nan)
     for answer in answers:
         for rows, (values, _) in answer or []:
-            found[batch.index(rows).numpy()] = values
-    return found
+            values_T[batch.index(rows).numpy()] = values
+    return values_T
 
 
 def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) -> Sequences:

@@ -128,8 +128,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "cuda":
-        found: torch.device = request.getfixturevalue("cuda")
-        return found
+        simulated: torch.device = request.getfixturevalue("cuda")
+        return simulated
     monkeypatch.setattr(activation_offload, "PAGE", {"cpu": 4096})
     return CPU
 
@@ -146,13 +146,13 @@ class Model:
     def both(self, chunk: int, rows: int) -> tuple[Tensor, Tensor]:
         """Returns the sum of squares of a pass's output, with and without offload."""
         start, rotary = torch.randn(rows, HIDDEN, dtype=torch.float64), torch.rand(rows, HIDDEN, dtype=torch.float64)
-        found = []
+        losses = []
         for layers in (self.chunks[chunk], self.plain[chunk]):
             hidden = start.clone().requires_grad_()
             for layer in layers:
                 hidden, _ = layer(hidden_states=hidden, rotary=rotary)
-            found.append(hidden.square().sum())
-        return found[0], found[1]
+            losses.append(hidden.square().sum())
+        return losses[0], losses[1]
 
     def equal(self) -> bool:
         """Returns True if all parameters have the gradient of the layers without offload."""
@@ -179,8 +179,8 @@ def test_passes_in_any_order_give_the_same_gradients(device: torch.device, seed:
                 waiting.pop(rng.randrange(len(waiting)))
             case "look":
                 with torch.no_grad():
-                    found, plain = model.both(0, 5)
-                assert torch.equal(found, plain)
+                    offloaded, plain = model.both(0, 5)
+                assert torch.equal(offloaded, plain)
     assert model.equal()
     waiting.clear()
     if model.pages.newest_pass is not None:
@@ -190,12 +190,12 @@ def test_passes_in_any_order_give_the_same_gradients(device: torch.device, seed:
 
 def test_memory_that_is_let_go_of_too_early_is_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frees memory too early on purpose: the simulated GPU must detect the fault."""
-    own = LayerPass.free_device_memory
+    free = LayerPass.free_device_memory
 
     def careless(self: LayerPass) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(HostPages, "wait", lambda *_: None)
-            own(self)
+            free(self)
 
     monkeypatch.setattr(LayerPass, "free_device_memory", careless)
     with pytest.raises(AssertionError, match="it was let go of before it was copied"):
@@ -217,18 +217,18 @@ def test_the_device_has_the_layers_that_stay_and_at_most_two(
 ) -> None:
     """Compares peak memory with the plan (`planner.activations`); `flight` passes are open, as in a pipeline's
     stages."""
-    table, found = torch.rand(100, HIDDEN, dtype=torch.float64), dict[int, tuple[StorageWeakRef, int]]()
+    table, saved = torch.rand(100, HIDDEN, dtype=torch.float64), dict[int, tuple[StorageWeakRef, int]]()
     hooks, seen = torch.autograd.graph.saved_tensors_hooks, list[int]()
 
     def note(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if len(t) == 100 and storage.data_ptr() != table.data_ptr():
-            found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         look()
         return t
 
     def look(*_: Any) -> None:
-        seen.append(sum(size for ref, size in found.values() if not ref.expired()))
+        seen.append(sum(size for ref, size in saved.values() if not ref.expired()))
 
     def forward() -> Tensor:
         hidden = torch.randn(100, HIDDEN, dtype=torch.float64, requires_grad=True) * 1
@@ -242,7 +242,7 @@ def test_the_device_has_the_layers_that_stay_and_at_most_two(
     )
     each = {0: 0, count: 0}
     for moving in each:
-        found.clear()
+        saved.clear()
         seen.clear()
         model = Model(1, layers, moving, device)
         for layer in model.chunks[0]:
@@ -274,14 +274,14 @@ def test_what_is_not_the_memory_that_it_lies_in_stays(device: torch.device) -> N
             return (turned * turned.imag.exp()).real
 
     torch.manual_seed(0)
-    start, found = torch.randn(64, HIDDEN, dtype=torch.float64), []
+    start, gradients = torch.randn(64, HIDDEN, dtype=torch.float64), []
     for count in (0, 1):
         layer = Turned()
         offload([[layer]], count, device)
-        given = start.clone().requires_grad_()
-        layer(given * 1).sum().backward()
-        found.append(given.grad)
-    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+        leaf = start.clone().requires_grad_()
+        layer(leaf * 1).sum().backward()
+        gradients.append(leaf.grad)
+    assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
 
 
 def test_pages_serve_rows_of_any_length(device: torch.device) -> None:

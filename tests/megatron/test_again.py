@@ -45,13 +45,13 @@ def once_and_again(rank: int, address: str, path: Path) -> Any:
     _, micros = layouts.deal(batch(), actor.rank)
     actor.hold([micros])
     new = steps(actor, "ppo")
-    found = []
+    results = []
     for algorithm in (FIRST, SECOND):
         actor.set_algorithm(algorithm)
         actor.load(str(path))
         actor.reset_optimizer(OPTIMIZER)
-        found.append(steps(actor, "ppo"))
-    return new, *found
+        results.append(steps(actor, "ppo"))
+    return new, *results
 
 
 def test_a_second_algorithm_begins_as_a_first_one(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def test_log_probs_of_a_sharded_moe(tmp_path: Path) -> None:
     build(BuildConfig(layers=4), tmp_path / "m", seed=3)
     widen(tmp_path / "m")
     batch = layouts.some_batch(100, seed=6)
-    found = policy_logprobs(tmp_path / "m", batch, ranks=4, tensor=2, pipeline=2, virtual_pipeline=2, expert=2)
-    np.testing.assert_allclose(found, expected_logprobs(tmp_path / "m", batch), atol=1e-4)
+    actual = policy_logprobs(tmp_path / "m", batch, ranks=4, tensor=2, pipeline=2, virtual_pipeline=2, expert=2)
+    np.testing.assert_allclose(actual, expected_logprobs(tmp_path / "m", batch), atol=1e-4)
 
 
 def widen(path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_balance_of_experts(tmp_path: Path) -> None:
     widen(tmp_path / "m")
     batch, coefficient = layouts.some_batch(100, seed=7), 0.3
     moe = MoeConfig(aux_loss=coefficient)
-    [(found,)] = run_ranks(
+    [(metrics,)] = run_ranks(
         1, layouts.train, tmp_path / "m", layouts.layout(1), layouts.policy_config(moe=moe), batch, 1
     )
 
@@ -108,6 +108,6 @@ def test_the_balance_of_experts(tmp_path: Path) -> None:
         balances.append(experts * (share * probabilities.mean(0)).sum())
     (loss + coefficient * sum(balances)).backward()
     norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt()
-    assert found["loss"] == pytest.approx(of_policy, rel=1e-5)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert found["expert_balance"] == pytest.approx(torch.stack(balances).mean().item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(of_policy, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["expert_balance"] == pytest.approx(torch.stack(balances).mean().item(), rel=1e-5)

@@ -73,13 +73,13 @@ def put_together(path: Path, parallel: ParallelDims, ranks: list[Held], head: He
     bit."""
     hf = read_config(path)
     shapes = architecture(hf, head).tensors(hf)
-    found = {
+    tensors_of = {
         kind: {t: np.full(s, np.nan, np.float32) for t, s in shapes.items()}
         for kind in ("param", "exp_avg", "exp_avg_sq", "weight")
     }
     for number, (runs, weights) in enumerate(ranks):
         shard = architecture(hf, head).megatron_shard(hf, parallel, number, "local")
-        for kind, tensors in found.items():
+        for kind, tensors in tensors_of.items():
             for piece in shard.pieces:
                 flat = np.full(weights[piece.param].size, np.nan, np.float32)
                 if kind == "weight":
@@ -88,14 +88,14 @@ def put_together(path: Path, parallel: ParallelDims, ranks: list[Held], head: He
                     start, stop, state = runs[piece.param]
                     flat[start:stop] = state[kind]
                 at = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.box.shape, strict=True))
-                here, into = flat.reshape(weights[piece.param].shape)[at], tensors[piece.tensor][piece.box.slices()]
-                assert np.array_equal(here[both := ~np.isnan(here) & ~np.isnan(into)], into[both]), piece
-                np.copyto(into, here, where=~np.isnan(here))
-    frozen = {t for t in shapes if np.isnan(found["param"][t]).all()}
-    for kind, tensors in found.items():
+                local, into = flat.reshape(weights[piece.param].shape)[at], tensors[piece.tensor][piece.box.slices()]
+                assert np.array_equal(local[both := ~np.isnan(local) & ~np.isnan(into)], into[both]), piece
+                np.copyto(into, local, where=~np.isnan(local))
+    frozen = {t for t in shapes if np.isnan(tensors_of["param"][t]).all()}
+    for kind, tensors in tensors_of.items():
         lacking = {t for t, values in tensors.items() if np.isnan(values).any()}
         assert lacking == (frozen if kind != "weight" else set()), kind
-    return found
+    return tensors_of
 
 
 def assert_same(a: dict[str, Arrays], b: dict[str, Arrays]) -> None:
@@ -147,9 +147,9 @@ def run(name: str, function: Callable[..., Any], path: Path, options: Any, folde
     answers = run_ranks(ranks, function, path, parallel, options, folder)
     rows = max((row for _, row, _ in answers), key=len)
     return (
-        put_together(path, parallel, [held for held, _, _ in answers]),
+        put_together(path, parallel, [state for state, _, _ in answers]),
         rows,
-        put_together(path, parallel, [held for _, _, held in answers]),
+        put_together(path, parallel, [state for _, _, state in answers]),
     )
 
 
@@ -217,23 +217,23 @@ def test_every_rank_says_which_one_could_not_write_and_why(tmp_path: Path) -> No
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     parallel = layouts.layout(2, tensor=2)
-    for said in run_ranks(2, without_room, tmp_path / "model", parallel, folder):
-        assert said.startswith("rank 1: OSError: [Errno 27] File too large") and "rank 0" not in said
+    for message in run_ranks(2, without_room, tmp_path / "model", parallel, folder):
+        assert message.startswith("rank 1: OSError: [Errno 27] File too large") and "rank 0" not in message
     assert not (folder / "checkpoint.json").exists()
 
 
 def refused(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, policy: Any, spoils: Any) -> Any:
     """Returns the errors of several restores, each after a further fault in the file."""
-    opened, said = layouts.open_rank(rank, address, path, parallel, policy), []
+    opened, messages = layouts.open_rank(rank, address, path, parallel, policy), []
     for spoil in spoils:
         if rank == 0:
             spoil(folder / "rank_00001.safetensors")
         dist.barrier()
         with pytest.raises(UserError) as caught:
             opened.restore(folder)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         dist.barrier()
-    return said
+    return messages
 
 
 def once(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, policy: Any) -> None:

@@ -83,10 +83,10 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
 def together(answers: list[list[tuple[list[int], np.ndarray]]]) -> np.ndarray:
     """Returns the batch's values [T] from the ranks' values."""
     batch = turns()
-    found = np.full(len(batch.tokens), np.nan)
+    values_T = np.full(len(batch.tokens), np.nan)
     for rows, values in (pair for answer in answers for pair in answer):
-        found[batch.index(rows).numpy()] = values
-    return found
+        values_T[batch.index(rows).numpy()] = values
+    return values_T
 
 
 Story = tuple[np.ndarray, list[dict[str, float]], np.ndarray]
@@ -138,7 +138,7 @@ def test_values_are_the_head_times_the_hidden_states_before_the_token(tmp_path: 
     unused by a critic."""
     path = model(tmp_path / "m", architecture, **({"tied": True, "head_dim": 16} if architecture == "qwen2" else {}))
     batch = turns()
-    found, _, _ = story(path, 2, pipeline=2)
+    actual, _, _ = story(path, 2, pipeline=2)
     with LOADING:
         from transformers import AutoModelForCausalLM
 
@@ -151,7 +151,7 @@ def test_values_are_the_head_times_the_hidden_states_before_the_token(tmp_path: 
             hidden = reference(tokens[None], output_hidden_states=True).hidden_states[-1][0]
         expected[start + 1 : start + len(tokens)] = (hidden @ head)[:-1]
     expected[batch["weights"].numpy() == 0] = 0
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def half_precision(rank: int, address: str, path: Path, parallel: ParallelDims) -> Any:
@@ -209,21 +209,21 @@ STAGES: dict[torch.dtype, list[Stage]] = {
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path, dtype: torch.dtype) -> None:
     """Compares value head, moments, schedule and the next step bit by bit after a change of layout.
 
-    In bfloat16 an optimizer group mixes the float32 head with parameters that have float32 masters.
+    In bfloat16 an optimizer group mixes the float32 head with parameters with float32 masters.
     """
     path, folder = model(tmp_path / "m", "qwen2", tied=True, head_dim=16), tmp_path / "checkpoint"
     folder.mkdir()
-    kept: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     for ranks, function, sizes in STAGES[dtype]:
         parallel = layouts.layout(ranks, **sizes)
         answers = run_ranks(ranks, function, path, parallel, folder, dtype)
-        state = put_together(path, parallel, [found for found, _ in answers], "value")
+        state = put_together(path, parallel, [rank_state for rank_state, _ in answers], "value")
         row = max((row for _, row in answers), key=len)
-        kept = kept or {"state": state, "row": row}
-        assert_same(kept["state"], state)
+        first = first or {"state": state, "row": row}
+        assert_same(first["state"], state)
         assert state["param"][VALUE].any() and state["exp_avg"][VALUE].any() and "lm_head.weight" not in state["param"]
         for name, values in state["param"].items():
             rounded = torch.from_numpy(values).to(torch.float32 if name == VALUE else dtype).float().numpy()
             assert np.array_equal(rounded, state["weight"][name]), name
         for name in ("loss", "grad_norm", "lr"):
-            assert row[name] == pytest.approx(kept["row"][name], rel=1e-5 if dtype == torch.float32 else 1e-2)
+            assert row[name] == pytest.approx(first["row"][name], rel=1e-5 if dtype == torch.float32 else 1e-2)

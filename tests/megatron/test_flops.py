@@ -27,12 +27,12 @@ def counts(rank: int, address: str, path: Path, batch: Sequences) -> Any:
     """Returns the FLOPs by operator, of log-probs and of an optimizer step."""
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config(micro_tokens=4096))
     _, micros = layouts.deal(batch, opened)
-    found = []
+    totals = []
     for compute in (lambda: opened.logprobs(micros), lambda: opened.train(micros, objectives.supervised)):
         with FlopCounterMode(display=False) as counter:
             compute()
-        found.append({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
-    return found
+        totals.append({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
+    return totals
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
@@ -56,12 +56,12 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
 
 def test_attention_is_every_pair_of_a_token_and_one_not_after_it() -> None:
     hf = MODELS["qwen3"]
-    d = blocks_of(hf).describe(hf)
+    decoder = blocks_of(hf).describe(hf)
     lengths = [1, 5, 12]
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
-            q, k, v = torch.randn(3, d.heads, length, d.head_dim)
+            q, k, v = torch.randn(3, decoder.heads, length, decoder.head_dim)
             for i in range(length):
                 shares = torch.bmm(q[:, i : i + 1], k[:, : i + 1].transpose(1, 2)).softmax(-1)
                 torch.bmm(shares, v[:, : i + 1])
-    assert counter.get_total_flops() * d.layers == flops(d).attention * Load.of(lengths, 0).pairs
+    assert counter.get_total_flops() * decoder.layers == flops(decoder).attention * Load.of(lengths, 0).pairs

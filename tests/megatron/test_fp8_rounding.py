@@ -17,13 +17,13 @@ from skyrl_mega.megatron import fp8_rounding as fp8
 
 def table(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
     """Returns the format's non-negative numbers by code: even codes have an even mantissa."""
-    bias, found = 2 ** (exponent_bits - 1) - 1, []
+    bias, numbers = 2 ** (exponent_bits - 1) - 1, []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         value = (mantissa / 2**mantissa_bits + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
         if value <= largest:
-            found.append(value)
-    return found
+            numbers.append(value)
+    return numbers
 
 
 TABLES = {fp8.E4M3: table(4, 3, 448), fp8.E5M2: table(5, 2, 57344)}

@@ -91,9 +91,9 @@ def test_experts_are_balanced_the_same_in_every_layout(
     sizes: dict[str, int],
     changes: dict[str, Any],
 ) -> None:
-    found = steps(models["qwen3_moe"], ranks, sizes, {**changes, "moe": BALANCED})
-    compare(found, balanced)
-    for a, b in zip(found, balanced, strict=True):
+    actual = steps(models["qwen3_moe"], ranks, sizes, {**changes, "moe": BALANCED})
+    compare(actual, balanced)
+    for a, b in zip(actual, balanced, strict=True):
         assert a["expert_balance"] == pytest.approx(b["expert_balance"], rel=1e-5)
 
 
@@ -125,8 +125,8 @@ def test_a_dense_model_with_bias_and_tied_head_trains_the_same(
     compare(steps(models["qwen2"], ranks, sizes, {}), single["qwen2"])
 
 
-def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+def compare(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, (a, b) in enumerate(zip(actual, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), f"step {step}, {name}"
     assert expected[0]["loss"] != pytest.approx(expected[2]["loss"], rel=1e-2)  # the steps changed the model

@@ -70,12 +70,12 @@ def squares(rank: int, address: str, ranks: int, temperature: float, chunk: int 
     group = dist.group.WORLD
     assert group is not None
     settings: dict[str, Any] = {"vocab": VOCAB, "temperature": temperature, "chunk": chunk, "group": group}
-    logp, entropy, found = vocab_parallel_logprobs(hidden_, local, targets, **settings, squares=True)
+    logp, entropy, sums = vocab_parallel_logprobs(hidden_, local, targets, **settings, squares=True)
     logp.sum().backward()
     without = vocab_parallel_logprobs(hidden_, local, targets, **settings)
     same = len(without) == 2 and all(torch.allclose(a, b) for a, b in zip(without, (logp, entropy), strict=True))
     assert hidden_.grad is not None
-    return found.detach().numpy(), found.requires_grad, same, bool(hidden_.grad.any())
+    return sums.detach().numpy(), sums.requires_grad, same, bool(hidden_.grad.any())
 
 
 EXACT, ROUNDED = 1e-9, 1e-5
@@ -137,6 +137,6 @@ def test_squares_are_sums_over_the_whole_vocabulary(
     expected = (torch.logsumexp(2 * logits, -1) - 2 * torch.logsumexp(logits, -1)).exp()
     torch.testing.assert_close(expected, torch.softmax(logits, -1).square().sum(-1))
     near = EXACT if dtype == torch.float64 else ROUNDED
-    for found, has_gradient, same, others_have in run_ranks(ranks, squares, ranks, temperature, chunk, dtype):
-        torch.testing.assert_close(torch.from_numpy(found).double(), expected, atol=near, rtol=near)
+    for sums, has_gradient, same, others_have in run_ranks(ranks, squares, ranks, temperature, chunk, dtype):
+        torch.testing.assert_close(torch.from_numpy(sums).double(), expected, atol=near, rtol=near)
         assert not has_gradient and same and others_have

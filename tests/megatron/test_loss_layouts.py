@@ -128,7 +128,7 @@ def train(
     step."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     data = parallel.coordinates(torch.distributed.get_rank()).dp
-    found = {}
+    metrics = {}
     for number, (loss, mean) in enumerate(combinations):
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
@@ -141,8 +141,8 @@ def train(
         micros = [batch.take(micro) for micro in rows[data]]
         figures = Figures(importance_mean=mean_importance_weight(batch, settings))
         objective = objectives.objective(loss, settings, figures)
-        found[f"{loss} {mean}"] = [opened.train(micros, objective), opened.measure(micros, objective)]
-    return found
+        metrics[f"{loss} {mean}"] = [opened.train(micros, objective), opened.measure(micros, objective)]
+    return metrics
 
 
 def in_turn(layout: int) -> list[tuple[str, str]]:
@@ -176,9 +176,9 @@ def single(model: Path) -> dict[str, list[dict[str, float]]]:
     return steps(model, 1, {}, (10_000,))
 
 
-def compare(found: dict[str, list[dict[str, float]]], expected: dict[str, list[dict[str, float]]]) -> None:
-    assert found.keys() <= expected.keys() and len(expected) == len(COMBINATIONS)
-    for combination, both in found.items():
+def compare(actual: dict[str, list[dict[str, float]]], expected: dict[str, list[dict[str, float]]]) -> None:
+    assert actual.keys() <= expected.keys() and len(expected) == len(COMBINATIONS)
+    for combination, both in actual.items():
         for step, (a, b) in enumerate(zip(both, expected[combination], strict=True)):
             assert a.keys() == b.keys()
             for name in b.keys() & NAMES:
@@ -191,9 +191,9 @@ def test_every_loss_and_every_mean_train_the_same_in_every_layout(
 ) -> None:
     number = list(LAYOUTS).index(layout)
     first = number % len(BUDGETS)
-    found = steps(model, *LAYOUTS[layout], BUDGETS[first:] + BUDGETS[:first], in_turn(number))
-    assert len(found) == len(LOSSES)
-    compare(found, single)
+    actual = steps(model, *LAYOUTS[layout], BUDGETS[first:] + BUDGETS[:first], in_turn(number))
+    assert len(actual) == len(LOSSES)
+    compare(actual, single)
 
 
 @pytest.mark.slow
@@ -202,9 +202,9 @@ def test_every_loss_and_every_mean_train_the_same_in_every_layout(
 def test_every_loss_with_every_mean_trains_the_same_in_every_layout(
     model: Path, single: dict[str, list[dict[str, float]]], layout: str
 ) -> None:
-    found = steps(model, *LAYOUTS[layout], BUDGETS)
-    assert len(found) == len(COMBINATIONS)
-    compare(found, single)
+    actual = steps(model, *LAYOUTS[layout], BUDGETS)
+    assert len(actual) == len(COMBINATIONS)
+    compare(actual, single)
 
 
 def test_any_two_of_loss_mean_and_layout_meet() -> None:
@@ -218,9 +218,9 @@ def test_any_two_of_loss_mean_and_layout_meet() -> None:
 def test_every_loss_with_every_mean_trains_the_same_in_every_cut(
     model: Path, single: dict[str, list[dict[str, float]]], budget: int
 ) -> None:
-    found = steps(model, 1, {}, (budget,))
-    assert len(found) == len(COMBINATIONS)
-    compare(found, single)
+    actual = steps(model, 1, {}, (budget,))
+    assert len(actual) == len(COMBINATIONS)
+    compare(actual, single)
 
 
 def test_the_combinations_differ(single: dict[str, list[dict[str, float]]]) -> None:

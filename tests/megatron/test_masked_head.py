@@ -23,11 +23,11 @@ def test_masked_tokens_get_the_same_log_probs_and_others_none(
     parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config()
 
     def values() -> np.ndarray:
-        found = np.full(len(batch.tokens), np.nan)
+        values_T = np.full(len(batch.tokens), np.nan)
         for answer in run_ranks(ranks, layouts.logprobs, tmp_path / "m", parallel, policy, batch):
             for rows, (logprobs, _) in answer or []:
-                found[batch.index(rows).numpy()] = logprobs
-        return found
+                values_T[batch.index(rows).numpy()] = logprobs
+        return values_T
 
     batch.columns = {}
     everywhere = values()

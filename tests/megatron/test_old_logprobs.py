@@ -46,10 +46,10 @@ def train(
     computes them."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     rows, micros = layouts.deal(step_of(), opened)
-    found = opened.logprobs(micros, squares=apart) or []
-    pairs = [of_micro[:2] for of_micro in found]
+    answers = opened.logprobs(micros, squares=apart) or []
+    pairs = [of_micro[:2] for of_micro in answers]
     if apart:
-        for micro, (values, entropy, squares) in zip(micros, found, strict=bool(found)):
+        for micro, (values, entropy, squares) in zip(micros, answers, strict=bool(answers)):
             micro["old_logprobs"] = values
             counts = micro["weights"] != 0
             least = torch.maximum((2 * values).exp(), (-entropy).exp())  # Σ π² ≥ π²; by Jensen ≥ exp(-H)
@@ -67,10 +67,10 @@ def test_the_step_is_the_same_and_measures_the_mismatch(tmp_path: Path, ranks: i
     build(BuildConfig(), tmp_path / "m", seed=4)
     parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config()
     with_pass, without = (run_ranks(ranks, train, tmp_path / "m", parallel, policy, apart) for apart in (True, False))
-    one, other = (max((metrics for _, metrics in found), key=len) for found in (with_pass, without))
-    assert one.keys() == other.keys()
-    for name in one:
-        assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    first, second = (max((metrics for _, metrics in answers), key=len) for answers in (with_pass, without))
+    assert first.keys() == second.keys()
+    for name in first:
+        assert second[name] == pytest.approx(first[name], rel=1e-5, abs=1e-7), name
 
     batch = step_of()
     policys = np.full(len(batch.tokens), np.nan)
@@ -78,12 +78,12 @@ def test_the_step_is_the_same_and_measures_the_mismatch(tmp_path: Path, ranks: i
         for rows, values in pairs:
             policys[batch.index(rows).numpy()] = values
     counts = (batch["weights"] != 0).numpy() & batch["drawn"].numpy()
-    d = policys[counts] - batch["rollout_logprobs"].numpy()[counts]
-    measured = mismatch([other])
-    assert measured["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(d).mean(), rel=1e-4)
-    assert measured["mismatch/logprob_abs_max"] == pytest.approx(np.abs(d).max(), rel=1e-4)
-    assert measured["mismatch/kl"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-4)
-    assert measured["mismatch/kl_k1"] == pytest.approx(-d.mean(), rel=1e-4, abs=1e-6)
-    assert measured["mismatch/far_fraction"] == pytest.approx((np.abs(d) > np.log(2)).mean(), rel=1e-6)
-    largest = np.quantile(np.abs(d), 0.99, method="inverted_cdf")
+    difference = policys[counts] - batch["rollout_logprobs"].numpy()[counts]
+    measured = mismatch([second])
+    assert measured["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(difference).mean(), rel=1e-4)
+    assert measured["mismatch/logprob_abs_max"] == pytest.approx(np.abs(difference).max(), rel=1e-4)
+    assert measured["mismatch/kl"] == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-4)
+    assert measured["mismatch/kl_k1"] == pytest.approx(-difference.mean(), rel=1e-4, abs=1e-6)
+    assert measured["mismatch/far_fraction"] == pytest.approx((np.abs(difference) > np.log(2)).mean(), rel=1e-6)
+    largest = np.quantile(np.abs(difference), 0.99, method="inverted_cdf")
     assert measured["mismatch/logprob_abs_p99"] == pytest.approx(largest, rel=ERROR + 1e-4)

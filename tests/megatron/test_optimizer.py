@@ -146,18 +146,18 @@ def vanish(
     kept = [micro["weights"] for micro in micros]
     for micro in micros:
         micro["weights"] = torch.zeros_like(micro["weights"])
-    found = opened.train(micros, objectives.supervised)
+    metrics = opened.train(micros, objectives.supervised)
     after = {name: t.numpy().copy() for name, t in opened.weights().items()}
     for micro, weights in zip(micros, kept, strict=True):
         micro["weights"] = weights
-    return found, before, after, opened.train(micros, objectives.supervised)
+    return metrics, before, after, opened.train(micros, objectives.supervised)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_of_zero_moves_no_weight(model: Path, ranks: int) -> None:
-    for found, before, after, last in run_ranks(
+    for metrics, before, after, last in run_ranks(
         ranks, vanish, model, layouts.layout(ranks), layouts.some_batch(100), BASE
     ):
-        assert found["grad_norm"] == 0 < last["grad_norm"]
+        assert metrics["grad_norm"] == 0 < last["grad_norm"]
         for name in before:
             np.testing.assert_array_equal(after[name], before[name], err_msg=name)

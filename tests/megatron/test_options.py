@@ -106,7 +106,7 @@ def built(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
         "granularity": model.unwrap_gpt(ddp).config.recompute_granularity,
         "modules": model.unwrap_gpt(ddp).config.recompute_modules,
         "buckets": len(ddp.buffers[0].buckets),
-        "adam": {type(one).__name__ for one in inner},
+        "adam": {type(adam).__name__ for adam in inner},
         "step": opened.train(micros, objectives.supervised),
     }
 
@@ -119,7 +119,7 @@ def model_parts(optimizer: Any) -> list[Any]:
 
 def test_options_are_in_the_built_model(tmp_path: Path) -> None:
     build(BuildConfig(), tmp_path / "model", seed=1)
-    given = layouts.policy_config(
+    settings = layouts.policy_config(
         overlap=True,
         options={"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         ddp_options={"bucket_size": 1000},
@@ -127,7 +127,7 @@ def test_options_are_in_the_built_model(tmp_path: Path) -> None:
     )
     plain = layouts.policy_config(overlap=True)
     [ours] = run_ranks(1, built, tmp_path / "model", ParallelDims(), plain)
-    [theirs] = run_ranks(1, built, tmp_path / "model", ParallelDims(), given)
+    [theirs] = run_ranks(1, built, tmp_path / "model", ParallelDims(), settings)
     assert (ours["granularity"], theirs["granularity"]) == (None, "selective")
     assert theirs["modules"] == ["mlp"]
     assert theirs["buckets"] > ours["buckets"] == 1
@@ -136,7 +136,7 @@ def test_options_are_in_the_built_model(tmp_path: Path) -> None:
 
 
 def test_what_megatron_core_refuses_is_one_line() -> None:
-    given = {"recompute_granularity": "selective", "recompute_num_layers": 1}
+    options = {"recompute_granularity": "selective", "recompute_num_layers": 1}
     ours = dict(num_layers=2, hidden_size=8, num_attention_heads=2, params_dtype=torch.float32)
     with pytest.raises(UserError, match=r"policy\.options = \{recompute_granularity: .*: megatron-core refuses it: "):
-        model.with_options(TransformerConfig, ours, given, "policy.options")
+        model.with_options(TransformerConfig, ours, options, "policy.options")

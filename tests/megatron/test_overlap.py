@@ -95,7 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 def test_nothing_depends_on_it(
     models: dict[str, list[Path]], model: str, ranks: int, sizes: dict[str, int], changes: dict[str, Any]
 ) -> None:
-    found, expected = (
+    actual, expected = (
         run_ranks(
             ranks,
             run,
@@ -106,8 +106,8 @@ def test_nothing_depends_on_it(
         )
         for overlap in (True, False)
     )
-    assert max(max(one["groups"]) for one in found) > 1
-    for one, other in zip(found, expected, strict=True):
+    assert max(max(one["groups"]) for one in actual) > 1
+    for one, other in zip(actual, expected, strict=True):
         assert all(one.pop("overlap")) and not any(other.pop("overlap"))
         assert one.pop("groups") and other.pop("groups")
         for what in ("steps", "more", "last"):

@@ -60,25 +60,25 @@ def test_what_goes_with_an_input_is_there_once_over_the_context_ranks(
         assert micro.columns["routes"].dtype == torch.int16
         assert micro.row.sequence_L is not None and micro.row.position_L is not None
         places = zip(micro.row.sequence_L.tolist(), micro.row.position_L.tolist(), strict=True)
-        for (sequence, position), token, found in zip(
+        for (sequence, position), token, route in zip(
             places, micro.tokens[0].tolist(), micro.columns["routes"].tolist(), strict=True
         ):
             if sequence < len(lengths) and position < lengths[sequence]:
                 assert (sequence, position) not in routes and token == 100 * sequence + position
-                routes[sequence, position] = found
+                routes[sequence, position] = route
             else:
-                assert not np.any(found)
+                assert not np.any(route)
     in_order = [routes[i, j] for i, n in enumerate(lengths) for j in range(n)]
     assert in_order == batch["routes"].tolist()
 
 
 def test_columns_move_with_their_sequences() -> None:
     batch = batch_of([3, 4, 2])
-    one, some = batch.part(1, 3), batch.take([2, 0])
-    assert one.tokens.tolist() == [100, 101, 102, 103, 200, 201] and some.tokens.tolist() == [200, 201, 0, 1, 2]
-    assert torch.equal(one["routes"], batch["routes"][3:]) and one["x"].data_ptr() == batch["x"][3:].data_ptr()
+    part, some = batch.part(1, 3), batch.take([2, 0])
+    assert part.tokens.tolist() == [100, 101, 102, 103, 200, 201] and some.tokens.tolist() == [200, 201, 0, 1, 2]
+    assert torch.equal(part["routes"], batch["routes"][3:]) and part["x"].data_ptr() == batch["x"][3:].data_ptr()
     assert torch.equal(some["routes"], batch["routes"][[7, 8, 0, 1, 2]])
-    assert some.columns["routes"].aligned == one.columns["routes"].aligned == "input"
+    assert some.columns["routes"].aligned == part.columns["routes"].aligned == "input"
     with pytest.raises(ValueError, match="column y: 8 values for 9 tokens"):
         batch["y"] = torch.zeros(8)
 
@@ -93,11 +93,11 @@ def test_sequences_travel_as_arrays_that_share_memory() -> None:
     assert len(buffers) == 5 and len(small) < 1200
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = pickle.loads(small, buffers=[bytes(b.raw()) for b in buffers])
-    assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.lengths, batch.lengths)
-    assert found.columns["routes"].aligned == "input" and torch.equal(found["routes"], batch["routes"])
-    assert found["half"].dtype is torch.bfloat16
-    assert torch.equal(found["half"].view(torch.int16), batch["half"].view(torch.int16))
+        loaded = pickle.loads(small, buffers=[bytes(b.raw()) for b in buffers])
+    assert torch.equal(loaded.tokens, batch.tokens) and torch.equal(loaded.lengths, batch.lengths)
+    assert loaded.columns["routes"].aligned == "input" and torch.equal(loaded["routes"], batch["routes"])
+    assert loaded["half"].dtype is torch.bfloat16
+    assert torch.equal(loaded["half"].view(torch.int16), batch["half"].view(torch.int16))
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,7 +123,7 @@ def test_a_row_on_a_device_has_one_tensor_of_bounds() -> None:
     row = packed.row
     assert row.cu_seqlens_q is not None and row.cu_seqlens_q.is_meta
     bounds = row.cu_seqlens_q, row.cu_seqlens_q_padded, row.cu_seqlens_kv, row.cu_seqlens_kv_padded
-    assert all(one is bounds[0] for one in bounds)
+    assert all(tensor is bounds[0] for tensor in bounds)
     assert packed.source is not packed.read
 
 

@@ -103,10 +103,10 @@ def test_every_layout_gives_the_single_process(
     models: dict[str, Path], single: Single, model: str, recipe: str, cut: str
 ) -> None:
     ranks, sizes, changes = LAYOUTS[cut]
-    found = steps(models[model], ranks, sizes, policy(recipe, changes))
+    actual = steps(models[model], ranks, sizes, policy(recipe, changes))
     # Another order of a sum, as on another processor, sometimes rounds a number to E4M3's other neighbour. This changes
     # a step's loss and gradient a little. After the update a token may change its expert.
-    for a, b, of_loss in zip(found, single(model, recipe), (3e-5, 1e-3), strict=True):
+    for a, b, of_loss in zip(actual, single(model, recipe), (3e-5, 1e-3), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=of_loss)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=3e-3)
 
@@ -114,10 +114,10 @@ def test_every_layout_gives_the_single_process(
 def test_recipes_compute_something_else_and_learn_as_much(single: Single) -> None:
     plain = single("moe", "model")
     losses = {recipe: single("moe", recipe) for recipe in RECIPES}
-    for recipe, found in losses.items():
-        assert 1e-6 < abs(found[0]["loss"] / plain[0]["loss"] - 1) < 3e-3, recipe
-        assert found[1]["loss"] == pytest.approx(plain[1]["loss"], rel=3e-3), recipe
-    first = {recipe: (round(found[0]["loss"], 6), round(found[0]["grad_norm"], 6)) for recipe, found in losses.items()}
+    for recipe, rows in losses.items():
+        assert 1e-6 < abs(rows[0]["loss"] / plain[0]["loss"] - 1) < 3e-3, recipe
+        assert rows[1]["loss"] == pytest.approx(plain[1]["loss"], rel=3e-3), recipe
+    first = {recipe: (round(rows[0]["loss"], 6), round(rows[0]["grad_norm"], 6)) for recipe, rows in losses.items()}
     assert len(set(first.values())) == 3  # fp8_delayed starts with the magnitudes of fp8_current
     assert losses["fp8_delayed"][0]["loss"] == losses["fp8_current"][0]["loss"]
 
@@ -150,9 +150,9 @@ def test_products_and_gradients_are_those_of_rounded_operands(recipe: str) -> No
         of_g.double() @ of_w[1].double(),
         of_g.double().t() @ of_x.double(),
     )
-    for found, of in zip((out, inputs[0].grad, inputs[1].grad), expected, strict=True):
-        assert found is not None
-        torch.testing.assert_close(found.double(), of, rtol=1e-5, atol=1e-5)
+    for actual, of in zip((out, inputs[0].grad, inputs[1].grad), expected, strict=True):
+        assert actual is not None
+        torch.testing.assert_close(actual.double(), of, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(out.double(), x.double() @ w.double().t() + bias, rtol=1e-3, atol=1e-3)
 
 
@@ -180,48 +180,48 @@ def test_weights_are_the_numbers_and_scales_of_the_wire(
     names = quantised(tensors)
     numbers, scales = whole_tensors(tensors, names)
     parallel = layouts.layout(ranks, **sizes)
-    for rank, (found, _) in enumerate(
+    for rank, (rounded, _) in enumerate(
         run_ranks(ranks, rounded_weights, models[model], parallel, policy("fp8_blockwise"))
     ):
         seen = set()
         for piece in architecture(hf).megatron_shard(hf, parallel, rank, "local").pieces:
             if piece.tensor not in names:
-                assert piece.param not in found
+                assert piece.param not in rounded
                 continue
             scale = scales[piece.tensor + SUFFIX].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             rows, columns = tensors[piece.tensor].shape
             whole = numbers[piece.tensor].float() * scale[:rows, :columns]
-            assert torch.equal(local_view(found[piece.param], piece.offset, piece.box), whole[piece.box.slices()])
+            assert torch.equal(local_view(rounded[piece.param], piece.offset, piece.box), whole[piece.box.slices()])
             seen.add(piece.param)
-        assert seen == set(found)
+        assert seen == set(rounded)
 
 
 def test_first_and_last_layers_are_left_out(models: dict[str, Path]) -> None:
     config = policy("mxfp8", first_layers=1)
-    (found, params), *_ = run_ranks(1, rounded_weights, models["moe"], ParallelDims(), config)
-    assert {name.split(".")[3] for name in found} == {"1"}
+    (rounded, params), *_ = run_ranks(1, rounded_weights, models["moe"], ParallelDims(), config)
+    assert {name.split(".")[3] for name in rounded} == {"1"}
     linear = {name for name, p in params.items() if p.dim() == 2 and ".layers.1." in name and ".router." not in name}
-    assert set(found) == linear and all(re.search(r"linear_(qkv|proj|fc1|fc2)\.weight$", name) for name in found)
+    assert set(rounded) == linear and all(re.search(r"linear_(qkv|proj|fc1|fc2)\.weight$", name) for name in rounded)
 
 
 def test_delayed_scales_are_of_the_passes_before() -> None:
-    kept = Magnitudes(2, 2, torch.device("cpu"))
+    magnitudes_kept = Magnitudes(2, 2, torch.device("cpu"))
 
     def passed(*magnitudes: float, trained: bool = True) -> float:
-        found = [float(kept.amax_for_scaling(1, INPUT, torch.tensor(m))) for m in magnitudes]
+        amax = [float(magnitudes_kept.amax_for_scaling(1, INPUT, torch.tensor(m))) for m in magnitudes]
         if trained:
-            kept.end(lambda _: None)
+            magnitudes_kept.end(lambda _: None)
         else:
-            kept.forget()
-        return found[0]
+            magnitudes_kept.forget()
+        return amax[0]
 
     assert passed(3.0, 5.0) == 3.0  # no earlier pass
     assert passed(2.0) == 5.0
     assert passed(1.0) == 5.0
     assert passed(9.0, trained=False) == 2.0
     assert passed(4.0) == 2.0
-    assert float(kept.amax_for_scaling(0, INPUT, torch.tensor(7.0))) == 7.0
-    assert float(kept.amax_for_scaling(1, GRADIENT, torch.tensor(8.0))) == 8.0
+    assert float(magnitudes_kept.amax_for_scaling(0, INPUT, torch.tensor(7.0))) == 7.0
+    assert float(magnitudes_kept.amax_for_scaling(1, GRADIENT, torch.tensor(8.0))) == 8.0
 
 
 def test_rows_of_transformer_engine_alone_are_padded() -> None:
@@ -238,8 +238,8 @@ def test_rows_are_padded_and_what_counts_stays(context: int, tensor: int) -> Non
         plain, padded = (pack(batch, context=context, context_rank=rank, tensor=tensor, rows=rows) for rows in (1, 32))
         assert padded.tokens.shape[1] % (32 * tensor) == 0
         assert padded.tokens.shape[1] - plain.tokens.shape[1] < 32 * tensor
-        for one, other in ((plain.source, padded.source), (plain.read, padded.read)):
-            assert one[one >= 0].tolist() == other[other >= 0].tolist()
+        for first, second in ((plain.source, padded.source), (plain.read, padded.read)):
+            assert first[first >= 0].tolist() == second[second >= 0].tolist()
         assert padded.columns["weights"][padded.source < 0].abs().sum() == 0
         assert padded.columns["weights"].sum() == pytest.approx(float(plain.columns["weights"].sum()), abs=1e-6)
         assert bool(padded.padding[0, plain.tokens.shape[1] :].all())
@@ -248,10 +248,10 @@ def test_rows_are_padded_and_what_counts_stays(context: int, tensor: int) -> Non
 def copies_after_a_pass(rank: int, address: str, path: Path) -> Any:
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config())
     module = next(m for m in opened.chunks[0].modules() if hasattr(m, "weight"))
-    vars(module)["_fp8_workspaces"] = held = {"weight": torch.zeros(2)}
+    vars(module)["_fp8_workspaces"] = cache = {"weight": torch.zeros(2)}
     _, micros = layouts.deal(layouts.some_batch(100, count=3), opened)
     opened.logprobs(micros)
-    return len(held)
+    return len(cache)
 
 
 def test_a_pass_ends_without_copies(models: dict[str, Path]) -> None:
@@ -262,7 +262,7 @@ def test_copies_of_weights_are_let_go_after_a_pass() -> None:
     """Checks the drop of cached copies. Transformer Engine's modules cache in `_fp8_workspaces` and never clear the
     cache."""
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    held = {"weight": torch.zeros(2)}
-    vars(layer[0])["_fp8_workspaces"] = held
+    cache = {"weight": torch.zeros(2)}
+    vars(layer[0])["_fp8_workspaces"] = cache
     drop_fp8_copies([layer])
-    assert held == {} and vars(layer[0])["_fp8_workspaces"] is held
+    assert cache == {} and vars(layer[0])["_fp8_workspaces"] is cache

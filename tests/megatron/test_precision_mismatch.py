@@ -94,10 +94,10 @@ def engine_logprobs(path: Path, batch: Sequences) -> np.ndarray:
 def policy_logprobs(path: Path, batch: Sequences, recipe: str) -> np.ndarray:
     policy: PolicyConfig = layouts.policy_config(micro_tokens=400, precision=PrecisionConfig(recipe))
     (answer,) = run_ranks(1, layouts.logprobs, path, layouts.layout(1), policy, batch)
-    found = np.full(len(batch.tokens), np.nan)
+    values_T = np.full(len(batch.tokens), np.nan)
     for rows, (values, _) in answer:
-        found[batch.index(rows).numpy()] = values
-    return found
+        values_T[batch.index(rows).numpy()] = values
+    return values_T
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,6 @@ def test_an_fp8_policy_has_at_most_half_the_mismatch(model: str, request: pytest
     batch = Sequences.of([[1, *rng.integers(3, 100, n).tolist()] for n in (5, 80, 200)])
     served = engine_logprobs(path, batch)
     plain, fp8 = (policy_logprobs(path, batch, recipe) for recipe in ("model", "fp8_blockwise"))
-    between = {name: float(np.abs(found - served).mean()) for name, found in (("model", plain), ("fp8", fp8))}
+    between = {name: float(np.abs(trained - served).mean()) for name, trained in (("model", plain), ("fp8", fp8))}
     assert between["model"] > 1e-3
     assert between["fp8"] <= between["model"] / 2

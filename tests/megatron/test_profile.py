@@ -78,15 +78,15 @@ def test_gpus_have_tracks_of_their_own_and_calls_are_counted(tmp_path: Path) -> 
         ],
     )
     with file.open() as text:
-        found = RankEvents(1, 900, text, 1_700_000_000.001)
-        events = list(found)
-    own, gpu = RANKS + PER_RANK, RANKS + PER_RANK + 1
+        rank_events = RankEvents(1, 900, text, 1_700_000_000.001)
+        events = list(rank_events)
+    rank_track, gpu = RANKS + PER_RANK, RANKS + PER_RANK + 1
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {own: "policy-1", gpu: "policy-1 GPU 0"}
+    assert names == {rank_track: "policy-1", gpu: "policy-1 GPU 0"}
     assert [(e["pid"], e["ts"]) for e in events if e.get("cat") == "kernel"] == [(gpu, pytest.approx(40.5, abs=0.5))]
     arrows = {e["id"] for e in events if e["ph"] in "sf"}
     assert len(arrows) == 1 and arrows != {5}, "another rank has arrows of the same number"
-    assert found.has_cuda_calls and found.calls == {"launches": 2, "host_syncs": 1}, (
+    assert rank_events.has_cuda_calls and rank_events.calls == {"launches": 2, "host_syncs": 1}, (
         "the profiler's own waits are none of the step"
     )
     assert not any(e["pid"] == "Spans" for e in events)

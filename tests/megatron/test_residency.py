@@ -34,7 +34,7 @@ CYCLES = 20
 def memory() -> int:
     """Returns the bytes of this process's pages of all kinds."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * sum(int(found) for found in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
+    return 1024 * sum(int(kib) for kib in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
 
 
 def move(rank: ModelWorker, phase: str) -> None:
@@ -144,15 +144,15 @@ def test_a_device_without_room_keeps_what_is_in_host_memory(monkeypatch: pytest.
 
 def test_a_storage_of_two_parts_belongs_to_the_first() -> None:
     """Offloads a storage shared by two parts: the master weights of a float32 model are the parameters."""
-    shared, own = torch.arange(8.0), torch.arange(3.0)
+    shared, separate = torch.arange(8.0), torch.arange(3.0)
     view = shared[2:]
-    both = Resident("policy", CPU, {"parameters": lambda: [shared], "optimizer": lambda: [view, own]})
+    both = Resident("policy", CPU, {"parameters": lambda: [shared], "optimizer": lambda: [view, separate]})
     both.offload(["optimizer"])
-    assert shared.untyped_storage().nbytes() and not own.untyped_storage().nbytes()
+    assert shared.untyped_storage().nbytes() and not separate.untyped_storage().nbytes()
     both.offload(["parameters"])
-    assert both.readable(view).tolist() == [2, 3, 4, 5, 6, 7] and both.readable(own).tolist() == [0, 1, 2]
+    assert both.readable(view).tolist() == [2, 3, 4, 5, 6, 7] and both.readable(separate).tolist() == [0, 1, 2]
     both.onload(["optimizer"])
-    assert not shared.untyped_storage().nbytes() and own.tolist() == [0, 1, 2]
+    assert not shared.untyped_storage().nbytes() and separate.tolist() == [0, 1, 2]
 
 
 # ---- in a real rank --------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: boo
         "gradients": sum(g.nbytes for g in gradients(opened.chunks)),
         "optimizer": sum(t.nbytes for t in moments_and_masters(opened)),
     }
-    found: dict[str, list[int]] = {phase: [] for phase in ("generate", "logprobs", "train", "sync")}
+    used: dict[str, list[int]] = {phase: [] for phase in ("generate", "logprobs", "train", "sync")}
     seen = []
     for cycle in range(CYCLES):
-        for phase in found:
+        for phase in used:
             if turns:
                 move(opened, phase)
             if phase == "logprobs":
@@ -180,9 +180,9 @@ def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: boo
             if phase == "train" and cycle in (0, CYCLES // 2):
                 seen.append(np.array([*opened.train(micros, objectives.supervised).values()]))
             opened.offload([])  # also releases memory kept by computation
-            found[phase].append(memory())
+            used[phase].append(memory())
     weights = {name: p.float().clone().numpy() for name, p in opened.weights().items()}
-    return sizes, found, seen, weights
+    return sizes, used, seen, weights
 
 
 def buffers(chunk: Any) -> list[Any]:
@@ -201,17 +201,17 @@ def moments_and_masters(rank: ModelWorker) -> list[Tensor]:
 def test_a_processs_memory_is_that_of_its_phase_and_does_not_grow(tmp_path: Path) -> None:
     build(LARGE, tmp_path / "model", seed=1)
     policy = layouts.policy_config(micro_tokens=200)
-    ((sizes, found, seen, weights),) = run_ranks(1, cycles, tmp_path / "model", policy, True)
+    ((sizes, by_phase, seen, weights),) = run_ranks(1, cycles, tmp_path / "model", policy, True)
     ((_, _, wanted_seen, wanted),) = run_ranks(1, cycles, tmp_path / "model", policy, False)
     np.testing.assert_equal(seen, wanted_seen)
     np.testing.assert_equal(weights, wanted)
     assert sizes["parameters"] > 37e6 and sizes["optimizer"] == pytest.approx(6 * sizes["parameters"], rel=0.01)
-    base = found["generate"][1]
-    for phase, (_, *used) in found.items():  # in the first cycle the program itself grows
-        there = sum(size for part, size in sizes.items() if part in NEEDS[phase])
-        off = max(abs(of_cycle - base - there) for of_cycle in used)
-        print(f"{phase}: {there / 1e6:.1f} MB planned, at most {off / 1e6:.2f} MB off")
-        assert off < 0.05 * (there or sizes["parameters"]), phase
+    base = by_phase["generate"][1]
+    for phase, (_, *used) in by_phase.items():  # in the first cycle the program itself grows
+        planned = sum(size for part, size in sizes.items() if part in NEEDS[phase])
+        off = max(abs(of_cycle - base - planned) for of_cycle in used)
+        print(f"{phase}: {planned / 1e6:.1f} MB planned, at most {off / 1e6:.2f} MB off")
+        assert off < 0.05 * (planned or sizes["parameters"]), phase
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def a_run(
     opened = layouts.open_rank(rank, address, paths[0], parallel, policy, dtype)
     _, micros = layouts.deal(BATCH, opened)
     opened.keep_reference(paths[1])
-    found: list[Any] = []
+    results: list[Any] = []
 
     def phase(name: str) -> None:
         if turns:
@@ -237,12 +237,12 @@ def a_run(
     for step in range(STEPS):
         phase("generate")
         phase("logprobs")
-        found += [logprobs(), logprobs(reference=True)]
+        results += [logprobs(), logprobs(reference=True)]
         phase("train")
-        found += [opened.train(micros, objectives.supervised) for _ in range(2)]
+        results += [opened.train(micros, objectives.supervised) for _ in range(2)]
         phase("generate")  # offloads everything while the gather of an overlapping step may be open
         phase("sync")
-        found.append({name: p.float().clone().numpy() for name, p in opened.weights().items()})
+        results.append({name: p.float().clone().numpy() for name, p in opened.weights().items()})
         phase("generate")
         if step == 1:
             opened.save(folder)  # saves from host memory
@@ -251,33 +251,33 @@ def a_run(
     opened.keep_reference(paths[1])
     assert not turns or opened.resident.offloaded == set(POLICY), "what was away is away again"
     phase("logprobs")
-    found.append(logprobs(reference=True))
+    results.append(logprobs(reference=True))
     phase("train")
-    found.append(opened.train(micros, objectives.supervised))
+    results.append(opened.train(micros, objectives.supervised))
     phase("generate")
     opened.reset_optimizer(policy.optimizer)
     assert not turns or opened.resident.offloaded == set(POLICY)
     phase("train")
-    found.append(opened.train(micros, objectives.supervised))
+    results.append(opened.train(micros, objectives.supervised))
     opened.load(paths[1])
-    found.append(logprobs())
+    results.append(logprobs())
     state = {
         name: [start, stop, {kind: values.float().clone().numpy() for kind, values in kinds.items()}]
         for name, (start, stop, kinds) in runs_of(opened).items()
     }
-    return found, state
+    return results, state
 
 
 def runs_of(rank: ModelWorker) -> dict[str, Any]:
     """Returns parameter → first and last element trained by this rank's optimizer, and the state of these elements."""
-    names, found = {id(p): name for name, p in rank.params.items()}, {}
+    names, runs = {id(p): name for name, p in rank.params.items()}, {}
     for part in moments.inner_optimizers(rank.optimizer):
         for p, master in moments.master_weights(part):
             run, state = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
             kinds = {"master": master.detach(), **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")}}
             kinds = {kind: rank.resident.readable(t) for kind, t in kinds.items()}
-            found[names[id(p)]] = run.start, run.end, kinds
-    return found
+            runs[names[id(p)]] = run.start, run.end, kinds
+    return runs
 
 
 CASES = [
@@ -297,13 +297,15 @@ def test_taking_turns_changes_no_bit(
     for seed, path in enumerate(paths):
         build(BuildConfig(), path, seed=seed + 1)
     policy = layouts.policy_config(optimizer=OptimizerConfig(lr=1e-2), **settings)
-    found = []
+    answers = []
     for turns in (False, True):
         (folder := tmp_path / f"checkpoint-{turns}").mkdir()
         args = paths, layouts.layout(ranks, **sizes), (policy, dtype), folder, turns
-        found.append((run_ranks(ranks, a_run, *args), {f.name: f.read_bytes() for f in folder.iterdir()}))
-    np.testing.assert_equal(found[1][0], found[0][0])
-    assert found[1][1] == found[0][1] and len(found[0][1]) > ranks, "a checkpoint of what is away is the same files"
+        answers.append((run_ranks(ranks, a_run, *args), {f.name: f.read_bytes() for f in folder.iterdir()}))
+    np.testing.assert_equal(answers[1][0], answers[0][0])
+    assert answers[1][1] == answers[0][1] and len(answers[0][1]) > ranks, (
+        "a checkpoint of what is away is the same files"
+    )
 
 
 def refusals(rank: int, address: str, path: Path) -> Any:

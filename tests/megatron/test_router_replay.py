@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed() -> Sequences:
-    """Returns random sequences with random routes; the last token of each sequence and one whole sequence have no
+    """Returns random sequences with random routes; the last token of each sequence and one whole sequence lack a
     route."""
     batch = layouts.some_batch(100)
     scores = np.random.default_rng(0).random((len(batch.tokens), len(SHAPE.layers), SHAPE.experts))
@@ -80,10 +80,10 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, config: P
     opened.policy = replace(config, moe=replace(config.moe, replay="policy"))
     opened.logprobs(micros)
     recorded = [micro[COLUMN].numpy() for micro in micros]
-    own = [opened.train(micros, objectives.supervised) for _ in range(2)]
+    with_recorded = [opened.train(micros, objectives.supervised) for _ in range(2)]
     at = parallel.coordinates(rank)
     logprobs = [values.numpy() for values, _ in answer] if answer and not at.tp and not at.cp else None
-    return rows, logprobs, recorded, given, own
+    return rows, logprobs, recorded, given, with_recorded
 
 
 def run(path: Path, ranks: int, sizes: dict[str, int], **changes: Any) -> Found:
@@ -98,8 +98,8 @@ def run(path: Path, ranks: int, sizes: dict[str, int], **changes: Any) -> Found:
             recorded[at] = np.maximum(recorded[at], routes[place])
             if values is not None:
                 logprobs[at] = values[place]
-    given, own = max((answer[3:] for answer in answers), key=lambda both: len(both[0][0]))
-    return {"logprobs": logprobs, "recorded": recorded, "given": given, "own": own}
+    given, with_recorded = max((answer[3:] for answer in answers), key=lambda both: len(both[0][0]))
+    return {"logprobs": logprobs, "recorded": recorded, "given": given, "own": with_recorded}
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +113,13 @@ def test_every_layout_goes_where_the_routes_say(
     model: Path, single: Found, ranks: int, sizes: dict[str, int], recompute: str
 ) -> None:
     """Compares results. Every pass checks the route of each token in each layer, and raises on a deviation."""
-    found = run(model, ranks, sizes, recompute=recompute)
-    np.testing.assert_allclose(found["logprobs"], single["logprobs"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(found["recorded"], single["recorded"])
-    assert (found["recorded"] > 0).all()
+    actual = run(model, ranks, sizes, recompute=recompute)
+    np.testing.assert_allclose(actual["logprobs"], single["logprobs"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(actual["recorded"], single["recorded"])
+    assert (actual["recorded"] > 0).all()
     given = float((routed()[COLUMN][:, 0, 0] > 0).float().mean())
     for which, share in (("given", given), ("own", 1.0)):
-        for step, expected in zip(found[which], single[which], strict=True):
+        for step, expected in zip(actual[which], single[which], strict=True):
             for name in ("loss", "grad_norm", "expert_balance"):
                 assert step[name] == pytest.approx(expected[name], rel=1e-5), (which, name)
             for layer in SHAPE.layers:
@@ -146,19 +146,19 @@ def test_forced_and_recorded_routes_against_transformers(model: Path, single: Fo
         reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     gates = [reference.model.layers[layer].mlp.gate for layer in SHAPE.layers]
     for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
-        here = slice(start, start + length)
-        tokens, seen = batch.tokens[here].long(), {}
+        rows = slice(start, start + length)
+        tokens, seen = batch.tokens[rows].long(), {}
         for forced in (True, False):
             for place, gate in enumerate(gates):
-                routes = batch[COLUMN][here, place].long() - 1 if forced else torch.full((length, 2), -1)
+                routes = batch[COLUMN][rows, place].long() - 1 if forced else torch.full((length, 2), -1)
                 gate.forward = router(gate.weight, routes, seen, place)
             with torch.no_grad():
                 logprobs = torch.log_softmax(reference(tokens[None]).logits[0], -1)[:-1].gather(1, tokens[1:, None])
             if forced:
-                wanted = np.where(batch["weights"][here][1:] != 0, logprobs[:, 0], 0)
-                np.testing.assert_allclose(single["logprobs"][here][1:], wanted, atol=1e-4)
+                wanted = np.where(batch["weights"][rows][1:] != 0, logprobs[:, 0], 0)
+                np.testing.assert_allclose(single["logprobs"][rows][1:], wanted, atol=1e-4)
         chosen = np.stack([seen[place] for place in range(len(gates))], 1) + 1
-        np.testing.assert_array_equal(np.sort(single["recorded"][here], -1), np.sort(chosen, -1))
+        np.testing.assert_array_equal(np.sort(single["recorded"][rows], -1), np.sort(chosen, -1))
 
 
 def router(weight: torch.Tensor, routes: torch.Tensor, seen: dict[int, Any], place: int) -> Callable[..., Any]:
@@ -308,9 +308,9 @@ def test_a_planted_fault_ends_its_step_on_every_rank(
     model: Path, fault: Callable[..., None] | None, sizes: dict[str, int]
 ) -> None:
     ranks = 2 if sizes else 1
-    told = run_ranks(ranks, fails, model, layouts.layout(ranks, **sizes), fault, fault is None)
-    assert len(set(told)) == 1
-    assert "WrongRoutes" in told[0] and "first in layer" in told[0] and "expected [" in told[0], told[0]
+    errors = run_ranks(ranks, fails, model, layouts.layout(ranks, **sizes), fault, fault is None)
+    assert len(set(errors)) == 1
+    assert "WrongRoutes" in errors[0] and "first in layer" in errors[0] and "expected [" in errors[0], errors[0]
 
 
 def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims) -> str:
@@ -324,5 +324,5 @@ def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims
 
 def test_a_router_that_has_lost_its_row_ends_the_step(model: Path) -> None:
     """Runs settings refused by `config/replay_checks.py`: the router would silently use the policy's experts."""
-    (said,) = run_ranks(1, recomputed_alone, model, layouts.layout(1))
-    assert "the routers of layers [0, 2, 3] ran without the routes of their tokens" in said
+    (message,) = run_ranks(1, recomputed_alone, model, layouts.layout(1))
+    assert "the routers of layers [0, 2, 3] ran without the routes of their tokens" in message

@@ -45,7 +45,7 @@ def train(
     """Takes a step with each loss from the same weights, and returns its metrics and those of the next step."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     data = parallel.coordinates(torch.distributed.get_rank()).dp
-    found = {}
+    metrics = {}
     for loss, mean in LOSSES.items():
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
@@ -55,8 +55,8 @@ def train(
         micros = [batch.take(rows) for rows in split_micro_batches(batch, parallel, tokens * parallel.context)[data]]
         figures = Figures(importance_mean=mean_importance_weight(batch, settings))
         objective = objectives.objective(loss, settings, figures)
-        found[loss] = [opened.train(micros, objective), opened.measure(micros, objective)]
-    return found
+        metrics[loss] = [opened.train(micros, objective), opened.measure(micros, objective)]
+    return metrics
 
 
 def steps(path: Path, ranks: int, sizes: dict[str, int], tokens: int, unit: str = "trajectory") -> Found:
@@ -71,9 +71,9 @@ def single(model: Path) -> Found:
     return steps(model, 1, {}, 10_000)
 
 
-def compare(found: Found, expected: Found) -> None:
+def compare(actual: Found, expected: Found) -> None:
     for loss, both in expected.items():
-        for step, (a, b) in enumerate(zip(found[loss], both, strict=True)):
+        for step, (a, b) in enumerate(zip(actual[loss], both, strict=True)):
             for name in b.keys() & NAMES:
                 assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), f"{loss}, step {step}, {name}"
 

@@ -25,8 +25,8 @@ LARGE_PIECE = 20_000_000
 def a_run(rank: int, address: str, paths: Any, parallel: ParallelDims, options: Any, folder: Path, turns: bool) -> Any:
     """Returns a policy's results in a run, and the final optimizer state from device or host."""
     worker.OPTIMIZER_PIECE = PIECE
-    found, state = test_residency.a_run(rank, address, paths, parallel, options, folder, turns)
-    return found, state
+    results, state = test_residency.a_run(rank, address, paths, parallel, options, folder, turns)
+    return results, state
 
 
 CASES = [
@@ -46,16 +46,16 @@ def test_streaming_changes_no_bit(
     paths = tmp_path / "own", tmp_path / "other"
     for seed, path in enumerate(paths):
         build(BuildConfig(), path, seed=seed + 1)
-    found = []
+    answers = []
     for streamed, turns in ((False, False), (True, False), (True, True)):
         (folder := tmp_path / f"checkpoint-{streamed}-{turns}").mkdir()
         optimizer = OptimizerConfig(lr=1e-2, beta2=0.95, moments=small, streamed=streamed)
         args = paths, layouts.layout(ranks, **sizes), (layouts.policy_config(optimizer=optimizer, **settings), dtype)
         ran = run_ranks(ranks, a_run, *args, folder, turns)
-        found.append((ran, {file.name: file.read_bytes() for file in folder.iterdir()}))
-    for ran, files in found[1:]:
-        np.testing.assert_equal(ran, found[0][0])
-        assert files == found[0][1]
+        answers.append((ran, {file.name: file.read_bytes() for file in folder.iterdir()}))
+    for ran, files in answers[1:]:
+        np.testing.assert_equal(ran, answers[0][0])
+        assert files == answers[0][1]
 
 
 def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) -> Any:
@@ -83,12 +83,12 @@ def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) 
 def test_a_process_holds_three_pieces_in_a_step_and_none_between_steps(tmp_path: Path) -> None:
     """Checks the memory of a model with 19 million parameters and 228 MB of optimizer state: a dozen pieces."""
     build(test_residency.LARGE, tmp_path / "model", seed=1)
-    found = {}
+    used = {}
     for streamed in (False, True):
         policy = layouts.policy_config(micro_tokens=200, optimizer=OptimizerConfig(lr=1e-3, streamed=streamed))
         ((before, after, most),) = run_ranks(1, memory_of_a_step, tmp_path / "model", policy)
         assert abs(after - before) < 12e6, "it does not grow"
-        found[streamed] = before
-    print(f"{(found[False] - found[True]) / 1e6:.0f} MB less between steps, {(most - before) / 1e6:.0f} MB more in one")
-    assert found[False] - found[True] == pytest.approx(228e6, rel=0.05)
+        used[streamed] = before
+    print(f"{(used[False] - used[True]) / 1e6:.0f} MB less between steps, {(most - before) / 1e6:.0f} MB more in one")
+    assert used[False] - used[True] == pytest.approx(228e6, rel=0.05)
     assert most - before < 4.5 * LARGE_PIECE, "three, and what the C library keeps of those before"

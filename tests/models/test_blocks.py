@@ -102,15 +102,15 @@ def family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_tensors_and_counts() -> None:
-    d = architecture(HF).describe(HF)
+    decoder = architecture(HF).describe(HF)
     tensors = architecture(HF).tensors(HF)
     mlp = {name: shape for name, shape in tensors.items() if ".mlp." in name}
     assert len(mlp) == 3 * LAYERS and tensors["model.layers.3.mlp.down.weight"] == (HIDDEN, WIDTH)
-    assert elements(d) == sum(map(prod, huggingface.tensors(d).values()))
+    assert elements(decoder) == sum(map(prod, huggingface.tensors(decoder).values()))
     llama = architecture(MODELS["llama"]).describe(MODELS["llama"])
     theirs = 2 * 3 * HIDDEN * MODELS["llama"]["intermediate_size"]
-    assert flops(d).layers - flops(llama).layers == LAYERS * (4 * HIDDEN * WIDTH - theirs)
-    assert kv_bytes_per_token(d, 2, 2) == kv_bytes_per_token(llama, 2, 2) > 0
+    assert flops(decoder).layers - flops(llama).layers == LAYERS * (4 * HIDDEN * WIDTH - theirs)
+    assert kv_bytes_per_token(decoder, 2, 2) == kv_bytes_per_token(llama, 2, 2) > 0
     assert architecture(HF).megatron_settings(HF).transformer["gated_linear_unit"] is False
 
 
@@ -124,25 +124,25 @@ def test_its_pieces_fill_every_parameter(tensor: int) -> None:
     for tp in range(tensor):
         last = cut(policy.shards[tensor + tp], whole)
         worker = cut(engines.shards[tp], whole)
-        for held, name in ((last, "0.decoder.layers.1.mlp.{}"), (worker, "model.layers.3.mlp.{}")):
-            first, second = ("fc1", "fc2") if held is last else ("up", "down")
-            assert torch.equal(held[name.format(f"{first}.weight")], up.chunk(tensor)[tp])
-            assert torch.equal(held[name.format(f"{second}.weight")], down.chunk(tensor, dim=1)[tp])
-            assert torch.equal(held[name.format("norm.weight")], norm)
+        for shard, name in ((last, "0.decoder.layers.1.mlp.{}"), (worker, "model.layers.3.mlp.{}")):
+            first, second = ("fc1", "fc2") if shard is last else ("up", "down")
+            assert torch.equal(shard[name.format(f"{first}.weight")], up.chunk(tensor)[tp])
+            assert torch.equal(shard[name.format(f"{second}.weight")], down.chunk(tensor, dim=1)[tp])
+            assert torch.equal(shard[name.format("norm.weight")], norm)
 
 
 def test_its_memory() -> None:
-    d, parallel = architecture(HF).describe(HF), ParallelDims(4, tensor=2, pipeline=2, expert_tensor=2)
+    decoder, parallel = architecture(HF).describe(HF), ParallelDims(4, tensor=2, pipeline=2, expert_tensor=2)
     shard = architecture(HF).megatron_shard(HF, parallel, 2, "local")
-    (chunk,) = stage(d, parallel, 1)
+    (chunk,) = stage(decoder, parallel, 1)
     assert chunk.numel.tolist() == [prod(shape) for shape in shard.params.values()]
     copies = dict(zip(shard.params, chunk.copies.tolist(), strict=True))
     assert copies["0.decoder.layers.0.mlp.norm.weight"] == 2 and copies["0.decoder.layers.0.mlp.fc1.weight"] == 1
     worker = architecture(HF).engine_shard(HF, 2, 1)
-    assert engine_elements(d, 2, 1, False, 1).all == sum(map(prod, worker.params.values()))
+    assert engine_elements(decoder, 2, 1, False, 1).all == sum(map(prod, worker.params.values()))
     row = Row(tokens=128, count=1)
-    saved = activations(d, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
-    more = activations(d, ParallelDims(), 0, Row(256, 1), 2, recompute="none", logit_chunk=64).train
+    saved = activations(decoder, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
+    more = activations(decoder, ParallelDims(), 0, Row(256, 1), 2, recompute="none", logit_chunk=64).train
     assert more - saved > LAYERS * 128 * 2 * 1000
 
 

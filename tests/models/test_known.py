@@ -53,8 +53,8 @@ def test_every_key_is_that_of_the_published_file(name: str, real_data: Path) -> 
 
 @pytest.mark.slow
 def test_the_model_that_is_made_here_is_the_one_known(smollm2: Path) -> None:
-    made = json.loads((smollm2 / "config.json").read_text())
-    assert architecture(made).describe(made) == architecture(known("smollm2-135m")).describe(known("smollm2-135m"))
+    config = json.loads((smollm2 / "config.json").read_text())
+    assert architecture(config).describe(config) == architecture(known("smollm2-135m")).describe(known("smollm2-135m"))
 
 
 def test_a_path_names_a_known_model_by_its_last_part() -> None:

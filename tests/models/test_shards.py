@@ -86,13 +86,13 @@ def test_experts_are_dealt_as_vllm_deals_them() -> None:
         layout = architecture(hf).engine_layout(hf, tensor, 1, True, data)
         for rank, shard in enumerate(layout.shards):
             count, places, _ = manager.determine_expert_map(tensor * data, rank, 8)
-            held = {
+            experts_of = {
                 (int(p.tensor.split(".experts.")[1].split(".")[0]), p.offset[0])
                 for p in shard.pieces
                 if ".experts." in p.tensor
             }
-            assert held == {(expert, int(place)) for expert, place in enumerate(places) if place >= 0}
-            assert len(held) == count
+            assert experts_of == {(expert, int(place)) for expert, place in enumerate(places) if place >= 0}
+            assert len(experts_of) == count
 
 
 def check_cover(shards: tuple[Shard, ...], vocab: int, hidden: int, padded: int, tensor: int) -> None:
@@ -172,43 +172,45 @@ def test_megatron_definitions(model: str, tensor: int, spec: Any) -> None:
     tensors."""
     hf = MODELS[model]
     arch = architecture(hf)
-    d = arch.describe(hf)
+    decoder = arch.describe(hf)
     grid = (
-        ParallelDims(2, tensor=tensor, expert=2) if d.experts else ParallelDims(2, tensor=tensor, expert_tensor=tensor)
+        ParallelDims(2, tensor=tensor, expert=2)
+        if decoder.experts
+        else ParallelDims(2, tensor=tensor, expert_tensor=tensor)
     )
     layout = arch.megatron_layout(hf, grid, spec)
     whole = global_tensors(layout.tensors)
-    groups, per, width = d.kv_heads, d.heads // d.kv_heads, d.head_dim
+    groups, per, width = decoder.kv_heads, decoder.heads // decoder.kv_heads, decoder.head_dim
     for rank, shard in enumerate(layout.shards):
         local = cut(shard, whole)
         tp = rank % tensor
-        for i in range(d.layers):
-            here, there = f"0.decoder.layers.{i}", f"model.layers.{i}"
-            for kind in ["weight"] + ["bias"] * d.qkv_bias:
-                q, k, v = (whole[f"{there}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+        for i in range(decoder.layers):
+            local_layer, hf_layer = f"0.decoder.layers.{i}", f"model.layers.{i}"
+            for kind in ["weight"] + ["bias"] * decoder.qkv_bias:
+                q, k, v = (whole[f"{hf_layer}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 rest = q.shape[1:]
                 parts = [q.view(groups, per * width, *rest), k.view(groups, width, *rest), v.view(groups, width, *rest)]
                 fused = torch.cat(parts, dim=1).reshape(-1, *rest).chunk(tensor)[tp]
-                assert torch.equal(local[f"{here}.self_attention.linear_qkv.{kind}"], fused)
-            o = whole[f"{there}.self_attn.o_proj.weight"]
-            assert torch.equal(local[f"{here}.self_attention.linear_proj.weight"], o.chunk(tensor, dim=1)[tp])
-            norm = whole[f"{there}.post_attention_layernorm.weight"]
-            if d.experts and d.is_moe(i):
-                assert torch.equal(local[f"{here}.pre_mlp_layernorm.weight"], norm)
-                assert torch.equal(local[f"{here}.mlp.router.weight"], whole[f"{there}.mlp.gate.weight"])
-                half = d.experts.count // 2
+                assert torch.equal(local[f"{local_layer}.self_attention.linear_qkv.{kind}"], fused)
+            o = whole[f"{hf_layer}.self_attn.o_proj.weight"]
+            assert torch.equal(local[f"{local_layer}.self_attention.linear_proj.weight"], o.chunk(tensor, dim=1)[tp])
+            norm = whole[f"{hf_layer}.post_attention_layernorm.weight"]
+            if decoder.experts and decoder.is_moe(i):
+                assert torch.equal(local[f"{local_layer}.pre_mlp_layernorm.weight"], norm)
+                assert torch.equal(local[f"{local_layer}.mlp.router.weight"], whole[f"{hf_layer}.mlp.gate.weight"])
+                half = decoder.experts.count // 2
                 for e in range(half):
                     name = "linear_{}.weight" + str(e) if spec == "te" else f"local_experts.{e}.linear_{{}}.weight"
-                    own = f"{there}.mlp.experts.{rank * half + e}"
-                    check_gated(local, f"{here}.mlp.experts.{name}", whole, own, 1, 0)
+                    hf_expert = f"{hf_layer}.mlp.experts.{rank * half + e}"
+                    check_gated(local, f"{local_layer}.mlp.experts.{name}", whole, hf_expert, 1, 0)
             else:
                 fused_norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
-                assert torch.equal(local[f"{here}.{fused_norm}"], norm)
-                check_gated(local, f"{here}.mlp.linear_{{}}.weight", whole, f"{there}.mlp", tensor, tp)
+                assert torch.equal(local[f"{local_layer}.{fused_norm}"], norm)
+                check_gated(local, f"{local_layer}.mlp.linear_{{}}.weight", whole, f"{hf_layer}.mlp", tensor, tp)
 
 
-def check_gated(local: dict[str, Tensor], name: str, whole: dict[str, Tensor], there: str, size: int, tp: int) -> None:
-    gate, up, down = (whole[f"{there}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+def check_gated(local: dict[str, Tensor], name: str, whole: dict[str, Tensor], source: str, size: int, tp: int) -> None:
+    gate, up, down = (whole[f"{source}.{x}_proj.weight"] for x in ("gate", "up", "down"))
     assert torch.equal(local[name.format("fc1")], torch.cat([gate.chunk(size)[tp], up.chunk(size)[tp]]))
     assert torch.equal(local[name.format("fc2")], down.chunk(size, dim=1)[tp])
 
@@ -219,25 +221,27 @@ def test_engine_definitions(model: str, tensor: int) -> None:
     """Compares q, k, v in sequence with shared kv heads, gate over up, stacked experts."""
     hf = MODELS[model]
     arch = architecture(hf)
-    d = arch.describe(hf)
+    decoder = arch.describe(hf)
     layout = arch.engine_layout(hf, tensor)
     whole = global_tensors(layout.tensors)
-    copies = max(1, tensor // d.kv_heads)
+    copies = max(1, tensor // decoder.kv_heads)
     for rank, shard in enumerate(layout.shards):
         local = cut(shard, whole)
-        for i in range(d.layers):
+        for i in range(decoder.layers):
             at = f"model.layers.{i}"
-            for kind in ["weight"] + ["bias"] * d.qkv_bias:
+            for kind in ["weight"] + ["bias"] * decoder.qkv_bias:
                 q, k, v = (whole[f"{at}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 k, v = (
-                    t.view(d.kv_heads, d.head_dim, -1).repeat_interleave(copies, 0).reshape(-1, *t.shape[1:])
+                    t.view(decoder.kv_heads, decoder.head_dim, -1)
+                    .repeat_interleave(copies, 0)
+                    .reshape(-1, *t.shape[1:])
                     for t in (k, v)
                 )
                 fused = torch.cat([t.chunk(tensor)[rank] for t in (q, k, v)])
                 assert torch.equal(local[f"{at}.self_attn.qkv_proj.{kind}"], fused)
-            if d.experts and d.is_moe(i):
+            if decoder.experts and decoder.is_moe(i):
                 gate, up, down = (
-                    torch.stack([whole[f"{at}.mlp.experts.{e}.{x}_proj.weight"] for e in range(d.experts.count)])
+                    torch.stack([whole[f"{at}.mlp.experts.{e}.{x}_proj.weight"] for e in range(decoder.experts.count)])
                     for x in ("gate", "up", "down")
                 )
                 w13 = torch.cat([gate.chunk(tensor, 1)[rank], up.chunk(tensor, 1)[rank]], 1)
@@ -275,8 +279,8 @@ def megatron_params(rank: int, address: str, hf: dict[str, Any], parallel: Paral
 def test_a_real_megatron_model_has_these_parameters(model: str, layout: str) -> None:
     hf, parallel = MODELS[model], LAYOUTS[layout]
     arch = architecture(hf)
-    found = run_ranks(parallel.ranks, megatron_params, hf, parallel)
-    assert found == [dict(arch.megatron_shard(hf, parallel, r, "local").params) for r in range(parallel.ranks)]
+    actual = run_ranks(parallel.ranks, megatron_params, hf, parallel)
+    assert actual == [dict(arch.megatron_shard(hf, parallel, r, "local").params) for r in range(parallel.ranks)]
 
 
 @pytest.mark.parametrize(

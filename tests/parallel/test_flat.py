@@ -20,8 +20,8 @@ def test_a_run_is_a_few_boxes_one_after_the_other(shape: tuple[int, ...], data: 
     start = data.draw(st.integers(0, every.size))
     stop = data.draw(st.integers(start, every.size))
     boxes = list(run_boxes(shape, (start, stop)))
-    found = np.concatenate([np.zeros(0, int), *(every[box.slices()].reshape(-1) for box in boxes)])
-    assert found.tolist() == list(range(start, stop))
+    values = np.concatenate([np.zeros(0, int), *(every[box.slices()].reshape(-1) for box in boxes)])
+    assert values.tolist() == list(range(start, stop))
     assert len(boxes) <= 2 * (len(shape) - 1) + 1
     assert strides(shape) == tuple(step // every.itemsize for step in every.strides)
 
@@ -51,13 +51,13 @@ def test_what_a_run_of_a_fused_parameter_holds_of_its_tensors(data: st.DataObjec
     for name, array in local.items():
         start = data.draw(st.integers(0, array.size))
         runs[name] = (start, data.draw(st.integers(start, array.size)))
-    found: dict[str, list[int]] = {name: [] for name in local}
+    values_of: dict[str, list[int]] = {name: [] for name in local}
     for piece in flat_pieces(shard, runs):
         steps = strides(local[piece.param].shape)[-2:]
         for at in np.ndindex(piece.box.shape):
             value = local[piece.param].reshape(-1)[piece.at + sum(a * b for a, b in zip(at, steps, strict=True))]
             assert value == tensors[piece.tensor][tuple(a + b for a, b in zip(piece.box.start, at, strict=True))]
-            found[piece.param].append(int(value))
+            values_of[piece.param].append(int(value))
     for name, array in local.items():
         start, stop = runs[name]
-        assert sorted(found[name]) == sorted(v for v in array.reshape(-1)[start:stop].tolist() if v >= 0)
+        assert sorted(values_of[name]) == sorted(v for v in array.reshape(-1)[start:stop].tolist() if v >= 0)

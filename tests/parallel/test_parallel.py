@@ -66,13 +66,13 @@ def test_stage_layers_are_megatrons(pp: int, vpp: int, layers: int) -> None:
     seen = []
     for stage in range(pp):
         for chunk in range(vpp):
-            held = parallel.stage_layers(layers, stage, chunk)
+            stage_layers = parallel.stage_layers(layers, stage, chunk)
             vp_stage = chunk if vpp > 1 else None
-            assert held.start == get_transformer_layer_offset(config, vp_stage, stage)
-            assert len(held) == get_num_layers_to_build(config, vp_stage, stage)
-            assert parallel.holds_embedding(stage, chunk) == (0 in held)
-            assert parallel.holds_head(stage, chunk) == (layers - 1 in held)
-            seen.extend(held)
+            assert stage_layers.start == get_transformer_layer_offset(config, vp_stage, stage)
+            assert len(stage_layers) == get_num_layers_to_build(config, vp_stage, stage)
+            assert parallel.holds_embedding(stage, chunk) == (0 in stage_layers)
+            assert parallel.holds_head(stage, chunk) == (layers - 1 in stage_layers)
+            seen.extend(stage_layers)
     assert sorted(seen) == list(range(layers))
 
 
