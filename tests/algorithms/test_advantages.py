@@ -137,8 +137,8 @@ def test_equal_rewards_give_exactly_zero(kind: str, size: int) -> None:
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "gdpo"])
 def test_a_group_of_one_says_nothing(kind: str) -> None:
     inputs = inputs_of([(1.0, 7, 2), (0.0, 8, 2), (1.0, 8, 2)])
-    found = advantages(inputs, AlgorithmConfig(advantage=kind))
-    assert found[0] == 0 and found[2] > 0
+    estimate = advantages(inputs, AlgorithmConfig(advantage=kind))
+    assert estimate[0] == 0 and estimate[2] > 0
 
 
 def test_rewards_that_maxrl_would_turn_around_are_refused() -> None:
@@ -148,8 +148,8 @@ def test_rewards_that_maxrl_would_turn_around_are_refused() -> None:
 
 def test_only_a_single_best_one_gains() -> None:
     samples = [(0.2, 0, 1), (1.0, 0, 1), (0.7, 0, 1), (1.0, 1, 1), (1.0, 1, 1), (0.0, 1, 1)]
-    found = advantages(inputs_of(samples), AlgorithmConfig(advantage="pass_at_k"))
-    torch.testing.assert_close(found, torch.tensor([0, 0.3, 0, 0, 0, 0], dtype=torch.float64))
+    estimate = advantages(inputs_of(samples), AlgorithmConfig(advantage="pass_at_k"))
+    torch.testing.assert_close(estimate, torch.tensor([0, 0.3, 0, 0, 0, 0], dtype=torch.float64))
 
 
 def test_reinforce_is_the_reward() -> None:
@@ -188,9 +188,9 @@ def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
         "def short(inputs, algorithm):\n    return inputs.rewards_N[:1]\n"
     )
     inputs = inputs_of([(0.5, 0, 1), (0.1, 0, 1), (0.9, 0, 1)])
-    own = AlgorithmConfig(advantage=f"{tmp_path / 'own.py'}:ranks")
-    check(own)
-    assert advantages(inputs, own).tolist() == [1.0, 0.0, 2.0]
+    algorithm = AlgorithmConfig(advantage=f"{tmp_path / 'own.py'}:ranks")
+    check(algorithm)
+    assert advantages(inputs, algorithm).tolist() == [1.0, 0.0, 2.0]
     with pytest.raises(
         UserError, match=r"it gives \(1,\) for \(3,\) trajectories; return one number for each, or mark"
     ):

@@ -66,12 +66,12 @@ def test_gae_is_the_sum_of_the_paper(gamma: float, lam: float, seed: int) -> Non
     lengths = [int(n) for n in rng.integers(0, 30, 12)]
     rewards, values = rng.normal(size=sum(lengths)) * (rng.random(sum(lengths)) < 0.2), rng.normal(size=sum(lengths))
     algorithm = AlgorithmConfig(advantage="gae", gamma=gamma, gae=GaeConfig(lam=lam))
-    found = gae(inputs(lengths, rewards, values), algorithm)
+    estimate = gae(inputs(lengths, rewards, values), algorithm)
     expected, at = [], 0
     for n in lengths:
         expected += by_hand(rewards[at : at + n].tolist(), values[at : at + n].tolist(), gamma, lam)
         at += n
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(estimate.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,8 +97,8 @@ def test_observations_take_no_time(seed: int) -> None:
 
 def test_with_lambda_1_returns_are_what_was_earned_from_the_token_on() -> None:
     rewards, values = np.array([0.0, 0.5, 0.0, 1.0]), np.array([3.0, -1.0, 2.0, 0.5])
-    found = gae(inputs([4], rewards, values), AlgorithmConfig(advantage="gae", gae=GaeConfig(lam=1.0)))
-    np.testing.assert_allclose(found.numpy() + values, [1.5, 1.5, 1.0, 1.0], rtol=1e-12)
+    estimate = gae(inputs([4], rewards, values), AlgorithmConfig(advantage="gae", gae=GaeConfig(lam=1.0)))
+    np.testing.assert_allclose(estimate.numpy() + values, [1.5, 1.5, 1.0, 1.0], rtol=1e-12)
 
 
 def test_no_tokens_have_no_advantages() -> None:

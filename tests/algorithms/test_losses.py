@@ -175,19 +175,19 @@ def test_a_mean_over_micro_batches_is_that_of_the_run_which_had_them(
     assert sum(float(p[0]) for p in parts) == pytest.approx(loss + 0.1 * kl_mean, rel=1e-6, abs=1e-9)
     assert sum(float(p[2]["kl"]) for p in parts) == pytest.approx(kl_mean, rel=1e-6, abs=1e-9)
     if all(piece.any() for piece in b["mask"].split(lengths)):
-        own = token_weights(b["mask"], torch.tensor(lengths), "sequences").double()
-        torch.testing.assert_close(own, every, rtol=1e-6, atol=1e-9)
+        sequence_weights = token_weights(b["mask"], torch.tensor(lengths), "sequences").double()
+        torch.testing.assert_close(sequence_weights, every, rtol=1e-6, atol=1e-9)
 
 
 def test_groups_of_one_sample_and_of_all_are_the_other_means() -> None:
     mask = torch.tensor([1.0, 0, 1, 1, 1, 0, 1])
     lengths = torch.tensor([2, 3, 2])
     for samples, mode in ((1, "sequences"), (3, "tokens"), (99, "tokens")):
-        found = token_weights(mask, lengths, "micro_batches", samples)
-        torch.testing.assert_close(found, token_weights(mask, lengths, mode))
+        weights = token_weights(mask, lengths, "micro_batches", samples)
+        torch.testing.assert_close(weights, token_weights(mask, lengths, mode))
     # Two groups, the last of one sequence.
-    found = token_weights(mask, lengths, "micro_batches", 2).tolist()
-    assert found == pytest.approx([1 / 8, 0, 1 / 8, 1 / 8, 1 / 8, 0, 1 / 2])
+    weights = token_weights(mask, lengths, "micro_batches", 2).tolist()
+    assert weights == pytest.approx([1 / 8, 0, 1 / 8, 1 / 8, 1 / 8, 0, 1 / 2])
 
 
 def test_an_empty_group_lowers_the_loss_and_not_the_means() -> None:
@@ -197,8 +197,8 @@ def test_an_empty_group_lowers_the_loss_and_not_the_means() -> None:
     assert weights.tolist() == [0.25, 0.25, 0, 0]
     metrics = {"loss": 0.3, "ratio": 0.5, "kl": 0.1, "lr": 1e-6}
     assert averages(metrics, c, 0.5) == {"loss": 0.3, "ratio": 1.0, "kl": 0.2, "lr": 1e-6}
-    own = dataclasses.replace(c, kl=KlConfig(coefficient=0.1, mean="sequences"))
-    assert averages(metrics, own, 0.5)["kl"] == 0.1
+    by_sequences = dataclasses.replace(c, kl=KlConfig(coefficient=0.1, mean="sequences"))
+    assert averages(metrics, by_sequences, 0.5)["kl"] == 0.1
     assert averages(metrics, DAPO, 0.5) == metrics
     constant = AlgorithmConfig(loss_mean="constant", loss_mean_length=9)
     assert averages(metrics, constant, 0.5) == {"loss": 0.3, "ratio": 1.0, "kl": 0.2, "lr": 1e-6}

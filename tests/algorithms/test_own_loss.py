@@ -222,8 +222,8 @@ def test_what_takes_two_arguments_passes(own: Path) -> None:
 def test_a_loss_that_is_none_is_refused_before_anything_starts(own: Path, name: str, line: str) -> None:
     with pytest.raises(UserError) as error:
         losses.check(AlgorithmConfig(loss=f"own.py:{name}"))
-    said = str(error.value)
-    assert said.startswith(f"algorithm.loss = own.py:{name}") and line in said and "\n" not in said
+    message = str(error.value)
+    assert message.startswith(f"algorithm.loss = own.py:{name}") and line in message and "\n" not in message
 
 
 def test_a_loss_of_ones_own_has_the_reference_where_the_settings_bring_it(own: Path) -> None:

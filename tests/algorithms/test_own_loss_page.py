@@ -41,11 +41,11 @@ def first_cells(text: str) -> list[str]:
 
 
 def run_the_pages_tests(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, found = ModuleType("my_algorithm"), dict[str, Any]()
+    module, module_tests = ModuleType("my_algorithm"), dict[str, Any]()
     exec(functions, vars(module))
     monkeypatch.setitem(sys.modules, "my_algorithm", module)
-    exec(TESTS, found)
-    tests = [test for name, test in found.items() if name.startswith("test_")]
+    exec(TESTS, module_tests)
+    tests = [test for name, test in module_tests.items() if name.startswith("test_")]
     assert len(tests) == 2
     for test in tests:
         test()
@@ -115,13 +115,13 @@ def test_a_mistake_is_the_line_that_the_page_says(
 ) -> None:
     table = section("When something is wrong").partition("What only a step")[0]
     rows = re.findall(r"^\| `?(.+?)`? \| `(.+)` \|$", table, re.MULTILINE)
-    (said,) = [line for first, line in rows if first == mistake]
+    (expected_line,) = [line for first, line in rows if first == mistake]
     (folder / "my_algorithm.py").write_text(FUNCTIONS.replace(*MISTAKES[mistake], 1), encoding="utf-8")
-    own = [mistake] if mistake.startswith("algorithm.") else [LOSS, ADVANTAGE]
-    assert main(["--config", str(ROOT / "configs" / "quickstart.yaml"), "--dry-run", *own]) == 2
+    arguments = [mistake] if mistake.startswith("algorithm.") else [LOSS, ADVANTAGE]
+    assert main(["--config", str(ROOT / "configs" / "quickstart.yaml"), "--dry-run", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: algorithm.")
-    assert all(part in lines[0] for part in said.split("…, ")), (said, lines[0])
+    assert all(part in lines[0] for part in expected_line.split("…, ")), (expected_line, lines[0])
 
 
 def test_every_row_of_mistakes_is_made() -> None:

@@ -125,16 +125,18 @@ def passes(algorithm: AlgorithmConfig) -> bool:
 
 def group_of(number: int, played: list[tuple[float, int, Status]], g: torch.Generator) -> Group:
     prompt = Prompt(number, [], "mine", {})
-    made = []
+    trajectories = []
     for i, (reward, response, status) in enumerate(played):
         logprobs = (-5 * torch.rand(response, generator=g)).tolist()
         tokens = array("i", range(2 + response))
-        mask, found = array("b", [0, 0] + [1] * response), array("f", [0.0, 0.0, *logprobs])
-        made.append(Trajectory(prompt, i, tokens, mask, found, 2, 0.0 if status.failed else reward, status, 1))
+        mask, logprob_array = array("b", [0, 0] + [1] * response), array("f", [0.0, 0.0, *logprobs])
+        trajectories.append(
+            Trajectory(prompt, i, tokens, mask, logprob_array, 2, 0.0 if status.failed else reward, status, 1)
+        )
     ended = [Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV][int(torch.randint(3, (1,), generator=g))]
     reward = float(torch.randint(2, (1,), generator=g))
     greedy = Trajectory(prompt, GREEDY, array("i", [0]), array("b", [0]), array("f", [0.0]), 1, reward, ended, 1)
-    return Group(prompt, made, greedy)
+    return Group(prompt, trajectories, greedy)
 
 
 def add_distributions(batch: Batch, g: torch.Generator) -> None:

@@ -90,10 +90,10 @@ def test_value_and_gradient_are_the_papers(name: str, lengths: list[int], seed: 
     loss, metrics = find(name)(inputs, CONFIGS[name])
     loss.backward()
     assert logprobs.grad is not None
-    own = inputs.active_L
+    active = inputs.active_L
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
-    torch.testing.assert_close(logprobs.grad[own], torch.stack(slopes), rtol=1e-9, atol=1e-12)
-    assert not logprobs.grad[~own].any()
+    torch.testing.assert_close(logprobs.grad[active], torch.stack(slopes), rtol=1e-9, atol=1e-12)
+    assert not logprobs.grad[~active].any()
     assert all(value.isfinite() for value in metrics.values())
 
 

@@ -50,8 +50,8 @@ def test_the_tokens_of_highest_covariance_are_punished(lengths: list[int], seed:
     count = max(int(share * len(expected)), 1)
     highest = sorted(expected, key=lambda t: -expected[t])[:count] if expected else []
     config = AlgorithmConfig(loss="kl_cov", kl_cov=KlCovConfig(share=share))
-    [found] = token_selections([mini], config, [3])["high_covariance"]
-    assert found.nonzero()[:, 0].tolist() == sorted(highest)
+    [selected] = token_selections([mini], config, [3])["high_covariance"]
+    assert selected.nonzero()[:, 0].tolist() == sorted(highest)
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 9999), share=st.floats(0, 1))
@@ -61,10 +61,10 @@ def test_tokens_between_the_bounds_are_drawn(lengths: list[int], seed: int, shar
     expected = covariances(mini)
     between = {t for t, value in expected.items() if 0.001 <= value <= 0.05}
     config = AlgorithmConfig(loss="clip_cov", clip_cov=ClipCovConfig(share=share, low=0.001, high=0.05))
-    [found] = token_selections([mini], config, [3])["high_covariance"]
-    taken = set(found.nonzero()[:, 0].tolist())
+    [selected] = token_selections([mini], config, [3])["high_covariance"]
+    taken = set(selected.nonzero()[:, 0].tolist())
     assert taken <= between and len(taken) == min(max(int(share * len(expected)), 1), len(between))
-    assert torch.equal(found, token_selections([mini], config, [3])["high_covariance"][0])
+    assert torch.equal(selected, token_selections([mini], config, [3])["high_covariance"][0])
 
 
 def test_what_is_drawn_is_the_seeds_and_the_mini_batchs() -> None:
@@ -82,8 +82,8 @@ def test_the_tokens_of_highest_entropy_are_learned_from(lengths: list[int], seed
     mini = mini_batch(lengths, seed)
     kept = {t: h for t, (w, h) in enumerate(zip(mini["weights"], mini["old_entropy"].tolist(), strict=True)) if w}
     highest = sorted(kept, key=lambda t: -kept[t])[: math.ceil(share * len(kept))]
-    [found] = token_selections([mini], AlgorithmConfig(entropy=EntropyConfig(top_share=share)), [3])["high_entropy"]
-    assert found.nonzero()[:, 0].tolist() == sorted(highest)
+    [selected] = token_selections([mini], AlgorithmConfig(entropy=EntropyConfig(top_share=share)), [3])["high_entropy"]
+    assert selected.nonzero()[:, 0].tolist() == sorted(highest)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

@@ -122,16 +122,16 @@ def test_reinforce_plus_plus_is_the_discounted_sum_of_what_follows_whitened(gamm
                 later = reward + gamma * later
                 backwards.append(later)
             sums += backwards[::-1]
-        found = advantages(inputs_of(played), AlgorithmConfig(advantage="reinforce++", gamma=gamma))
-        compare(found, whitened(sums))
+        estimate = advantages(inputs_of(played), AlgorithmConfig(advantage="reinforce++", gamma=gamma))
+        compare(estimate, whitened(sums))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_grpo_of_turns_adds_up_what_each_answer_from_here_on_is_better(normalize: bool) -> None:
     for seed in range(30):
         played = some(random.Random(seed))
-        found = advantages(inputs_of(played), AlgorithmConfig(advantage="grpo_turns", normalize=normalize))
-        compare(found, by_turn(played, normalize))
+        estimate = advantages(inputs_of(played), AlgorithmConfig(advantage="grpo_turns", normalize=normalize))
+        compare(estimate, by_turn(played, normalize))
 
 
 def test_equal_answers_give_exactly_zero() -> None:
@@ -150,9 +150,13 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
         for i, group in enumerate(groups):
             total = 0.0
             for name, weight in weights.items():
-                own = [r for r, g in zip(rewards[name], groups, strict=True) if g == group]
-                if len(set(own)) > 1:
-                    total += weight * (rewards[name][i] - statistics.fmean(own)) / (statistics.stdev(own) + 1e-6)
+                group_rewards = [r for r, g in zip(rewards[name], groups, strict=True) if g == group]
+                if len(set(group_rewards)) > 1:
+                    total += (
+                        weight
+                        * (rewards[name][i] - statistics.fmean(group_rewards))
+                        / (statistics.stdev(group_rewards) + 1e-6)
+                    )
             summed.append(total)
         scale = statistics.stdev(summed) + 1e-6 if any(summed) else 1.0
         mean = statistics.fmean(summed)
@@ -161,9 +165,9 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
             torch.tensor(groups),
             named={name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()},
         )
-        found = advantages(inputs, AlgorithmConfig(advantage="gdpo", reward_weights=weights))
-        compare(found, [(value - mean) / scale for value in summed])
-        assert not found[: groups.count(0)].any(), "a group without a signal"
+        estimate = advantages(inputs, AlgorithmConfig(advantage="gdpo", reward_weights=weights))
+        compare(estimate, [(value - mean) / scale for value in summed])
+        assert not estimate[: groups.count(0)].any(), "a group without a signal"
 
 
 @pytest.mark.parametrize("how", ["group", "batch"])
@@ -181,25 +185,27 @@ def test_whitening_is_over_the_tokens_that_have_an_advantage(how: str, advantage
         expected = [
             whitened([value], [a for g, a in by_token if how == "batch" or g == group])[0] for group, value in every
         ]
-        found = advantages(inputs, AlgorithmConfig(advantage=advantage, whiten=how))
+        estimate = advantages(inputs, AlgorithmConfig(advantage=advantage, whiten=how))
         # An empty trajectory has no token, so its advantage is unused.
         spoke = [True] * len(every) if advantage == "grpo_turns" else [bool(t.tokens) for t in played]
-        compare(found[spoke], [value for value, said in zip(expected, spoke, strict=True) if said])
-        assert not found[[not said for said in spoke]].any()
+        compare(estimate[spoke], [value for value, has_tokens in zip(expected, spoke, strict=True) if has_tokens])
+        assert not estimate[[not has_tokens for has_tokens in spoke]].any()
 
 
 def test_a_steps_deviation_divides_and_leaves_zero() -> None:
     for seed in range(30):
         played = some(random.Random(seed))
         rewards = [t.reward for t in played]
-        found = advantages(inputs_of(played), AlgorithmConfig(normalize=False, whiten="batch_std"))
+        estimate = advantages(inputs_of(played), AlgorithmConfig(normalize=False, whiten="batch_std"))
         expected = []
         for t in played:
-            own = [other.reward for other in played if other.group == t.group]
-            differ = len(set(own)) > 1
-            expected.append((t.reward - statistics.fmean(own)) / (statistics.stdev(rewards) + 1e-6) if differ else 0.0)
-        compare(found, expected)
+            group_rewards = [other.reward for other in played if other.group == t.group]
+            differ = len(set(group_rewards)) > 1
+            expected.append(
+                (t.reward - statistics.fmean(group_rewards)) / (statistics.stdev(rewards) + 1e-6) if differ else 0.0
+            )
+        compare(estimate, expected)
     same = AdvantageInputs(torch.full((7,), 0.1), torch.zeros(7))
-    found = advantages(same, AlgorithmConfig(advantage="reinforce", whiten="batch_std"))
-    assert found.tolist() == same.r.tolist(), "nothing is divided by rounding"
+    estimate = advantages(same, AlgorithmConfig(advantage="reinforce", whiten="batch_std"))
+    assert estimate.tolist() == same.r.tolist(), "nothing is divided by rounding"
     assert not advantages(same, AlgorithmConfig(normalize=False, whiten="batch_std")).any()

@@ -96,10 +96,10 @@ def test_it_equals_loops() -> None:
     rng, signals = random.Random(3), 0
     for _ in range(200):
         played = some(rng)
-        found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+        estimate = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
         expected = torch.tensor(by_loop(played), dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-        signals += int(found.count_nonzero())
+        torch.testing.assert_close(estimate, expected, rtol=1e-9, atol=1e-9)
+        signals += int(estimate.count_nonzero())
     assert signals > 500
 
 
@@ -124,12 +124,12 @@ def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> No
         expected = []
         for n, reward in zip(lengths, rewards, strict=True):
             for t in range(n):  # the only reward is at the last token: G_t equals this reward at each token
-                there = [(r, w[t]) for r, w in zip(rewards, weights, strict=True) if len(w) > t]
-                baseline = math.fsum(r * w for r, w in there) / math.fsum(w for _, w in there)
-                expected.append(reward - baseline if len(there) > 1 else 0.0)
-        found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        assert found.count_nonzero() >= 2
+                pairs = [(r, w[t]) for r, w in zip(rewards, weights, strict=True) if len(w) > t]
+                baseline = math.fsum(r * w for r, w in pairs) / math.fsum(w for _, w in pairs)
+                expected.append(reward - baseline if len(pairs) > 1 else 0.0)
+        estimate = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+        torch.testing.assert_close(estimate, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        assert estimate.count_nonzero() >= 2
 
 
 @pytest.mark.parametrize("size", [7, 10, 31])

@@ -46,12 +46,12 @@ def by_hand(name: str, now: Tensor, before: float, advantage: float) -> tuple[Te
 @settings(max_examples=60, deadline=None)
 def test_value_and_gradient_are_the_papers(name: str, lengths: list[int], seed: int) -> None:
     answers: list[Answer] = some_answers(lengths, seed)
-    found = [
+    results = [
         by_hand(name, now, before, advantage)
         for tokens, old, advantage in answers
         for now, before in zip(tokens, old, strict=True)
     ]
-    expected = sum((loss for loss, _ in found), torch.zeros(())) / len(found)
+    expected = sum((loss for loss, _ in results), torch.zeros(())) / len(results)
     slopes = torch.autograd.grad(expected, [t for tokens, _, _ in answers for t in tokens])
     logprobs, inputs = packed(answers, [2] * len(lengths), "tokens")
     loss, metrics = find(name)(inputs, CONFIG)
@@ -59,7 +59,7 @@ def test_value_and_gradient_are_the_papers(name: str, lengths: list[int], seed: 
     assert logprobs.grad is not None
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
     torch.testing.assert_close(logprobs.grad[inputs.active_L], torch.stack(slopes), rtol=1e-9, atol=1e-12)
-    assert metrics["clip_fraction"].item() == pytest.approx(sum(out for _, out in found) / len(found), abs=1e-12)
+    assert metrics["clip_fraction"].item() == pytest.approx(sum(out for _, out in results) / len(results), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])

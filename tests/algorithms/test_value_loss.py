@@ -46,10 +46,10 @@ def test_value_loss_is_the_clipped_square(clip: float | None, seed: int) -> None
     given = ValueInputs(
         values_L=v, weights_L=torch.tensor(weights), old_L=torch.tensor(old), returns_L=torch.tensor(returns)
     )
-    found, metrics = value(given, clip)
-    found.backward()
+    actual, metrics = value(given, clip)
+    actual.backward()
     assert v.grad is not None
-    assert found.item() == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    assert actual.item() == pytest.approx(loss, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(v.grad.numpy(), slope, rtol=1e-9, atol=1e-12)
     assert metrics["clip_fraction"].item() == pytest.approx(share, rel=1e-9, abs=1e-12)
     assert metrics["value"].item() == pytest.approx(float((weights * values).sum()), rel=1e-9)

@@ -43,9 +43,9 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 def test_every_room_is_in_the_table_once() -> None:
     order = package_order()
-    found = {name.split(".")[0] for name in modules()} - {""}
+    packages = {name.split(".")[0] for name in modules()} - {""}
     assert len(order) == len(set(order))
-    assert found | {"kernels"} == set(order)
+    assert packages | {"kernels"} == set(order)
 
 
 def test_rooms_import_only_from_rooms_above_them() -> None:

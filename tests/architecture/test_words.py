@@ -54,17 +54,17 @@ def wrong(text: str) -> list[str]:
 
 
 def test_documents_use_the_fields_words() -> None:
-    found = [f"{p.relative_to(ROOT)}: {word}" for p in documents() for word in wrong(p.read_text())]
-    assert found == []
+    places = [f"{p.relative_to(ROOT)}: {word}" for p in documents() for word in wrong(p.read_text())]
+    assert places == []
 
 
 def test_messages_and_docstrings_use_the_fields_words() -> None:
-    found = []
+    places = []
     for file in sorted((ROOT / "skyrl_mega").rglob("*.py")):
         name = str(file.relative_to(ROOT))
         if name not in NOT_OURS:
-            found += [f"{name}:{line}: {word}" for line, text in texts(file.read_text()) for word in wrong(text)]
-    assert found == []
+            places += [f"{name}:{line}: {word}" for line, text in texts(file.read_text()) for word in wrong(text)]
+    assert places == []
 
 
 def test_planted_words_are_found() -> None:

@@ -60,8 +60,8 @@ def test_a_wrong_key_is_answered_at_once_without_torch(inputs: Path) -> None:
 
 def test_json_says_the_error_too(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "--config", str(inputs / "config.yaml"), "run.seed=x"]) == 2
-    said = "run.seed = x: allowed is a whole number from 0 to 4294967295"
-    assert json.loads(capsys.readouterr().out) == {"error": said}
+    message = "run.seed = x: allowed is a whole number from 0 to 4294967295"
+    assert json.loads(capsys.readouterr().out) == {"error": message}
 
 
 def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) -> None:
@@ -173,6 +173,6 @@ def test_a_run_whose_folder_is_gone_says_so_all_the_same(
 
     monkeypatch.setattr(train, "train", gone)
     assert main(["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}"]) == 1
-    said = capsys.readouterr()
-    assert "fault: [Errno 2] No such file or directory" in said.out
-    assert "Traceback" in said.err  # no log can receive the traceback
+    output = capsys.readouterr()
+    assert "fault: [Errno 2] No such file or directory" in output.out
+    assert "Traceback" in output.err  # no log can receive the traceback

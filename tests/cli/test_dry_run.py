@@ -44,8 +44,8 @@ def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def values(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(file, capsys, "--dry-run", "--json", *arguments))
-    return found
+    result: dict[str, Any] = json.loads(run(file, capsys, "--dry-run", "--json", *arguments))
+    return result
 
 
 def compose_text(out: str) -> Config:
@@ -249,8 +249,8 @@ def test_a_critic_that_cannot_be_is_refused(
 
 
 def test_a_suggestion_leaves_room_for_a_critic(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(file, capsys, "algorithm=gae", "--suggest", "64", "--json"))
-    for suggestion in found["found"][::60]:
+    result = json.loads(run(file, capsys, "algorithm=gae", "--suggest", "64", "--json"))
+    for suggestion in result["found"][::60]:
         config = compose(file, ["algorithm=gae", *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
@@ -324,10 +324,10 @@ def test_a_run_on_a_cpu_is_planned_in_host_memory(inputs: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(("gpus", "model"), [(64, []), (512, large.HUGE)], ids=["30B", "235B"])
 def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(file, capsys, *model, "--suggest", str(gpus), "--json"))
-    assert found["complete"] and len(found["found"]) > 20
-    assert all(s["peak"] <= 79.1 * GIB for s in found["found"])
-    for suggestion in found["found"][::40]:
+    result = json.loads(run(file, capsys, *model, "--suggest", str(gpus), "--json"))
+    assert result["complete"] and len(result["found"]) > 20
+    assert all(s["peak"] <= 79.1 * GIB for s in result["found"])
+    for suggestion in result["found"][::40]:
         config = compose(file, [*model, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
@@ -364,9 +364,9 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_what_fills_an_engine_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(file), "--dry-run", "rollout.concurrency=60000"]) == 2
-    said = capsys.readouterr().err
-    assert "most of it for rollout.concurrency = 60000 at once" in said
-    (offered,) = re.findall(r"nearest that works?: (rollout.concurrency=\d+)", said)
+    message = capsys.readouterr().err
+    assert "most of it for rollout.concurrency = 60000 at once" in message
+    (offered,) = re.findall(r"nearest that works?: (rollout.concurrency=\d+)", message)
     assert main(["--config", str(file), "--dry-run", offered]) == 0
 
 
@@ -374,8 +374,8 @@ def test_an_optimizer_is_streamed_where_nothing_fits_without(file: Path, capsys:
     """Searches for a policy of 4 GPUs, with 12 bytes of state for a quarter of the parameters; 64 GPUs have room."""
     of_eight, of_many = (json.loads(run(file, capsys, "--suggest", n, "--json"))["found"] for n in ("8", "64"))
     streamed = "policy.optimizer.streamed=true"
-    assert of_eight and all(streamed in found["overrides"] for found in of_eight)
-    assert not all(streamed in found["overrides"] for found in of_many)
+    assert of_eight and all(streamed in suggestion["overrides"] for suggestion in of_eight)
+    assert not all(streamed in suggestion["overrides"] for suggestion in of_many)
     config = compose(file, of_eight[0]["overrides"])
     dry_run.checked(config)
     with pytest.raises(UserError, match=r"policy: rank 0 needs about|lacks|does not fit"):
@@ -422,8 +422,8 @@ SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollou
 def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: str | None) -> None:
     config = compose(large.write(tmp_path), settings.split())
     notes = dry_run.values(config, *dry_run.checked(config))["notes"]
-    found = [note for note in notes if "nobody's" in note or "no engine" in note]
-    assert len(found) == bool(told) and all(note.startswith(told or "") for note in found)
+    matching = [note for note in notes if "nobody's" in note or "no engine" in note]
+    assert len(matching) == bool(told) and all(note.startswith(told or "") for note in matching)
 
 
 @pytest.mark.parametrize(("slots", "said"), [("3", True), ("null", False), ("100000", False)])
@@ -439,8 +439,9 @@ def test_a_critic_without_room_is_offered_an_optimizer_in_host_memory(
     small = ["algorithm.advantage=gae", "critic.ranks=8", "policy.recompute=none", "policy.optimizer.streamed=true"]
     given = [*small, "cluster.nodes=4", "policy.ranks=16", "rollout.engines=1"]
     assert main(["--config", str(file), "--dry-run", *given]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said.startswith("error: critic: rank 0 needs about") and "nearest that work: critic.optimizer.streamed" in said
+        message.startswith("error: critic: rank 0 needs about")
+        and "nearest that work: critic.optimizer.streamed" in message
     )
     assert main(["--config", str(file), "--dry-run", *given, "critic.optimizer.streamed=true"]) == 0

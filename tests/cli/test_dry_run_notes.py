@@ -86,9 +86,9 @@ LONG = [FULL, MOE, HALF, STREAMED, SELECTIVE]
 def test_an_optimizer_that_need_not_be_streamed_is_told_of(file: Path) -> None:
     streamed = "policy.optimizer.streamed=true"
     tight = ["cluster.gpu_memory_gib=79.1", "policy.recompute=none", "policy.micro_tokens=14000", streamed]
-    for given, told in (([streamed, "policy.recompute=full"], 1), (tight, 0)):
-        found = [note for note in noted(compose(file, given)) if note.startswith(f"{streamed} takes 0.")]
-        assert len(found) == told, given
+    for given, expected in (([streamed, "policy.recompute=full"], 1), (tight, 0)):
+        matching = [note for note in noted(compose(file, given)) if note.startswith(f"{streamed} takes 0.")]
+        assert len(matching) == expected, given
 
 
 def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
@@ -129,10 +129,10 @@ def test_what_is_said_to_give_a_policy_of_its_own_room_gives_so_much(
 
 def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
     """Tries settings around a GiB of free memory during generation, a phase without computation of the policy."""
-    for fraction, told in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
+    for fraction, expected in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
         config = compose(file, [*SHARED, "residency.keep=[]", f"rollout.memory_fraction={fraction}"])
-        assert (left(config, "generate") < MIN_FREE) == told
-        assert any(note.startswith("close") for note in noted(config)) == told
+        assert (left(config, "generate") < MIN_FREE) == expected
+        assert any(note.startswith("close") for note in noted(config)) == expected
 
 
 def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) -> None:
@@ -163,8 +163,8 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
     ):
         seconds, notes = moves(f"residency.keep=[{keep}]")
         assert len(notes) == 1 and notes[0].startswith(who)
-        told = f" {seconds:.2g} s a step;" if seconds else " it is dropped and made again;"
-        assert told in notes[0] and " 0 s" not in notes[0] and (seconds > 0) == ("parameters" not in keep)
+        ending = f" {seconds:.2g} s a step;" if seconds else " it is dropped and made again;"
+        assert ending in notes[0] and " 0 s" not in notes[0] and (seconds > 0) == ("parameters" not in keep)
     assert moves() == (0.0, [])
     assert moves(*SHARED, "residency.keep=[]")[1] == []
 
@@ -176,12 +176,12 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
 
 
 def test_a_setting_of_the_other_head_is_told_of(file: Path) -> None:
-    told = [
+    matching = [
         [note for note in noted(compose(file, ["cluster.gpu_memory_gib=79.1", *given])) if "logit_chunk" in note]
         for given in ([], ["policy.logit_chunk=64"], ["policy.logit_chunk=64", "policy.head=chunked"])
     ]
-    assert [len(notes) for notes in told] == [0, 1, 0]
-    assert told[1][0].startswith("policy.logit_chunk=64 is read on a CPU alone: policy.head=auto has no logits")
+    assert [len(notes) for notes in matching] == [0, 1, 0]
+    assert matching[1][0].startswith("policy.logit_chunk=64 is read on a CPU alone: policy.head=auto has no logits")
 
 
 SERVED = "rollout.options.quantization=fp8_per_block"
@@ -244,8 +244,8 @@ def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None
     (note,) = said("environment.retriever.url=http://127.0.0.1:8000")
     assert "retriever.url = http://127.0.0.1:8000" in note and "all 16 of environment.processes" in note
     assert said("environment.retriever.url=http://10.0.0.5:8000") == []
-    own, absent = said("environment.retriever.index=data/none")
-    assert "retriever.index = data/none: that service" in own and "is not here and was not checked" in absent
+    local, absent = said("environment.retriever.index=data/none")
+    assert "retriever.index = data/none: that service" in local and "is not here and was not checked" in absent
     assert len(said("environment.retriever.index=data/none", "environment.retriever.build=--corpus x")) == 1
 
 
@@ -287,8 +287,8 @@ def test_blocks_that_begin_elsewhere_in_an_engine_are_told_of(given: list[str], 
     ],
 )
 def test_a_limit_that_another_comes_before_is_told_of(config: str, given: list[str], said: str) -> None:
-    made = compose(Path(f"configs/{config}.yaml"), given)
-    found = [note for note in noted(made) if " ends a" in note]
-    assert [note.startswith(said) for note in found] == [True] * bool(said)
-    planned, usual = (batch(c, ParallelDims(16)) for c in (made, compose(Path(f"configs/{config}.yaml"), [])))
+    composed = compose(Path(f"configs/{config}.yaml"), given)
+    matching = [note for note in noted(composed) if " ends a" in note]
+    assert [note.startswith(said) for note in matching] == [True] * bool(said)
+    planned, usual = (batch(c, ParallelDims(16)) for c in (composed, compose(Path(f"configs/{config}.yaml"), [])))
     assert (planned.mean, planned.generated) == (usual.mean, usual.generated), "what ends first sets the seconds"

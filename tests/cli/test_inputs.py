@@ -203,8 +203,8 @@ def test_gpus_that_torch_does_not_see_are_never_left_for_the_cpu(
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     build = [f"model.path={tmp_path / 'model'}", "model.build={experts: 8}"]
     config = compose(inputs / "config.yaml", [f"cluster.device={asked}", *build])
-    said = f"cluster\\.device = {asked}: here are .*8 GPUs by SLURM_GPUS_ON_NODE, but torch .*; .*cluster.device=cpu"
-    with Console() as console, pytest.raises(UserError, match=said):
+    pattern = f"cluster\\.device = {asked}: here are .*8 GPUs by SLURM_GPUS_ON_NODE, but torch .*; .*cluster.device=cpu"
+    with Console() as console, pytest.raises(UserError, match=pattern):
         prepare(config, console)
     assert not (tmp_path / "model").exists()
     assert with_device(compose(inputs / "config.yaml", ["cluster.device=cpu"])).cluster.device == "cpu"
@@ -231,8 +231,8 @@ def test_a_head_that_no_engine_on_a_cpu_serves_is_refused(inputs: Path, tmp_path
     new = ["model.build={layers: 4, max_length: 64}", f"model.path={tmp_path}/new"]
     for head_dim in (32, 64):
         check_inputs(compose(inputs / "config.yaml", [*new, f"model.build.head_dim={head_dim}"]))
-    said = refusal(inputs, *new, "model.build.head_dim=16")
-    assert "model.build.head_dim = 16" in said and "allowed are 32, 48, 64" in said
+    message = refusal(inputs, *new, "model.build.head_dim=16")
+    assert "model.build.head_dim = 16" in message and "allowed are 32, 48, 64" in message
     gpu = compose(inputs / "config.yaml", [*new, "model.build.head_dim=16", "cluster.device=cuda"])
     planned_inputs(gpu)
 

@@ -213,12 +213,12 @@ def test_it_is_refused_with_a_mend_that_works(
     out, line = capsys.readouterr()
     assert out == "" and line.count("\n") == 1
     assert [part for part in says if part not in line] == [], line
-    _, found, offered = line.rstrip("\n").partition("; nearest that work: ")
+    _, separator, offered = line.rstrip("\n").partition("; nearest that work: ")
     assert "nothing near" not in line or not any(word in line for word in ("; give ", "needs ref", "allowed"))
     nodes = [int(n) for n in re.findall(r"cluster\.nodes=(\d+)", offered)]
     assert max(nodes, default=0) <= 4 * 65, "nobody has so many"
-    assert bool(found) == (says[-1] not in ALONE)
-    for mend in offered.split("; or ") if found else []:
+    assert bool(separator) == (says[-1] not in ALONE)
+    for mend in offered.split("; or ") if separator else []:
         dry_run.checked(compose(file, [*overrides, *split(mend)]))
 
 

@@ -45,9 +45,9 @@ def save(run: Path, step: int, position: int) -> None:
 
 def test_what_changed_is_told_in_one_line(folder: Path) -> None:
     assert resuming.changes(config(folder)) == []
-    found = resuming.changes(config(folder, "run.steps=8", "policy.layout.tensor=2", "algorithm.clip_high=0.3"))
-    assert found == ["run.steps 4 → 8", "policy.layout.tensor 1 → 2", "algorithm.clip_high 0.2 → 0.3"]
-    assert resuming.changes_text(found).startswith(
+    changes = resuming.changes(config(folder, "run.steps=8", "policy.layout.tensor=2", "algorithm.clip_high=0.3"))
+    assert changes == ["run.steps 4 → 8", "policy.layout.tensor 1 → 2", "algorithm.clip_high 0.2 → 0.3"]
+    assert resuming.changes_text(changes).startswith(
         "settings changed since the run was last started: run.steps 4 → 8, policy."
     )
     assert resuming.changes(config(folder, "reference.layout={tensor: 2}")) == [
@@ -86,8 +86,12 @@ FIXED = ("run.seed=1", "data.shuffle=false")
 def test_what_a_checkpoint_is_bound_to_may_not_change(folder: Path, setting: str) -> None:
     with pytest.raises(UserError) as refused:
         resuming.changes(config(folder, setting))
-    said = str(refused.value)
-    assert said.startswith(setting.partition("=")[0]) and "step_000002 was made with " in said and "\n" not in said
+    message = str(refused.value)
+    assert (
+        message.startswith(setting.partition("=")[0])
+        and "step_000002 was made with " in message
+        and "\n" not in message
+    )
 
 
 def test_the_table_names_settings_that_are_there() -> None:

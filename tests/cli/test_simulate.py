@@ -31,58 +31,58 @@ REFERENCE = ["algorithm.kl.coefficient=0.01", "reference.layout={tensor: 2}"]
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main([*SEARCH, "--simulate", "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "--turns", "2", "--environment", "30,1")
-    modes = [(row["mode"], row["max_staleness"], row["shared"]) for row in found["modes"]]
-    assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not found["refused"]
-    best = min(found["splits"], key=lambda row: row["seconds"])
-    assert {row["rollout.tensor"] for row in found["engines"]} == {1, 2, 4, 8}, "an engine of 16 has no node"
-    recut = [(row["rollout.engines"], row["rollout.tensor"], row["mode"], row["shared"]) for row in found["shared"]]
+    result = simulated(capsys, "--turns", "2", "--environment", "30,1")
+    modes = [(row["mode"], row["max_staleness"], row["shared"]) for row in result["modes"]]
+    assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not result["refused"]
+    best = min(result["splits"], key=lambda row: row["seconds"])
+    assert {row["rollout.tensor"] for row in result["engines"]} == {1, 2, 4, 8}, "an engine of 16 has no node"
+    recut = [(row["rollout.engines"], row["rollout.tensor"], row["mode"], row["shared"]) for row in result["shared"]]
     assert recut and {(n * t, mode, shared) for n, t, mode, shared in recut} == {(32, "off", True)}
-    assert all(row["rollout.memory_fraction"] in (0.6, 0.9) for row in found["engines"])
-    gpus = {row["rollout.tensor"] * row["rollout.engines"] for row in [*found["engines"], best]}
+    assert all(row["rollout.memory_fraction"] in (0.6, 0.9) for row in result["engines"])
+    gpus = {row["rollout.tensor"] * row["rollout.engines"] for row in [*result["engines"], best]}
     assert len(gpus) == 1, "no GPU is idle"
-    fastest = min([*found["engines"], best], key=lambda row: row["seconds"])
-    taken = {(row["rollout.tensor"], row["rollout.memory_fraction"]) for row in found["modes"][1:]}
+    fastest = min([*result["engines"], best], key=lambda row: row["seconds"])
+    taken = {(row["rollout.tensor"], row["rollout.memory_fraction"]) for row in result["modes"][1:]}
     [chosen] = [
-        row for row in [best, *found["engines"]] if (row["rollout.tensor"], row["rollout.memory_fraction"]) in taken
+        row for row in [best, *result["engines"]] if (row["rollout.tensor"], row["rollout.memory_fraction"]) in taken
     ]
     assert chosen["seconds"] <= 1.02 * fastest["seconds"]
-    assert {row["policy.ranks"] for row in found["modes"][1:]} == {best["policy.ranks"]}
+    assert {row["policy.ranks"] for row in result["modes"][1:]} == {best["policy.ranks"]}
     hf, _ = checked(compose(FILE, SMALL))
-    asynchronous = found["modes"][2:]
+    asynchronous = result["modes"][2:]
     assert all("algorithm.importance_cap=2" in row["settings"] for row in asynchronous)
     advised = next(
         row
-        for row in [*asynchronous, *found["splits"], *found["engines"], *found["shared"]]
-        if row["settings"] == found["advice"]
+        for row in [*asynchronous, *result["splits"], *result["engines"], *result["shared"]]
+        if row["settings"] == result["advice"]
     )
-    for row in (advised, *found["modes"][:2]):
+    for row in (advised, *result["modes"][:2]):
         config = compose(FILE, [*SMALL, *row["settings"].split()])
         assert find_error(config, hf, planned=True, strict=not config.cluster.shared) is None
         assert config.asynchrony.mode == row["mode"] and config.policy.ranks in (None, row["policy.ranks"])
 
 
 def test_modes_that_cannot_run_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.mode=replace")
-    assert [(row["mode"], row["max_staleness"]) for row in found["modes"][1:]] == [("off", 0), ("one_step", 1)]
-    assert [(row["mode"], row["max_staleness"]) for row in found["refused"]] == [("full", 1), ("full", 2), ("full", 4)]
-    assert all("algorithm.dynamic_sampling.mode = replace" in row["reason"] for row in found["refused"])
-    assert {row["mode"] for row in found["splits"]} == {"one_step"}, "of those that can run"
+    result = simulated(capsys, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.mode=replace")
+    assert [(row["mode"], row["max_staleness"]) for row in result["modes"][1:]] == [("off", 0), ("one_step", 1)]
+    assert [(row["mode"], row["max_staleness"]) for row in result["refused"]] == [("full", 1), ("full", 2), ("full", 4)]
+    assert all("algorithm.dynamic_sampling.mode = replace" in row["reason"] for row in result["refused"])
+    assert {row["mode"] for row in result["splits"]} == {"one_step"}, "of those that can run"
 
 
 def test_settings_with_asynchrony_are_played_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     apart = ["cluster.shared=false", "residency.keep=null", "policy.ranks=16", "rollout.engines=2"]
     given = ["asynchrony.mode=full", "asynchrony.max_staleness=3", "algorithm.importance_cap=2"]
-    found = simulated(capsys, *apart, *given)
-    first, second, *others = found["modes"]
+    result = simulated(capsys, *apart, *given)
+    first, second, *others = result["modes"]
     assert (first["mode"], second["mode"], second["max_staleness"]) == ("off", "full", 3)
     assert second["settings"] == "" and second["policy.ranks"] == 16
-    rows = [(row["settings"], row["mode"], row["max_staleness"]) for row in found["modes"]]
+    rows = [(row["settings"], row["mode"], row["max_staleness"]) for row in result["modes"]]
     assert len(set(rows)) == len(rows), "none is there twice"
     assert {(row["mode"], row["max_staleness"]) for row in others} | {("off", 0)} == {*MODES}
     [too_stale] = simulated(capsys, *apart, *given, "asynchrony.max_staleness=500")["refused"]
@@ -115,9 +115,9 @@ def test_a_correction_of_ones_own_is_left() -> None:
     config = compose(FILE, [*SMALL, "algorithm.old_logprobs=engine"])
     hf, _ = checked(config)
     split = simulate_choices.splits(config, hf)[0]
-    found = simulate_choices.choice(config, split, "full", 4, hf)
-    assert isinstance(found, Choice) and dict(found.change)["asynchrony.max_staleness"] == 4
-    assert not any(key.startswith("algorithm.") for key, _ in found.change)
+    choice = simulate_choices.choice(config, split, "full", 4, hf)
+    assert isinstance(choice, Choice) and dict(choice.change)["asynchrony.max_staleness"] == 4
+    assert not any(key.startswith("algorithm.") for key, _ in choice.change)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_splits_leave_gpus_for_reference_and_critic(
 ) -> None:
     config = compose(FILE, [*SMALL, "rollout.tensor=2", *more])
     hf, _ = checked(compose(FILE, SMALL))
-    found = [dict(split) for split in simulate_choices.splits(config, hf)]
-    assert 2 <= len(found) <= simulate_choices.SPLITS
-    for split in found:
+    splits = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert 2 <= len(splits) <= simulate_choices.SPLITS
+    for split in splits:
         assert gpus_needed(changed(config, tuple(split.items()))) <= 8 * config.cluster.nodes
-    ends = found[0], found[-1]
+    ends = splits[0], splits[-1]
     assert tuple(split["policy.ranks"] for split in ends) == ranks
     assert tuple(split["rollout.engines"] for split in ends) == engines
 
@@ -147,8 +147,8 @@ def test_splits_leave_gpus_for_reference_and_critic(
 def test_where_the_given_engines_leave_the_policy_no_gpu_others_are_tried() -> None:
     config = compose("configs/dapo_1.7b.yaml", ["rollout.engines=1", "rollout.tensor=8"])
     hf, _ = checked(config)
-    found = [dict(split) for split in simulate_choices.splits(config, hf)]
-    assert found and all(split["rollout.tensor"] < 8 for split in found)
+    splits = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert splits and all(split["rollout.tensor"] < 8 for split in splits)
 
 
 def test_other_engines_keep_the_blocks_of_fp8() -> None:
@@ -177,10 +177,10 @@ def test_where_nothing_is_faster_that_is_said() -> None:
     for slower in (compared(100, 101), compared(100, 99.9)):
         assert "nothing here is faster than asynchrony.mode=off on shared GPUs" in simulate_text.text(slower)
         assert simulate_text.values(slower)["advice"] is None
-    told = simulate_text.text(compared(100, 120, 80))
-    assert "nothing here" not in told
-    assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in told
-    assert "advised: mode=off, 16 ranks, 2 × TP8 with 0.6 of the memory: 80.0 s, a step is" in told
+    report_text = simulate_text.text(compared(100, 120, 80))
+    assert "nothing here" not in report_text
+    assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in report_text
+    assert "advised: mode=off, 16 ranks, 2 × TP8 with 0.6 of the memory: 80.0 s, a step is" in report_text
     marked = [line.split()[1:5] for line in simulate_text.text(compared(100, 80)).splitlines() if line[:4] == "  * "]
     assert marked == [["off", "0", "16", "ranks"]]
 
@@ -189,8 +189,8 @@ def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
     for fastest, advised in ((79, 0), (70, 2)):
         c = compared(100, 80, fastest)
         stale = replace(c.rows[2], choice=replace(c.rows[2].choice, mode="full", most=2))
-        found = replace(c, rows=[*c.rows[:2], stale], splits=[stale]).best
-        assert found is not None and found.choice.most == advised
+        best = replace(c, rows=[*c.rows[:2], stale], splits=[stale]).best
+        assert best is not None and best.choice.most == advised
 
 
 def test_other_engines_are_among_what_is_advised() -> None:
@@ -199,9 +199,9 @@ def test_other_engines_are_among_what_is_advised() -> None:
     sized = replace(c.rows[1], choice=Choice("off", 0, changed(c.config, more), more))
     for seconds, advised in ((79, c.rows[1]), (70, sized)):
         sized = replace(sized, outcome=replace(sized.outcome, seconds=seconds))
-        found = replace(c, engine_sizes=[sized])
-        assert found.best is not None and found.best.choice == advised.choice
-        table = simulate_text.text(found).partition("engines, on the GPUs that the best split leaves them:")[2]
+        comparison = replace(c, engine_sizes=[sized])
+        assert comparison.best is not None and comparison.best.choice == advised.choice
+        table = simulate_text.text(comparison).partition("engines, on the GPUs that the best split leaves them:")[2]
         assert f"0.9      {seconds}.0 " in table
 
 
@@ -219,9 +219,9 @@ def test_other_engines_on_shared_gpus_may_be_what_is_advised() -> None:
     other = (("rollout.tensor", 4), ("rollout.engines", 8))
     recut = replace(c.rows[0], choice=Choice("off", 0, changed(c.config, other), other))
     recut = replace(recut, outcome=replace(recut.outcome, seconds=70.0))
-    told = simulate_text.text(replace(c, shared_engines=[recut]))
-    assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70.0 s" in told
-    assert "add\n  rollout.tensor=4 rollout.engines=8\n" in told
+    report_text = simulate_text.text(replace(c, shared_engines=[recut]))
+    assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70.0 s" in report_text
+    assert "add\n  rollout.tensor=4 rollout.engines=8\n" in report_text
 
 
 def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
@@ -231,19 +231,19 @@ def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
 
 def test_asynchronous_settings_that_are_slower_than_none_are_given_up() -> None:
     c = asynchronous(compared(60, 80, 90), 1)
-    told = simulate_text.text(c)
-    assert "advised: mode=off" in told and told.count("  *  off") == 1
-    assert "a step is 1.33 times as fast as with the settings as they are; add\n  asynchrony.mode=off\n" in told
+    report_text = simulate_text.text(c)
+    assert "advised: mode=off" in report_text and report_text.count("  *  off") == 1
+    assert "a step is 1.33 times as fast as with the settings as they are; add\n  asynchrony.mode=off\n" in report_text
     assert simulate_text.values(c)["advice"] == "asynchrony.mode=off"
 
 
 def test_what_was_played_and_what_holds_it_up_is_said() -> None:
     c = compared(100, 80)
-    told = simulate_text.text(c)
-    assert "a trajectory has 3.0 turns, 800 tokens that are written, 100 that are read" in told
-    assert "environment.slots" not in told
-    told = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
-    assert "environment.slots = 64: of up to 2,560 trajectories so many are played at once" in told
+    report_text = simulate_text.text(c)
+    assert "a trajectory has 3.0 turns, 800 tokens that are written, 100 that are read" in report_text
+    assert "environment.slots" not in report_text
+    report_text = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
+    assert "environment.slots = 64: of up to 2,560 trajectories so many are played at once" in report_text
 
 
 def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
@@ -255,16 +255,19 @@ def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
 
 
 def test_where_environments_decide_every_row_no_layout_is_advised() -> None:
-    told = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16))
-    assert "no layout is advised: the environments decide how long a step takes, in every row" in told
-    assert "\nadvised: " not in told and "  * " not in told
-    assert "environment.workers = 16: calls of environments alone take 91.2 s of a step, so many at once" in told
-    assert "of 9.5 s a trajectory; give more, if what they call can take it, or make them shorter" in told
+    report_text = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16))
+    assert "no layout is advised: the environments decide how long a step takes, in every row" in report_text
+    assert "\nadvised: " not in report_text and "  * " not in report_text
+    assert "environment.workers = 16: calls of environments alone take 91.2 s of a step, so many at once" in report_text
+    assert "of 9.5 s a trajectory; give more, if what they call can take it, or make them shorter" in report_text
     assert simulate_text.values(bound(compared(100, 96), 0.93, 0.95))["advice"] is None
-    told = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16, slots=8))
-    assert "environment.slots = 8: calls of environments alone take 91.2 s" in told
-    told = simulate_text.text(bound(compared(100, 80), 0.7, 0.95, workers=16))
-    assert "advised: mode=off" in told and "environment.workers = 16: calls of environments alone take 70.0 s" in told
+    report_text = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16, slots=8))
+    assert "environment.slots = 8: calls of environments alone take 91.2 s" in report_text
+    report_text = simulate_text.text(bound(compared(100, 80), 0.7, 0.95, workers=16))
+    assert (
+        "advised: mode=off" in report_text
+        and "environment.workers = 16: calls of environments alone take 70.0 s" in report_text
+    )
     assert "alone take" not in simulate_text.text(bound(compared(100, 80), 0.5, 0.6))
 
 
@@ -279,9 +282,9 @@ def test_settings_that_are_the_fastest_but_for_chance_are_left(seconds: tuple[fl
 
 def test_what_takes_turns_is_not_told_as_idle() -> None:
     c = compared(100, 80)
-    shared, own = simulate_text.values(c)["modes"]
+    shared, separate = simulate_text.values(c)["modes"]
     assert (shared["policy_waits"], shared["engines_idle"]) == (None, None)
-    assert (own["policy_waits"], own["engines_idle"]) == (0.5, 0.5)
+    assert (separate["policy_waits"], separate["engines_idle"]) == (0.5, 0.5)
     [of_shared] = [line for line in simulate_text.text(c).splitlines() if "ranks, shared" in line]
     assert of_shared.split()[-4:-2] == ["–", "–"]
 
@@ -298,14 +301,17 @@ def test_where_the_memory_of_gpus_of_their_own_does_not_fit_the_given_share_is_t
         return UserError("it does not fit") if large else real(config, split, *rest)
 
     monkeypatch.setattr(simulate_choices, "choice", small)
-    found = simulate_choices.splits(config, hf)
-    assert found and {dict(split)["rollout.memory_fraction"] for split in found} == {0.6}
+    splits = simulate_choices.splits(config, hf)
+    assert splits and {dict(split)["rollout.memory_fraction"] for split in splits} == {0.6}
 
 
 def test_how_far_figures_may_be_trusted_is_said() -> None:
-    told = simulate_text.text(compared(100, 80, refused=(Refused("full", 2, "it may not"),)))
-    assert "4 steps or more with one seed" in told and "510 of them stand for 2560, and its tail is theirs" in told
-    assert "mode=full and max_staleness=2 cannot run here: it may not" in told
+    report_text = simulate_text.text(compared(100, 80, refused=(Refused("full", 2, "it may not"),)))
+    assert (
+        "4 steps or more with one seed" in report_text
+        and "510 of them stand for 2560, and its tail is theirs" in report_text
+    )
+    assert "mode=full and max_staleness=2 cannot run here: it may not" in report_text
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_spec_follows_from_the_settings_and_the_device() -> None:
-    found = {
+    specs = {
         (asked, device): layer_spec(asked, device) for asked in ("auto", "te", "local") for device in ("cpu", "cuda")
     }
-    assert found == {
+    assert specs == {
         ("auto", "cpu"): "local",
         ("auto", "cuda"): "te",
         ("te", "cpu"): "te",

@@ -49,10 +49,10 @@ def crowded(s: Suggestion) -> bool:
 def test_a_tie_is_ordered_by_room_and_cuts_and_ties_by_their_times(
     made: list[tuple[float, int, int]], mix: Random
 ) -> None:
-    found = [suggestion(*one) for one in made]
-    first = [*ordered(found, crowded)]
-    mix.shuffle(found)
-    assert [*ordered(found, crowded)] == first, "it does not depend on what was tried first"
+    suggestions = [suggestion(*one) for one in made]
+    first = [*ordered(suggestions, crowded)]
+    mix.shuffle(suggestions)
+    assert [*ordered(suggestions, crowded)] == first, "it does not depend on what was tried first"
     assert sorted(s.seconds for s in first) == sorted(seconds for seconds, *_ in made)
     while first:
         fastest = min(s.seconds for s in first)
@@ -68,12 +68,12 @@ def test_235b_fits_256_gpus_that_policy_and_engines_share(
     file, start = large.write(tmp_path), time.process_time()
     assert main(["--config", str(file), *SHARED_235B, "--suggest", "--json"]) == 0
     assert within(time.process_time() - start, SECONDS)
-    found = json.loads(capsys.readouterr().out)
-    assert found["complete"] and found["gpus"] == 256 and len(found["found"]) >= 10
-    stages, seconds = zip(*((pipeline(s["overrides"]), s["seconds"]) for s in found["found"]), strict=True)
+    result = json.loads(capsys.readouterr().out)
+    assert result["complete"] and result["gpus"] == 256 and len(result["found"]) >= 10
+    stages, seconds = zip(*((pipeline(s["overrides"]), s["seconds"]) for s in result["found"]), strict=True)
     tie = [stages[i] for i, of in enumerate(seconds) if of <= 1.03 * min(seconds)]
     assert [*stages[: len(tie)]] == sorted(tie) and tie[0] < tie[-1], "what cuts the model least comes first"
-    for suggestion in found["found"][:: len(found["found"]) // 2]:
+    for suggestion in result["found"][:: len(result["found"]) // 2]:
         config = compose(file, [*SHARED_235B, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
@@ -91,12 +91,12 @@ def test_hosts_without_memory_for_what_leaves_are_seen(
     for gib in (2000, 110):
         settings = [*shared, f"cluster.host_memory_gib={gib}"]
         assert main(["--config", str(file), *settings, "--suggest", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["found"]
-        for suggestion in found[:: max(1, len(found) // 4)]:
+        suggestions = json.loads(capsys.readouterr().out)["found"]
+        for suggestion in suggestions[:: max(1, len(suggestions) // 4)]:
             config = compose(file, [*settings, *suggestion["overrides"]])
             hf, _ = dry_run.checked(config)
             assert refusal.find_error(config, hf, planned=True, strict=True) is None
-        keeps.append({text for s in found for text in s["overrides"] if text.startswith("residency.keep")})
+        keeps.append({text for s in suggestions for text in s["overrides"] if text.startswith("residency.keep")})
     enough, little = keeps
     assert enough > little > set() and 'residency.keep=["optimizer"]' in enough - little
 
@@ -138,10 +138,10 @@ def test_layouts_with_parameters_in_fp8_pass_every_check(
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 3)
     file, given = Path("configs/searchr1_30b.yaml"), [*FP8, "weights.wire=fp8"]
     assert main(["--config", str(file), *given, "--suggest", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["found"]
-    told = [s["room"] for s in found[:10]]
-    assert told == [room(compose(file, [*given, *s["overrides"]])) for s in found[:10]] and len({*told}) > 1
-    for suggestion in found[:: max(1, len(found) // 10)]:
+    suggestions = json.loads(capsys.readouterr().out)["found"]
+    rooms = [s["room"] for s in suggestions[:10]]
+    assert rooms == [room(compose(file, [*given, *s["overrides"]])) for s in suggestions[:10]] and len({*rooms}) > 1
+    for suggestion in suggestions[:: max(1, len(suggestions) // 10)]:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.find_error(config, hf, planned=True, strict=True) is None
@@ -157,8 +157,8 @@ def test_layers_go_to_host_memory_where_sequences_are_long(
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
     file = Path("configs/dapo.yaml")
     assert main(["--config", str(file), *given, "--suggest", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["found"]
-    moved = [s for s in found if "policy.offload_layers=0" not in s["overrides"]]
+    suggestions = json.loads(capsys.readouterr().out)["found"]
+    moved = [s for s in suggestions if "policy.offload_layers=0" not in s["overrides"]]
     assert bool(moved) == bool(given)
     for suggestion in moved[:: max(1, len(moved) // 5)]:
         config = compose(file, [*given, *suggestion["overrides"]])
@@ -213,10 +213,10 @@ def test_a_streamed_optimizer_that_parameters_in_fp8_do_not_take_is_told_of(
 ) -> None:
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
     given = ["policy.optimizer.streamed=true", "weights.wire=fp8", "policy.precision.recipe=fp8_blockwise"]
-    for parameters, told in (("model", 0), ("fp8", 1)):
+    for parameters, expected in (("model", 0), ("fp8", 1)):
         each = [*given, f"policy.precision.parameters={parameters}"]
         assert main(["--config", "configs/searchr1_30b.yaml", *each, "--suggest"]) == 0
-        assert capsys.readouterr().out.count("\nnote: policy.optimizer.streamed=true was left out: ") == told
+        assert capsys.readouterr().out.count("\nnote: policy.optimizer.streamed=true was left out: ") == expected
 
 
 def test_nothing_takes_turns_on_gpus_of_its_own(

@@ -55,8 +55,8 @@ def noisy(scale: float) -> np.ndarray:
     ],
 )
 def test_the_verdict_names_the_odd_one_out(engine: float, policy: float, transformers: float, says: str) -> None:
-    found = {ENGINE: noisy(engine), POLICY: noisy(policy), TRANSFORMERS: noisy(transformers)}
-    verdict, agree = verdict_of(pairs_of(found), 0.05, None)
+    logprobs = {ENGINE: noisy(engine), POLICY: noisy(policy), TRANSFORMERS: noisy(transformers)}
+    verdict, agree = verdict_of(pairs_of(logprobs), 0.05, None)
     assert says in verdict and agree == ("agree" in says)
 
 
@@ -91,9 +91,9 @@ def test_the_worst_tokens_are_named_with_their_place() -> None:
     engine = torch.tensor([9.0, -1, -1, 9, -1, -3, -1])
     policy = torch.tensor([0.0, -1, -2, 0, -1, -1, -1.5])
     counts = torch.tensor([False, True, True, False, True, True, True])
-    found = worst_of(batch, {ENGINE: engine, POLICY: policy}, counts, 2, lambda tokens: f"{tokens}")
-    assert [(w.sample, w.position, w.text) for w in found] == [(1, 2, "'[4, 5, 6]'"), (0, 2, "'[1, 2, 3]'")]
-    lines = table(Comparison([], found, "they differ", False)).splitlines()
+    worst = worst_of(batch, {ENGINE: engine, POLICY: policy}, counts, 2, lambda tokens: f"{tokens}")
+    assert [(w.sample, w.position, w.text) for w in worst] == [(1, 2, "'[4, 5, 6]'"), (0, 2, "'[1, 2, 3]'")]
+    lines = table(Comparison([], worst, "they differ", False)).splitlines()
     assert lines[3].split() == ["1", "2", "-3.0000", "-1.0000", "'[4,", "5,", "6]'"] and lines[-1] == "they differ"
 
 
@@ -121,9 +121,9 @@ def test_transformers_is_asked_for_each_sequence_at_the_temperature(tmp_path: Pa
     sizes = BuildConfig(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=4, expert_ffn=16)
     build_model_of(tmp_path, tiny.hf_config(sizes), seed=1)
     answers = [[5, 40, 41, 9, 77], [6], [30, 31, 99]]
-    found = _transformers(batch_of(*answers), tmp_path, 0.7)
+    actual = _transformers(batch_of(*answers), tmp_path, 0.7)
     expected = [value for logprobs in of_transformers(tmp_path, answers, 0.7) for value in (0.0, *logprobs)]
-    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=1e-5)
     assert np.std(expected) > 0.1, "or any order would do"
 
 
@@ -162,21 +162,23 @@ def test_engine_policy_and_transformers_agree_in_float32(tmp_path: Path) -> None
         capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(p["first"], p["second"]) for p in found["pairs"]] == [
+    result = json.loads(done.stdout)
+    assert [(p["first"], p["second"]) for p in result["pairs"]] == [
         (ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)
     ]  # fmt: skip
-    assert found["pairs"][-1]["most"] == 0 and found["agree"]
+    assert result["pairs"][-1]["most"] == 0 and result["agree"]
     # All tokens are shown, so every figure can be computed here.
-    worst = found["worst"]
-    told = sequences(worst, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
-    assert sorted(told) == list(range(16)) and len(worst) > 50
-    own = dict(zip(told, of_transformers(tmp_path / "model", list(told.values())), strict=True))
+    worst = result["worst"]
+    tokens_by_sample = sequences(worst, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert sorted(tokens_by_sample) == list(range(16)) and len(worst) > 50
+    expected = dict(
+        zip(tokens_by_sample, of_transformers(tmp_path / "model", list(tokens_by_sample.values())), strict=True)
+    )
     for w in worst:
-        right = own[w["sample"]][w["position"] - 1]
+        right = expected[w["sample"]][w["position"] - 1]
         assert w["logprobs"] == {name: pytest.approx(right, abs=1e-4) for name in (ENGINE, POLICY, AGAIN, TRANSFORMERS)}
     assert np.std([w["logprobs"][ENGINE] for w in worst]) > 0.05
-    for p in found["pairs"]:
+    for p in result["pairs"]:
         d = np.array([w["logprobs"][p["first"]] - w["logprobs"][p["second"]] for w in worst])
         assert p["tokens"] == len(worst) and p["most"] == np.abs(d).max() < 1e-4
         assert (p["mean"], p["signed"]) == (pytest.approx(np.abs(d).mean()), pytest.approx(d.mean(), abs=1e-12))

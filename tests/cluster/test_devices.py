@@ -70,9 +70,9 @@ def test_gpus_that_torch_does_not_see_are_no_reason_for_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError) as refused:
         choose_device(wanted, lambda: 0, torch=torch, here=here, joined=False)
-    said = str(refused.value)
-    assert said.startswith(f"cluster.device = {wanted}: ") and words in said and "cluster.device=cpu" in said
-    assert "\n" not in said
+    message = str(refused.value)
+    assert message.startswith(f"cluster.device = {wanted}: ") and words in message and "cluster.device=cpu" in message
+    assert "\n" not in message
 
 
 def test_no_gpu_anywhere() -> None:

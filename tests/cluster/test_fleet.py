@@ -77,8 +77,8 @@ def fleet(ray: None, tmp_path: Path) -> Iterator[Fleet]:
     arguments = [{"number": rank, "trouble": str(tmp_path)} for rank in range(2)]
     group = ActorGroup.spawn("server", Server, arguments, timeout=120, logs=tmp_path / "logs")
     facts = group.call_all("start", timeout=120)
-    said: list[str] = []
-    fleet = Fleet(group, restarts=3, start_timeout_s=180, say=said.append, facts=facts)
+    messages: list[str] = []
+    fleet = Fleet(group, restarts=3, start_timeout_s=180, say=messages.append, facts=facts)
     yield fleet
     fleet.close()
     group.shutdown()

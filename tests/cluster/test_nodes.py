@@ -58,19 +58,19 @@ def test_environments_are_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 0, 0))
     monkeypatch.setattr(nodes, "silent_nodes", lambda nodes: [])
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(
         NodesMissing, match=r"1 of 2 nodes with GPUs .*: 10\.0\.0\.0; without GPUs: 10\.0\.0\.1, 10\.0\.0\.2; the"
     ):
-        ray_session._wait_for_nodes(2, 0.0, said.append, gpus=True)
-    ray_session._wait_for_nodes(3, 0.0, said.append, gpus=False)
-    ray_session._wait_for_nodes(1, 0.0, said.append, gpus=True)
+        ray_session._wait_for_nodes(2, 0.0, messages.append, gpus=True)
+    ray_session._wait_for_nodes(3, 0.0, messages.append, gpus=False)
+    ray_session._wait_for_nodes(1, 0.0, messages.append, gpus=True)
 
 
 def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = Node("a", "127.0.0.1", port=listener.getsockname()[1])
+    listening_node = Node("a", "127.0.0.1", port=listener.getsockname()[1])
     dead = Node("b", "127.0.0.1", port=unused())
-    assert silent_nodes([there, dead]) == [dead]
+    assert silent_nodes([listening_node, dead]) == [dead]
     assert silent_nodes([]) == []
     for error, answers in (
         (OSError(errno.EMFILE, "of this machine"), True),
@@ -84,26 +84,26 @@ def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, mon
             raise error
 
         monkeypatch.setattr(nodes.socket, "create_connection", failed)
-        assert (silent_nodes([there]) == []) is answers
+        assert (silent_nodes([listening_node]) == []) is answers
 
 
 def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     port = listener.getsockname()[1]
     listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused())]
     monkeypatch.setattr("ray.nodes", lambda: listed)
-    said: list[str] = []
+    messages: list[str] = []
     missing = r"^1 of 2 nodes .*: 127\.0\.0\.1; listed, but without an answer: 127\.0\.0\.2; the others"
     with pytest.raises(NodesMissing, match=missing):
-        ray_session._wait_for_nodes(2, 0.0, said.append, gpus=False)
+        ray_session._wait_for_nodes(2, 0.0, messages.append, gpus=False)
 
     def noticed(seconds: float) -> None:
         listed[1] = told("b", alive=False) if len(listed) == 3 else listed[1]
         listed[2:] = [told("c", address="127.0.0.1", port=port)]
 
     monkeypatch.setattr(ray_session.time, "sleep", noticed)
-    before = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False, notice_s=60.0)
+    before = ray_session._wait_for_nodes(2, 60.0, messages.append, gpus=False, notice_s=60.0)
     assert before.silent == [] and [node.id for node in before.dead] == ["b"]
-    assert [line.rpartition("; ")[2] for line in said] == ["waiting for the others", "waiting for Ray to notice"]
+    assert [line.rpartition("; ")[2] for line in messages] == ["waiting for the others", "waiting for Ray to notice"]
 
 
 def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
@@ -122,14 +122,14 @@ def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     monkeypatch.setattr("ray.nodes", lambda: listed)
     monkeypatch.setattr(ray_session.time, "sleep", later)
     monkeypatch.setattr(ray_session.time, "monotonic", lambda: clock[0])
-    said: list[str] = []
-    before = ray_session._wait_for_nodes(2, 600.0, said.append, gpus=False, notice_s=60.0)
+    messages: list[str] = []
+    before = ray_session._wait_for_nodes(2, 600.0, messages.append, gpus=False, notice_s=60.0)
     assert 160 <= clock[0] <= 161 and [node.id for node in before.silent] == ["b"]
-    assert "Ray keeps what is silent" in said[-1]
+    assert "Ray keeps what is silent" in messages[-1]
     assert nodes.lost_since(before) == UnavailableNodes([], [], frozenset()), "it was silent before"
     listed[1]["Alive"] = False
-    found = nodes.lost_since(before)
-    assert found is not None and [node.id for node in found.dead] == ["b"], "what was placed on it is lost"
+    lost = nodes.lost_since(before)
+    assert lost is not None and [node.id for node in lost.dead] == ["b"], "what was placed on it is lost"
 
 
 def test_who_is_waited_for_is_said_beside_what_a_program_reads(
@@ -164,8 +164,8 @@ def test_a_node_that_only_manages_takes_no_actor_along(
     monkeypatch.setattr("ray.nodes", lambda: listed)
     _, before = nodes.probe()
     listed[1]["Alive"] = False
-    found = nodes.lost_since(before)
-    assert found is not None and not found.text()
+    lost = nodes.lost_since(before)
+    assert lost is not None and not lost.text()
 
 
 def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,8 @@ def bound(device: str) -> list[set[int]]:
         threads.append(threading.Thread(target=lambda: answers.append(os.sched_getaffinity(0))))
         threads[1].start()
         child = "import os; print(*os.sched_getaffinity(0))"
-        said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
-        answers.append(set(map(int, said.split())))
+        completed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+        answers.append(set(map(int, completed.split())))
     finally:
         go.set()
         for thread in threads:

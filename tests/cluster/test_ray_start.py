@@ -30,32 +30,32 @@ class Starts:
 
 
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch, failures: int, timeout_s: float) -> tuple[Starts, list[str]]:
-    starts, said = Starts(failures), list[str]()
+    starts, messages = Starts(failures), list[str]()
     monkeypatch.setattr(ray, "init", starts)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     try:
-        ray_session._start(folder, {}, actors=1, gpus=0, timeout_s=timeout_s, say=said.append)
+        ray_session._start(folder, {}, actors=1, gpus=0, timeout_s=timeout_s, say=messages.append)
     except ClusterError as error:
-        said.append(f"fault: {error}")
-    return starts, said
+        messages.append(f"fault: {error}")
+    return starts, messages
 
 
 def test_a_node_that_is_late_is_started_again_within_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_session, "TRY_S", 0.0)
-    starts, said = start(tmp_path, monkeypatch, failures=2, timeout_s=600.0)
-    assert starts.tries == 3 and len(said) == 2
-    starts, said = start(tmp_path / "r", monkeypatch, failures=9, timeout_s=-1.0)
+    starts, messages = start(tmp_path, monkeypatch, failures=2, timeout_s=600.0)
+    assert starts.tries == 3 and len(messages) == 2
+    starts, messages = start(tmp_path / "r", monkeypatch, failures=9, timeout_s=-1.0)
     assert starts.tries == 1
-    assert said == [
+    assert messages == [
         "fault: Ray did not start on this machine within cluster.start_timeout_s = -1: The current node timed out "
         "during startup."
     ]
 
 
 def test_what_fails_at_once_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts, said = start(tmp_path, monkeypatch, failures=9, timeout_s=600.0)
-    assert starts.tries == 1 and said == [
+    starts, messages = start(tmp_path, monkeypatch, failures=9, timeout_s=600.0)
+    assert starts.tries == 1 and messages == [
         "fault: Ray did not start on this machine: The current node timed out during startup."
     ]

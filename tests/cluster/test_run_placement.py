@@ -53,35 +53,40 @@ def configs(draw: st.DrawFn, device: str | None = None) -> Config:
 
 @given(configs())
 def test_every_process_has_a_device(config: Config) -> None:
-    found = plan_placement(config)
+    placement = plan_placement(config)
     workers = config.rollout.engines * engine_ranks(config.rollout)
-    assert (len(found.policy), len(found.reference)) == (policy_ranks(config), reference_ranks(config))
-    assert len(found.critic) == critic_ranks(config) == (config.critic.ranks or 0)
-    assert len(found.engines) == workers
-    own = [*found.policy, *found.reference, *found.critic, *(() if config.cluster.shared else found.engines)]
-    assert len(own) == len({*own}) and min(own) == 0
+    assert (len(placement.policy), len(placement.reference)) == (policy_ranks(config), reference_ranks(config))
+    assert len(placement.critic) == critic_ranks(config) == (config.critic.ranks or 0)
+    assert len(placement.engines) == workers
+    devices = [
+        *placement.policy,
+        *placement.reference,
+        *placement.critic,
+        *(() if config.cluster.shared else placement.engines),
+    ]
+    assert len(devices) == len({*devices}) and min(devices) == 0
     if config.cluster.shared:
         on_cpu = config.cluster.device == "cpu"
-        for worker, device in enumerate(found.engines):
-            apart = found.node(device) != found.node(found.policy[worker])
-            assert device == found.policy[worker] or (on_cpu and apart and device not in own)
-    assert {*map(found.node, (*own, *found.engines))} == {*range(found.nodes)}, "no node is left out"
+        for worker, device in enumerate(placement.engines):
+            apart = placement.node(device) != placement.node(placement.policy[worker])
+            assert device == placement.policy[worker] or (on_cpu and apart and device not in devices)
+    assert {*map(placement.node, (*devices, *placement.engines))} == {*range(placement.nodes)}, "no node is left out"
 
 
 @given(configs("cuda"))
 def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
-    found, per_node, size = plan_placement(config), config.cluster.gpus_per_node, engine_ranks(config.rollout)
-    assert found.per_node == per_node
-    for first in range(0, len(found.engines), size):
-        devices = found.engines[first : first + size]
-        assert len({*map(found.node, devices)}) == 1 and [*devices] == [*range(devices[0], devices[0] + size)]
-    for ranks in (found.policy, found.reference):
+    placement, per_node, size = plan_placement(config), config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    assert placement.per_node == per_node
+    for first in range(0, len(placement.engines), size):
+        devices = placement.engines[first : first + size]
+        assert len({*map(placement.node, devices)}) == 1 and [*devices] == [*range(devices[0], devices[0] + size)]
+    for ranks in (placement.policy, placement.reference):
         for first in range(0, len(ranks), per_node):
             group = ranks[first : first + per_node]
-            assert len({*map(found.node, group)}) == 1 and [*group] == [*range(group[0], group[0] + len(group))]
+            assert len({*map(placement.node, group)}) == 1 and [*group] == [*range(group[0], group[0] + len(group))]
     # A node takes engines until full; at most one node has room left.
-    used = Counter(map(found.node, {*found.policy, *found.reference, *found.engines}))
-    with_room = [node for node in {*map(found.node, found.engines)} if used[node] + size <= per_node]
+    used = Counter(map(placement.node, {*placement.policy, *placement.reference, *placement.engines}))
+    with_room = [node for node in {*map(placement.node, placement.engines)} if used[node] + size <= per_node]
     assert config.cluster.shared or len(with_room) <= 1
 
 
@@ -152,7 +157,7 @@ def test_a_policy_that_takes_every_node_is_refused_too(shared: bool, reference: 
 
 def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_that_do() -> None:
     """Tries all sizes on up to three nodes of 4 GPUs. Settings with room for all parts in order raise no error."""
-    found = 0
+    refused_count = 0
     for nodes, policy, reference, engines, tensor in product(
         (1, 2, 3), range(1, 12), range(8), range(1, 6), range(1, 5)
     ):
@@ -167,13 +172,13 @@ def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_tha
         line = refused(config)
         assert bool(line) == (plan_placement(config).nodes > nodes), config
         if line:
-            found += 1
+            refused_count += 1
             assert line.startswith(f"cluster.nodes = {nodes}: policy {policy} + ") and "rollout.engines" in line, line
             enough = int(line.partition("give cluster.nodes=")[2].partition(",")[0])
             assert not refused(replace(config, cluster=replace(config.cluster, nodes=enough)))
         if not reference and tensor <= 2 and policy % tensor == 0:
             assert not line, "what is left of every node is whole engines"
-    assert found > 50
+    assert refused_count > 50
 
 
 def test_a_policy_and_a_reference_that_take_half_a_node_each_leave_none_for_an_engine() -> None:
@@ -199,11 +204,11 @@ def test_an_evaluations_engines_need_nodes_that_hold_them_whole() -> None:
 
 @given(configs("cpu"))
 def test_cpus_share_the_processes_evenly(config: Config) -> None:
-    found = plan_placement(config)
-    assert found.nodes <= config.cluster.nodes
+    placement = plan_placement(config)
+    assert placement.nodes <= config.cluster.nodes
     assume(not config.cluster.shared)
-    engines = found.engines[:: engine_ranks(config.rollout)]
-    shares = Counter(map(found.node, [*found.policy, *found.reference, *found.critic, *engines]))
+    engines = placement.engines[:: engine_ranks(config.rollout)]
+    shares = Counter(map(placement.node, [*placement.policy, *placement.reference, *placement.critic, *engines]))
     assert max(shares.values()) - min(shares.values()) <= 1
 
 
@@ -242,14 +247,14 @@ def test_what_is_up_otherwise() -> None:
         return Location("m", 1, node, node, gpus)
 
     policy = [at("b", "2"), at("b", "3")]
-    found = actual_placement(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
-    assert found == RunPlacement((2, 3), (), (4, 5, 10, 11, 0, 1), 4)
-    assert [found.node(device) for device in found.engines] == [1, 1, 2, 2, 0, 0]
+    placement = actual_placement(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
+    assert placement == RunPlacement((2, 3), (), (4, 5, 10, 11, 0, 1), 4)
+    assert [placement.node(device) for device in placement.engines] == [1, 1, 2, 2, 0, 0]
     # GPUs without small numbers as names are counted.
-    found = actual_placement(
+    placement = actual_placement(
         config, [at("b", "GPU-x"), at("b", "GPU-y")], [at("c", *"45"), at("c", *"67"), at("b", *"01")]
     )
-    assert found == RunPlacement((0, 1), (), (4, 5, 6, 7, 2, 3), 4)
+    assert placement == RunPlacement((0, 1), (), (4, 5, 6, 7, 2, 3), 4)
 
 
 def test_shared_gpus_on_cpus_of_several_nodes() -> None:

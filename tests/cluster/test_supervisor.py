@@ -83,14 +83,14 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def living(folder: Path) -> list[int]:
     mark = f"SKYRL_MEGA_TEST={folder}".encode()
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+                processes.append(int(process.name))
         except OSError:
             continue
-    return found
+    return processes
 
 
 def driver_of(process: subprocess.Popen[str]) -> int:

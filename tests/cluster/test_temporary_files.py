@@ -32,8 +32,8 @@ def test_the_next_one_clears_away_after_those_who_were_killed_and_no_others(tmp_
     dead, alive = (subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
     for process in (dead, alive):
         assert process.stdout is not None and process.stdout.readline() == b"made\n"
-    there = set(tmp_path.iterdir())
-    assert len(there) == 4
+    before_names = set(tmp_path.iterdir())
+    assert len(before_names) == 4
     dead.send_signal(signal.SIGKILL)
     dead.wait()
     (tmp_path / "kind-ofthekind").mkdir()  # a foreign folder: the name has another form
@@ -41,7 +41,7 @@ def test_the_next_one_clears_away_after_those_who_were_killed_and_no_others(tmp_
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(list(tmp_path.glob("kind-*"))) == 3  # the new, the living process's, the foreign
     write_rows([{"a": 1}], tmp_path / "rows.parquet")
-    assert len(set(tmp_path.iterdir()) & there) == 2
+    assert len(set(tmp_path.iterdir()) & before_names) == 2
     assert alive.stdin is not None
     alive.communicate()
     assert alive.returncode == 0

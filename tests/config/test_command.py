@@ -137,5 +137,5 @@ def test_what_an_unknown_option_means_is_offered(argument: str, meant: str) -> N
 
 def test_sys_exit_in_code_that_is_not_ours_is_a_fault_and_help_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(lambda: sys.exit(0)) == 1
-    assert f"fault: {__file__}, line " in (said := capsys.readouterr().err) and "called sys.exit(0)" in said
+    assert f"fault: {__file__}, line " in (message := capsys.readouterr().err) and "called sys.exit(0)" in message
     assert export(["--help"]) == 0

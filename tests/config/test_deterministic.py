@@ -19,12 +19,12 @@ def settings(deterministic: bool = True) -> Config:
 
 
 def test_megatron_and_gpu_processes_are_told() -> None:
-    told, others = settings(), settings(deterministic=False)
-    assert policy_settings(told).options == {"bias_dropout_fusion": False, "deterministic_mode": True}
-    assert policy_settings(others).options == told.policy.options == {"bias_dropout_fusion": False}
-    assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= rank_environment(told, "cuda").keys()
+    deterministic, others = settings(), settings(deterministic=False)
+    assert policy_settings(deterministic).options == {"bias_dropout_fusion": False, "deterministic_mode": True}
+    assert policy_settings(others).options == deterministic.policy.options == {"bias_dropout_fusion": False}
+    assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= rank_environment(deterministic, "cuda").keys()
     assert rank_environment(others, "cuda").keys() == {"CUDA_DEVICE_MAX_CONNECTIONS"}
-    assert rank_environment(told, "cpu").keys() == {"OMP_NUM_THREADS"}
+    assert rank_environment(deterministic, "cpu").keys() == {"OMP_NUM_THREADS"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

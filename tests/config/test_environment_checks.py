@@ -12,10 +12,10 @@ from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig,
 
 def refused(deterministic: bool = False, **settings: int) -> str:
     config = Config(run=RunConfig(deterministic=deterministic), environment=EnvironmentConfig(**settings))
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as caught:
         check_environment(config)
-    assert "\n" not in str(found.value)
-    return str(found.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_each_process_needs_a_slot_and_a_thread() -> None:

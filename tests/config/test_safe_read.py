@@ -84,7 +84,7 @@ def test_it_is_refused_with_its_path(
     folder = tmp_path / "it"
     shutil.copytree(tiny_model, folder)
     (folder / name).unlink(missing_ok=True)
-    made = put(kind, folder / name)
+    bound = put(kind, folder / name)
     raised: list[Exception] = []
 
     def read() -> None:
@@ -99,8 +99,8 @@ def test_it_is_refused_with_its_path(
     assert not reading.is_alive() and raised
     words = {"fifo": "it is a FIFO", "device": "it is a device", "socket": "No such device|it is a socket"}[kind]
     assert any(word in str(raised[0]) for word in words.split("|")) and str(folder / name) in str(raised[0])
-    if made:
-        made.close()
+    if bound:
+        bound.close()
 
 
 def test_folders_links_and_counts(tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ def test_a_second_key_that_interpolates_a_secret(tmp_path: Path) -> None:
         "text": "a ${environment.options.mine.password} b", "copied": f"uses {S} too", "short": "${.token}",
         "token": "ab", "url": "http://me:${environment.options.mine.password}@h", "plain": "${.mode}", "mode": "fast",
     }  # fmt: skip
-    text, found = written(tree, tmp_path)
+    text, options = written(tree, tmp_path)
     assert S not in text
     same = ("again", "near", "text", "short", "url")
-    assert {name: found[name] for name in same} == {name: tree[name] for name in same}
-    assert (found["plain"], found["pin"], found["copied"]) == ("fast", "ab", "***")
+    assert {name: options[name] for name in same} == {name: tree[name] for name in same}
+    assert (options["plain"], options["pin"], options["copied"]) == ("fast", "ab", "***")
     (tmp_path / "again.yaml").write_text(text)
     given = [f"environment.options.mine.{name}={value}" for name, value in
              (("password", "swordfish"), ("token", "cd"), ("copied", "x"))]  # fmt: skip
@@ -131,14 +131,14 @@ def test_no_error_repeats_a_secret(argument: str, secret: str) -> None:
 
 
 def test_an_error_of_anybody_shows_no_secret() -> None:
-    for said in (
+    for message in (
         f"mine.token = {S} b: allowed is x",
         f"http://me:{S}@h: no",
         f"https://h?api-key={S}: 404",
         f"--token {S}",
     ):
-        assert S not in str(UserError(said)) and "***" in str(UserError(said))
-    for said in (
+        assert S not in str(UserError(message)) and "***" in str(UserError(message))
+    for message in (
         "rollout.max_tokens = 5: allowed is ≥ 1",
         "tokenizer = a b: no",
         "'a.token=${oc.env:NAME}'",
@@ -146,7 +146,7 @@ def test_an_error_of_anybody_shows_no_secret() -> None:
         "environment.options.addition.api_key: there is no such option",
         "model.embed_tokens.weight: the checkpoint has shape [4]",
     ):
-        assert str(UserError(said)) == said
+        assert str(UserError(message)) == message
 
 
 def test_a_resume_neither_prints_an_old_secret_nor_stops(tmp_path: Path) -> None:

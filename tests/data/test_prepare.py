@@ -122,7 +122,7 @@ def test_demonstrations_of_multiplication(tmp_path: Path) -> None:
         assert right[:-1] == [False] * (len(right) - 1) and (right[-1] or len(right) == 3)
         # The texts between attempts equal the environment's replies.
         env = make("multiply", row, EnvironmentConfig(), max_turns=3)
-        replayed = [m for said in turns[::2] for m in (said, *env.step(said["content"])["observations"])]
+        replayed = [m for turn in turns[::2] for m in (turn, *env.step(turn["content"])["observations"])]
         assert turns == replayed
         attempts, wrong = attempts + len(right), wrong + right.count(False)
     assert abs(wrong / attempts - 0.6) < 4 * (0.6 * 0.4 / attempts) ** 0.5

@@ -118,8 +118,8 @@ def test_the_row_is_right_beyond_the_first_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["2 * 3", ["2 * 3"], [{"role": "user"}], [{"role": "user", "content": [1]}]])
 def test_a_prompt_of_another_type_is_refused(tmp_path: Path, prompt: Any) -> None:
-    said = refused(write(tmp_path / "a.parquet", [{**GOOD, "prompt": prompt}]))
-    assert "column prompt: its type is" in said and "allowed: list<struct<role: string, content: string>>" in said
+    message = refused(write(tmp_path / "a.parquet", [{**GOOD, "prompt": prompt}]))
+    assert "column prompt: its type is" in message and "allowed: list<struct<role: string, content: string>>" in message
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:

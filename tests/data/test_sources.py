@@ -31,8 +31,8 @@ def test_sets_that_differ_in_punctuation_have_figures_of_their_own() -> None:
         "data": [2],
     }
     trajectories = [replace(said(p.uid, "x", float(p.uid == 0)), prompt=p) for p in prompts]
-    found = scores(trajectories)
-    assert {name: value for name, value in found.items() if name.endswith("/mean")} == {
+    figures = scores(trajectories)
+    assert {name: value for name, value in figures.items() if name.endswith("/mean")} == {
         "eval/nq_open_2/mean": 1.0,
         "eval/nq_open/mean": 0.0,
         "eval/data/mean": 0.0,

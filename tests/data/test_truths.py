@@ -173,20 +173,20 @@ def test_a_seed_of_gymnasium() -> None:
 
 def test_few_wrong_rows_are_told_and_more_refused(tmp_path: Path) -> None:
     few = write(tmp_path / "few.parquet", "gsm8k", ["1"] * 30 + ["18.0"] + ["1"] * 19)
-    said: list[str] = []
-    assert check_files([few], CONFIG, say=said.append) == 50
-    assert said[0].startswith("data.train: no answer can earn the reward of 1 of 50 rows (2 %); the first: ")
-    assert f"{few}, row 30, column reward_spec.ground_truth = 18.0: answers are compared as text" in said[0].replace(
-        "'", ""
-    )
+    messages: list[str] = []
+    assert check_files([few], CONFIG, say=messages.append) == 50
+    assert messages[0].startswith("data.train: no answer can earn the reward of 1 of 50 rows (2 %); the first: ")
+    assert f"{few}, row 30, column reward_spec.ground_truth = 18.0: answers are compared as text" in messages[
+        0
+    ].replace("'", "")
     many = write(tmp_path / "many.parquet", "gsm8k", ["1"] * 18 + ["18.0", "x"])
     line = refusal(many)
     assert "2 of 20 rows (10 %)" in line and f"{many}, row 18" in line and "at most 5%" in line
     with pytest.raises(UserError, match="2 of 20 rows"):
         load_prompts([many], CONFIG)
     assert "2 of 2 rows (100 %)" in refusal(write(tmp_path / "all.parquet", "gsm8k", ["18.0", "x"]))
-    check_files([few, many], CONFIG, say=said.append)  # over all files of a setting: 3 of 70
-    assert "3 of 70 rows" in said[1] and "few.parquet, row 30" in said[1]
+    check_files([few, many], CONFIG, say=messages.append)  # over all files of a setting: 3 of 70
+    assert "3 of 70 rows" in messages[1] and "few.parquet, row 30" in messages[1]
 
 
 def test_a_reward_spec_of_json_text_is_read(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_answers_that_are_no_unicode(name: str, tmp_path: Path) -> None:
     (tmp_path / "db").mkdir()
     (tmp_path / "db" / "db.sqlite").touch()
     config = EnvironmentConfig(options={"text2sql": {"db_path": str(tmp_path)}})
-    for told in ("\ud800", "\0"):
+    for bad in ("\ud800", "\0"):
         env = make(name, {"reward_spec": {"ground_truth": "1"}, "db_id": "db"}, config, 1)
-        text = f"<think>x</think><solution>{told}</solution> #### {told} <answer>{told}</answer> \\boxed{{{told}}}"
+        text = f"<think>x</think><solution>{bad}</solution> #### {bad} <answer>{bad}</answer> \\boxed{{{bad}}}"
         assert validate.step(env, text).reward <= 0

@@ -68,12 +68,12 @@ def test_what_the_environment_says_earns_nothing(characters_chat: Renderer, tmp_
         )
     for t, (name, (_, reward)) in zip(played, scripts.items(), strict=True):
         assert (t.status, t.reward) == (Status.COMPLETED, reward), (name, t.messages)
-        found = [m["content"] for m in t.messages if "<information>" in m["content"]]
-        assert found and "<answer>gold</answer>" in found[0], name
+        passages = [m["content"] for m in t.messages if "<information>" in m["content"]]
+        assert passages and "<answer>gold</answer>" in passages[0], name
         first = next(step for step in t.steps if step.tool_calls)
         assert first.tool_calls[0]["name"] == "search" and "gold" in first.tool_calls[0]["arguments"]["query"]
-        own = characters_chat.tokenizer.decode([k for k, m in zip(t.tokens, t.mask, strict=True) if m])
-        assert "Doc 1(Title" not in own
+        policy_text = characters_chat.tokenizer.decode([k for k, m in zip(t.tokens, t.mask, strict=True) if m])
+        assert "Doc 1(Title" not in policy_text
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_harm_ends_nothing_but_its_own_turn(smollm2: Path, tmp_path: Path) -> No
         assert (trajectory.status, trajectory.reward, trajectory.turns) == (Status.COMPLETED, 1.0, 2), (
             trajectory.messages
         )
-        harm, said, _ = trajectory.messages[-3:]
-        assert any(word in said["content"] for word in ("Error", "rror:", "out of time")), (harm, said)
+        harm, reply, _ = trajectory.messages[-3:]
+        assert any(word in reply["content"] for word in ("Error", "rror:", "out of time")), (harm, reply)
         trained = [token for token, mask in zip(trajectory.tokens, trajectory.mask, strict=True) if mask]
-        assert said["content"][2:20] not in chat.tokenizer.decode(trained)
+        assert reply["content"][2:20] not in chat.tokenizer.decode(trained)

@@ -41,9 +41,9 @@ def nested(path: tuple[str, ...], value: Any) -> Any:
 def refusal(name: str, options: Any) -> str:
     with pytest.raises(UserError) as caught:
         check(EnvironmentConfig(options={name: options}))
-    said = str(caught.value)
-    assert said.startswith(f"environment.options.{name}") and said.isprintable() and len(said) < 500
-    return said
+    message = str(caught.value)
+    assert message.startswith(f"environment.options.{name}") and message.isprintable() and len(message) < 500
+    return message
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -94,7 +94,7 @@ def test_limits_under_which_python_does_not_run_are_refused() -> None:
 
 
 def test_a_declaration_of_ones_own() -> None:
-    own = {
+    declared = {
         "n": whole(3, "", low=1),
         "x": number(None, ""),
         "on": switch(False, ""),
@@ -105,8 +105,8 @@ def test_a_declaration_of_ones_own() -> None:
         "box": group({"s": number(1.0, "", above=0)}, ""),
     }
     usual = {"n": 3, "x": None, "on": False, "how": "a", "name": None, "names": [], "more": {}, "box": {"s": 1.0}}
-    assert filled("k", None, own) == filled("k", {}, own) == usual
-    assert filled("k", {"box": {"s": 2}, "how": "b"}, own) == {**usual, "box": {"s": 2}, "how": "b"}
+    assert filled("k", None, declared) == filled("k", {}, declared) == usual
+    assert filled("k", {"box": {"s": 2}, "how": "b"}, declared) == {**usual, "box": {"s": 2}, "how": "b"}
     for key, wrong in (("n", None), ("names", [""]), ("name", ""), ("box", {"t": 1}), ("how", "c")):
         with pytest.raises(UserError, match=rf"^k\.{key}"):
-            filled("k", {key: wrong}, own)
+            filled("k", {key: wrong}, declared)

@@ -64,8 +64,8 @@ def paste(folder: Path, environment: str, rows: str) -> None:
     assert wrote.returncode == 0, wrote.stderr
     shown = pq.read_table(folder / "train.parquet").to_pylist()
     for i, row in enumerate(shown):
-        said = int(row["reward_spec"]["ground_truth"]) + i % 2
-        row["extra_info"] = {"demonstration": f"\\boxed{{{said}}}"}
+        answer = int(row["reward_spec"]["ground_truth"]) + i % 2
+        row["extra_info"] = {"demonstration": f"\\boxed{{{answer}}}"}
     pq.write_table(pa.Table.from_pylist(shown), folder / "shown.parquet")
 
 
@@ -100,8 +100,8 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
     assert any(t.reward > 0 for t in played)
     for t in played:
         assert t.metadata["turn"] == t.turns <= 3  # counted only by the page's class
-        told = [m["content"] for m in t.messages if m["role"] == "user"][1:]
-        assert set(told) <= {"No. Try again."} and len(told) >= t.turns - 1
+        replies = [m["content"] for m in t.messages if m["role"] == "user"][1:]
+        assert set(replies) <= {"No. Try again."} and len(replies) >= t.turns - 1
         if t.reward:
             assert (
                 t.status is Status.COMPLETED
@@ -117,9 +117,9 @@ def test_the_documents_class_and_rows(real_data: Path, tmp_path: Path) -> None:
     text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("for idx in range(num_examples):")
     loop = textwrap.indent(textwrap.dedent(text[start : text.index("```", start)]), "    ")
-    own, after = rows.index("    for _ in range(num_examples):"), rows.index("    pq.write_table(")
+    loop_start, after = rows.index("    for _ in range(num_examples):"), rows.index("    pq.write_table(")
     imports = environment[: environment.index("class MultiplyEnv")]
-    paste(tmp_path, imports + example_of_the_documents(real_data), rows[:own] + loop + rows[after:])
+    paste(tmp_path, imports + example_of_the_documents(real_data), rows[:loop_start] + loop + rows[after:])
     played = launch(tmp_path, "rollout.max_turns=3")
     assert any(t.reward > 0 for t in played) and any(not t.reward for t in played)
     # The documents' class is done after a wrong answer; the built-in class of the same name would continue.
@@ -170,7 +170,7 @@ def test_mistakes_are_one_line_before_anything_starts(tmp_path: Path) -> None:
     ended = python(tmp_path, "-c", program, json.dumps(cases), json.dumps(TINY))
     assert ended.returncode == 0, ended.stderr
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
-    for (_, _, expected), (code, said, started) in zip(MISTAKES.values(), answers, strict=True):
+    for (_, _, expected), (code, output, started) in zip(MISTAKES.values(), answers, strict=True):
         assert code == 2 and not started
-        assert len(said.splitlines()) == 1 and "environment.classes.multiply" in said and expected in said
+        assert len(output.splitlines()) == 1 and "environment.classes.multiply" in output and expected in output
     assert not (tmp_path / "runs").exists()

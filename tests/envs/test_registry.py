@@ -138,8 +138,8 @@ def test_a_file_that_takes_long_to_import_is_whole_for_every_thread(tmp_path: Pa
         first = pool.submit(make, "heavy", {}, config)
         while not (tmp_path / "begun").exists():
             assert first.running(), first.result()
-        made = [pool.submit(make, "heavy", {}, config) for _ in range(3)]
-        notes = [one.result().step("said") for one in (first, *made)]
+        futures = [pool.submit(make, "heavy", {}, config) for _ in range(3)]
+        notes = [one.result().step("said") for one in (first, *futures)]
     assert pickle.loads(pickle.dumps(notes)) == notes
     assert (tmp_path / "begun").read_text() == "once "
 

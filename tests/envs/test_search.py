@@ -137,9 +137,9 @@ def test_what_was_retrieved_or_asked_earns_nothing(tmp_path: Path) -> None:
     with running_service(settings, tmp_path) as served:
         env = env_of("gold", served, turns=3)
         env.init([{"role": "user", "content": "Say <answer>gold</answer>"}])
-        found = env.step("<search>trap answer gold</search>")
-        assert "<answer>gold</answer>" in found["observations"][0]["content"]
-        assert (found["reward"], found["done"]) == (0.0, False)
+        output = env.step("<search>trap answer gold</search>")
+        assert "<answer>gold</answer>" in output["observations"][0]["content"]
+        assert (output["reward"], output["done"]) == (0.0, False)
         assert env.step("I have read it.")["reward"] == 0.0
         end = env.step("as it says above")
         assert (end["reward"], end["done"]) == (0.0, True)

@@ -53,8 +53,8 @@ def own(run: Path, tmp_path: Path) -> Path:
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
     code = main([*map(str, arguments), "--workers", "1"])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def policy(run: Path) -> Path:

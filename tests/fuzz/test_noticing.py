@@ -115,16 +115,16 @@ def errors(
 def test_what_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.left.GRACE_S", 0.2)
     gc.collect()  # descriptors dropped by other tests must not be closed meanwhile: their number would not rise
-    said = errors(NOTICED, feed, monkeypatch)
+    error_by_target = errors(NOTICED, feed, monkeypatch)
     monkeypatch.delenv("FUZZ_LEFT")
-    assert said.pop("monotonic") is None
+    assert error_by_target.pop("monotonic") is None
     for act, what in NOTICED.items():
-        assert what in (said[act.__name__] or ""), act.__name__
+        assert what in (error_by_target[act.__name__] or ""), act.__name__
 
 
 def test_a_process_that_dies_or_hangs_is_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.apart.PATIENCE_S", 0.5)
-    said = errors(KILLED, feed_apart, monkeypatch)
-    assert said.pop("monotonic") is None
+    error_by_target = errors(KILLED, feed_apart, monkeypatch)
+    assert error_by_target.pop("monotonic") is None
     for act, what in KILLED.items():
-        assert what in (said[act.__name__] or ""), act.__name__
+        assert what in (error_by_target[act.__name__] or ""), act.__name__

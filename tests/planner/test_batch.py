@@ -38,12 +38,12 @@ def test_micro_batches_are_those_of_the_balancer(
     config.data.prompts_per_step, config.data.samples_per_prompt = prompts, samples
     config.policy.micro_tokens = budget
     config.rollout.max_prompt_tokens, config.rollout.sampling.max_tokens = length // 2, length - length // 2
-    made = batch(config, parallel)
-    dealt = balance([length] * made.trajectories, data, budget * context, stages)
-    assert made.most == len(dealt[0])
+    planned = batch(config, parallel)
+    dealt = balance([length] * planned.trajectories, data, budget * context, stages)
+    assert planned.most == len(dealt[0])
     longest = max(len(micro) * length for rank in dealt for micro in rank)
-    assert made.row.tokens * context >= longest
-    assert made.longest == length
+    assert planned.row.tokens * context >= longest
+    assert planned.longest == length
 
 
 @pytest.mark.parametrize("recipe", ["model", "fp8_current", "fp8_blockwise"])

@@ -76,8 +76,8 @@ def bytes_of(opened: ModelWorker) -> tuple[int, int, int]:
         for entry in part.optimizer.state.values():
             state += [value for name, value in entry.items() if name != "step"]
     kept = storages(parameters)
-    own = {address: size for address, size in storages(state).items() if address not in kept}
-    return sum(kept.values()), sum(storages(gradients).values()), sum(own.values())
+    optimizer_storages = {address: size for address, size in storages(state).items() if address not in kept}
+    return sum(kept.values()), sum(storages(gradients).values()), sum(optimizer_storages.values())
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
@@ -110,10 +110,10 @@ def test_bytes_are_megatrons_own(
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
     real = run_ranks(ranks, allocated, models[model], parallel, policy, dtype)
-    for rank, found in enumerate(real):
+    for rank, actual in enumerate(real):
         at = parallel.coordinates(rank)
         counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
-        assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
+        assert (counted.weights, counted.gradients, counted.optimizer) == actual, f"rank {rank}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
@@ -132,9 +132,9 @@ def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -
 
 def with_largest(rank: int, address: str, path: Path, parallel: ParallelDims, policy: Any, dtype: torch.dtype) -> Any:
     opened = layouts.open_rank(rank, address, path, parallel, policy, dtype)
-    own = [m for part in moments.inner_optimizers(opened.optimizer) for _, m in moments.master_weights(part)]
+    masters = [m for part in moments.inner_optimizers(opened.optimizer) for _, m in moments.master_weights(part)]
     element = 4 + 4 * (dtype == torch.bfloat16)
-    return *bytes_of(opened), max(m.numel() for m in own) * element
+    return *bytes_of(opened), max(m.numel() for m in masters) * element
 
 
 def bucketed(rank: int, address: str, *args: Any) -> tuple[int, int, int]:
@@ -157,9 +157,9 @@ def test_bytes_of_the_buckets_that_overlap(
     parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config(overlap=True)
     d = architecture(hf).describe(hf)
     others = 0
-    for rank, found in enumerate(run_ranks(ranks, bucketed, models[model], parallel, policy, torch.bfloat16)):
+    for rank, actual in enumerate(run_ranks(ranks, bucketed, models[model], parallel, policy, torch.bfloat16)):
         at = parallel.coordinates(rank)
         counted = model_state(stage(d, parallel, at.pp), parallel, at, 2, overlap=True)
-        assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
+        assert (counted.weights, counted.gradients, counted.optimizer) == actual, f"rank {rank}"
         others += counted != model_state(stage(d, parallel, at.pp), parallel, at, 2)
     assert others

@@ -195,5 +195,5 @@ def test_real_ranks_write_as_much_as_they_are_said_to(
     for rank in range(ranks):
         file = folder / file_name(rank)
         header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        said = checkpoint_bytes(d, parallel, rank, dtype.itemsize, freeze, moments=MOMENTS[moments])
-        assert file.stat().st_size - header == pytest.approx(said, abs=STATE * 100)
+        planned = checkpoint_bytes(d, parallel, rank, dtype.itemsize, freeze, moments=MOMENTS[moments])
+        assert file.stat().st_size - header == pytest.approx(planned, abs=STATE * 100)

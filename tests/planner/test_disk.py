@@ -41,11 +41,11 @@ def test_a_checkpoint_is_as_large_as_it_is_said_to_be(
     config = Config()
     config.model.dtype = str(dtype).removeprefix("torch.")
     hf = hf_config(MODEL)
-    said = disk(config, architecture(hf).describe(hf))
+    planned = disk(config, architecture(hf).describe(hf))
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert said.checkpoint == pytest.approx(written, rel=0.03)
-    assert said.kept == 3 * said.checkpoint
+    assert planned.checkpoint == pytest.approx(written, rel=0.03)
+    assert planned.kept == 3 * planned.checkpoint
     config.algorithm.advantage = "gae"
     with_critic = disk(config, architecture(hf).describe(hf))
     less = 12 * (VOCABULARY - 1) * MODEL.hidden  # a single row in place of the output projection
-    assert with_critic.checkpoint == 2 * said.checkpoint - less and with_critic.export == said.export
+    assert with_critic.checkpoint == 2 * planned.checkpoint - less and with_critic.export == planned.export

@@ -42,33 +42,33 @@ def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recom
     c, parallel = case(sizes, gib, recompute)
     d = model()
     best: float | None = None
-    made = batch(c, parallel)
+    planned = batch(c, parallel)
     for tensor in (1, 2, 4, 8):
         for fraction in (*FRACTIONS[True], c.rollout.memory_fraction):
             for dealt in (False, True)[: 1 + (tensor > 1)]:
                 options = {"enable_expert_parallel": True} if dealt else {}
                 cut = replace(c.rollout, tensor=tensor, engines=16 // tensor, memory_fraction=fraction, options=options)
-                own = replace(c, rollout=cut)
-                if engine_memory(own, d).tokens < length_limit(cut):
+                cut_config = replace(c, rollout=cut)
+                if engine_memory(cut_config, d).tokens < length_limit(cut):
                     continue
-                seconds = generate_time(own, d, made)
+                seconds = generate_time(cut_config, d, planned)
                 for keep in KEEPS:
-                    tried = replace(own, residency=replace(c.residency, keep=None if keep is None else [*keep]))
+                    tried = replace(cut_config, residency=replace(c.residency, keep=None if keep is None else [*keep]))
                     if all(gpu.fits(strict=True) for gpu in shared_gpus(tried, d, parallel)):
                         total = seconds + residency_time(tried, d, parallel)
                         best = total if best is None else min(best, total)
-    found = []
+    candidates = []
     for pair in fastest_engines(c, PolicyRanks(c, d, parallel), engine_choices(c, d, 16)):
         settings = replace(
             c, rollout=pair.engine.rollout(pair.fraction), residency=replace(c.residency, keep=pair.keep)
         )
         fit.check(settings, REAL["30B"], strict=True)
         assert engine_memory(settings, d).tokens == pair.tokens
-        found.append(pair.seconds + residency_time(settings, d, parallel))
-        assert time_without_generation(settings, d, parallel) + found[-1] == pytest.approx(
+        candidates.append(pair.seconds + residency_time(settings, d, parallel))
+        assert time_without_generation(settings, d, parallel) + candidates[-1] == pytest.approx(
             step_time(settings, d, parallel).step
         )
-    assert min(found, default=None) == (None if best is None else pytest.approx(best))
+    assert min(candidates, default=None) == (None if best is None else pytest.approx(best))
 
 
 def test_a_choice_of_the_users_own_is_tried_too() -> None:

@@ -51,8 +51,8 @@ def test_two_sizes_decide_for_the_whole_layout(model: str, cut: str) -> None:
 
 
 def test_both_are_found() -> None:
-    found = {fp8_blocks.differing_tensor(described(model)[1], 1, 1) is None for model in MODELS}
-    assert found == {True, False}
+    outcomes = {fp8_blocks.differing_tensor(described(model)[1], 1, 1) is None for model in MODELS}
+    assert outcomes == {True, False}
 
 
 def test_parameters_in_fp8_are_refused_and_others_are_not() -> None:

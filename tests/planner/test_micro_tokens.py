@@ -39,11 +39,11 @@ def settings(tokens: int | None, recompute: str = "none", gib: float = 79.1) -> 
 )
 def test_it_is_the_largest_that_fits(recompute: str, gib: float, expected: int, why: str) -> None:
     given = settings(None, recompute, gib)
-    found = with_micro_tokens(given, HF)
-    assert found == settings(expected, recompute, gib)
+    config = with_micro_tokens(given, HF)
+    assert config == settings(expected, recompute, gib)
     fits = [n for n in (4096, 8192, 16384, 32768) if fit.problem(settings(n, recompute, gib), D, strict=True) is None]
     assert max(fits, default=4096) == expected
-    assert f"is {expected} here: {why}" in str(note(given, found, D))
+    assert f"is {expected} here: {why}" in str(note(given, config, D))
 
 
 def test_a_number_that_is_given_stays() -> None:

@@ -109,25 +109,25 @@ def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: fl
     c = shared(keep, fraction)
     gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.least_free)
     assume(not gpu.fits(strict))
-    said = refused(c, strict)
-    if "no fraction fits" in said:
+    message = refused(c, strict)
+    if "no fraction fits" in message:
         for other in (0.15, 0.25, 0.35, 0.45, 0.55, 0.65):
             with pytest.raises(UserError):
                 fit.check(shared(keep, other), REAL["30B"], strict=True)
     else:
-        largest = float(said.partition("the largest fraction that fits is ")[2].partition(";")[0].partition(",")[0])
+        largest = float(message.partition("the largest fraction that fits is ")[2].partition(";")[0].partition(",")[0])
         assert largest < fraction
         fit.check(shared(keep, largest), REAL["30B"], strict=True)
         with pytest.raises(UserError):
             fit.check(shared(keep, round(largest + 0.01, 2)), REAL["30B"], strict=True)
-    if "without " in said:
-        part = said.partition("without ")[2].split()[0]
+    if "without " in message:
+        part = message.partition("without ")[2].split()[0]
         fit.check(shared([p for p in keep or PARTS if p != part], fraction), REAL["30B"], strict=True)
-    elif "with residency.keep=[" in said:
-        rest = said.partition("with residency.keep=[")[2].partition("]")[0].split(",")
+    elif "with residency.keep=[" in message:
+        rest = message.partition("with residency.keep=[")[2].partition("]")[0].split(",")
         fit.check(shared([*filter(None, rest)], fraction), REAL["30B"], strict=True)
     else:
-        assert "whatever residency.keep may leave out" in said and problem(shared([], fraction))
+        assert "whatever residency.keep may leave out" in message and problem(shared([], fraction))
 
 
 def refused(c: Config, strict: bool = False) -> str:
@@ -155,10 +155,10 @@ def test_the_fewest_parts_that_may_leave_are_offered(
     c.cluster.host_memory_gib, c.rollout.options = gib, options
     choices = [[p for p in PARTS[:5] if p not in leaves] for n in range(6) for leaves in combinations(PARTS[:5], n)]
     works = [keep for keep in choices if problem(replace(c, residency=replace(c.residency, keep=keep))) is None]
-    found, said = re.search(r"with residency\.keep=\[(.*?)\] it fits", refused(c)), refused(c)
-    assert (found[1] if found else None) == offered, said
+    match, message = re.search(r"with residency\.keep=\[(.*?)\] it fits", refused(c)), refused(c)
+    assert (match[1] if match else None) == offered, message
     assert (",".join(works[0]) if works else None) == offered, "the first of all"
-    assert bool(works) != ("whatever residency.keep may leave out" in said)
+    assert bool(works) != ("whatever residency.keep may leave out" in message)
 
 
 def problem(c: Config) -> str | None:
@@ -216,9 +216,9 @@ def test_sockets_that_are_known_are_looked_at() -> None:
     each = 4 * policy_memory(c, d, PARALLEL, 0).pinned
     assert numa_warnings(c, d, PARALLEL) == [] and each < 200 * GIB
     c.cluster.host_memory_gib = 1.9 * each / GIB
-    found = numa_warnings(c, d, PARALLEL)
-    assert [note.partition(":")[0] for note in found] == ["node 0", "node 0", "node 1", "node 1"]
-    assert f"{each / GIB:.0f} GiB are pinned for the GPUs of NUMA node 1" in found[1]
+    warnings = numa_warnings(c, d, PARALLEL)
+    assert [note.partition(":")[0] for note in warnings] == ["node 0", "node 0", "node 1", "node 1"]
+    assert f"{each / GIB:.0f} GiB are pinned for the GPUs of NUMA node 1" in warnings[1]
     c.cluster.numa_nodes = None
     assert numa_warnings(c, d, PARALLEL) == []
 

@@ -54,15 +54,15 @@ def test_padding_for_fp8_is_computed_on() -> None:
 def test_counting_the_choices_of_experts_is_a_forward_pass() -> None:
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d, config = architecture(hf).describe(hf), Config()
-    made = batch(config, parallel)
-    plain, _ = policy_times(config, d, parallel, made)
+    planned = batch(config, parallel)
+    plain, _ = policy_times(config, d, parallel, planned)
     config.policy.moe.aux_loss = 0.1
-    balanced, _ = policy_times(config, d, parallel, made)
+    balanced, _ = policy_times(config, d, parallel, planned)
     assert 1.2 < balanced / plain < 1.5
     dense = architecture(MODELS["qwen3"]).describe(MODELS["qwen3"])
-    without = policy_times(config, dense, ParallelDims(8), made)
+    without = policy_times(config, dense, ParallelDims(8), planned)
     config.policy.moe.aux_loss = 0.0
-    assert policy_times(config, dense, ParallelDims(8), made) == without
+    assert policy_times(config, dense, ParallelDims(8), planned) == without
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def test_counting_the_choices_of_experts_is_a_forward_pass() -> None:
 def test_a_pass_for_old_log_probs_is_planned_where_one_optimizer_step_needs_it(change: dict[str, Any]) -> None:
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d, config = architecture(hf).describe(hf), Config()
-    made = batch(config, parallel)
-    assert made.updates == 1 and policy_times(config, d, parallel, made)[1] == 0.0
-    several = replace(made, epochs=2)
+    planned_batch = batch(config, parallel)
+    assert planned_batch.updates == 1 and policy_times(config, d, parallel, planned_batch)[1] == 0.0
+    several = replace(planned_batch, epochs=2)
     _, one_pass = policy_times(config, d, parallel, several)
     assert one_pass > 0
     config.algorithm = replace(config.algorithm, **change)
-    _, planned = policy_times(config, d, parallel, made)
+    _, planned = policy_times(config, d, parallel, planned_batch)
     config.algorithm = AlgorithmConfig(kl=replace(config.algorithm.kl, where="loss"))  # a reference runs its own pass
-    assert planned == pytest.approx(one_pass + policy_times(config, d, parallel, made)[1])
+    assert planned == pytest.approx(one_pass + policy_times(config, d, parallel, planned_batch)[1])
     config.algorithm = AlgorithmConfig(old_logprobs="engine")
     assert policy_times(config, d, parallel, several)[1] == 0.0
 
@@ -106,9 +106,9 @@ def test_greedy_answers_are_a_round_of_their_own() -> None:
     config.algorithm.advantage = "reinforce"
     alone = generate_time(config, d, batch(config, parallel))
     config.algorithm.advantage, config.data.samples_per_prompt = "remax", 4
-    made = batch(config, parallel)
-    assert (made.greedy, made.sequences, made.trajectories) == (64, 256, plain.trajectories)
-    assert generate_time(config, d, made) == pytest.approx(sampled + alone)
+    planned = batch(config, parallel)
+    assert (planned.greedy, planned.sequences, planned.trajectories) == (64, 256, plain.trajectories)
+    assert generate_time(config, d, planned) == pytest.approx(sampled + alone)
 
 
 def test_slots_of_environments_bound_what_engines_run_at_once() -> None:
@@ -139,8 +139,8 @@ def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:
     plain = step_time(config, d, parallel)
     assert plain.ahead == 0 and plain.step == pytest.approx(plain.generate + plain.logprobs + plain.train + plain.sync)
     config.asynchrony.mode = "full"
-    found = step_time(config, d, parallel)
-    assert found.step == pytest.approx(max(found.generate, found.logprobs + found.train) + found.sync)
+    seconds = step_time(config, d, parallel)
+    assert seconds.step == pytest.approx(max(seconds.generate, seconds.logprobs + seconds.train) + seconds.sync)
     config.asynchrony.max_staleness = 0
     assert step_time(config, d, parallel).step == plain.step
 

@@ -50,10 +50,10 @@ def test_versions_of_this_environment_and_of_odd_ones() -> None:
 
 
 def test_a_folder_that_all_share_and_one_that_one_node_has_for_itself(tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared, private = tmp_path / "shared", tmp_path / "own"
     shared.mkdir()
-    own.mkdir()
-    places = {"a": shared, "b": own, "c": shared}
+    private.mkdir()
+    places = {"a": shared, "b": private, "c": shared}
     facts = {name: paths.gather(place, "t", name) for name, place in places.items()}
     blind = {name: paths.unseen(place, "t", list(places), wait_s=0) for name, place in places.items()}
     assert blind == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
@@ -127,10 +127,10 @@ def test_model_files(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     (tmp_path / "other" / "generation_config.json").write_text("{}")
     facts = {name: model.gather(tmp_path / name) for name in ("a", "b", "cut", "other")}
-    found = model.check(facts, Path("/m"))
-    assert [f.node for f in found] == ["cut", "other"]
-    assert "model.safetensors" in found[0].text and "cut off" in found[0].text
-    assert "not the names, sizes or configuration of 2 of 3 nodes" in found[1].text
+    problems = model.check(facts, Path("/m"))
+    assert [f.node for f in problems] == ["cut", "other"]
+    assert "model.safetensors" in problems[0].text and "cut off" in problems[0].text
+    assert "not the names, sizes or configuration of 2 of 3 nodes" in problems[1].text
 
 
 def test_doors() -> None:
@@ -146,10 +146,10 @@ def test_doors() -> None:
 def test_who_is_apart_is_named_and_not_the_others() -> None:
     refused = "Connection refused"
     assert network.check_reach(["a", "b"], {"a": {}, "b": {}}) == []
-    found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {}, "c": {"b": refused}})
-    assert texts(found) == [("b", "a does not reach b: Connection refused (and 1 more)")]
-    found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {"a": refused}, "c": {}})
-    assert [f.node for f in found] == ["a", "b"]  # c reaches both
+    problems = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {}, "c": {"b": refused}})
+    assert texts(problems) == [("b", "a does not reach b: Connection refused (and 1 more)")]
+    problems = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {"a": refused}, "c": {}})
+    assert [f.node for f in problems] == ["a", "b"]  # c reaches both
 
 
 @given(st.integers(0, 17))
@@ -160,8 +160,8 @@ def test_pairs_are_a_ring_in_at_most_three_rounds(count: int) -> None:
         busy = [node for pair in part for node in pair]
         assert len(busy) == len(set(busy))
     ring = {frozenset(p) for p in [*pairwise(nodes), *([(nodes[-1], nodes[0])] if count > 1 else [])]}
-    found = [frozenset(pair) for part in rounds for pair in part]
-    assert set(found) == ring and len(found) == len(ring)
+    pairs = [frozenset(pair) for part in rounds for pair in part]
+    assert set(pairs) == ring and len(pairs) == len(ring)
     assert len(rounds) <= 3
 
 
@@ -218,8 +218,12 @@ def test_adapters_that_nccl_would_not_find(tmp_path: Path) -> None:
         assert name == "libibverbs.so.1"
         raise OSError("libibverbs.so.1: cannot open shared object file")
 
-    [found] = fabric.check({"a": fabric.gather(tmp_path, absent)})
-    assert found.status == "warn" and "libibverbs cannot be loaded" in found.text and "ibverbs-providers" in found.text
+    [finding] = fabric.check({"a": fabric.gather(tmp_path, absent)})
+    assert (
+        finding.status == "warn"
+        and "libibverbs cannot be loaded" in finding.text
+        and "ibverbs-providers" in finding.text
+    )
 
     class Verbs:
         """A stand-in for the verbs library with `count` adapters; an adapter without a provider does not count."""

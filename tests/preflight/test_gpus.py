@@ -59,9 +59,9 @@ def test_the_stand_in_has_the_librarys_names() -> None:
     ],
 )
 def test_a_gpu_that_is_not_fit_is_named(device: Device, words: str) -> None:
-    found = findings(device, wanted=0)
-    assert [status for status, _ in found] == ["bad"]
-    assert words in found[0][1]
+    problems = findings(device, wanted=0)
+    assert [status for status, _ in problems] == ["bad"]
+    assert words in problems[0][1]
 
 
 def test_what_a_device_does_not_tell_is_no_fault() -> None:
@@ -77,14 +77,14 @@ def test_missing_and_other_gpus() -> None:
         node: gpus.GpuFacts("1", gpus.gather(Nvml([Device(name=name)])).gpus)
         for node, name in (("a", "H200"), ("b", "H100"), ("c", "H100"))
     }
-    found = gpus.check(facts, 1)
-    assert [(f.node, f.status, f.text) for f in found] == [("a", "warn", "GPU 0: is a H200, other nodes have H100")]
+    problems = gpus.check(facts, 1)
+    assert [(f.node, f.status, f.text) for f in problems] == [("a", "warn", "GPU 0: is a H200, other nodes have H100")]
 
 
 def test_no_driver() -> None:
     facts = gpus.gather(Nvml(start=nvml.NVMLError_LibraryNotFound("NVML Shared Library Not Found")))
-    [found] = gpus.check({"a": facts}, 8)
-    assert found.text == "NVML does not start: NVML Shared Library Not Found"
+    [finding] = gpus.check({"a": facts}, 8)
+    assert finding.text == "NVML does not start: NVML Shared Library Not Found"
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_no_driver() -> None:
 def test_what_torch_makes_of_them(torch: TorchView, driver: str, expected: list[tuple[str, str]]) -> None:
     library = Nvml([Device()], driver=driver)
     facts = gpus.gather(library, lambda: torch)
-    found = gpus.check({"a": replace(facts, xids=())}, 1)
-    assert [(f.status, f.text) for f in found] == expected
+    problems = gpus.check({"a": replace(facts, xids=())}, 1)
+    assert [(f.status, f.text) for f in problems] == expected
 
 
 KMSG = [
@@ -132,6 +132,8 @@ KMSG = [
 def test_xids_of_the_kernels_log() -> None:
     recent = gpus.parse_xids(KMSG, uptime_s=100_000.0)
     assert recent == (("0000:3d:00", 48), ("0000:3d:00", 13))
-    found = findings(Device(), xids=recent)
-    assert found == [("bad", "Xid 48 (double-bit ECC error) of 0000:3d:00 in the last 24 h; reset or drain the node")]
+    problems = findings(Device(), xids=recent)
+    assert problems == [
+        ("bad", "Xid 48 (double-bit ECC error) of 0000:3d:00 in the last 24 h; reset or drain the node")
+    ]
     assert [status for status, _ in findings(Device(), xids=None)] == ["warn"]

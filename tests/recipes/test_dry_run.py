@@ -49,8 +49,8 @@ def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
     monkeypatch.chdir(tmp_path)
     settings = own_gpus(file)
     check(compose(file, settings))
-    found = dry_run(file, settings, capsys)
-    assert found["config"]["run"]["name"].startswith(file.stem)
+    planned = dry_run(file, settings, capsys)
+    assert planned["config"]["run"]["name"].startswith(file.stem)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,13 +99,13 @@ def test_a_dry_run_says_what_it_has_not_seen(
     monkeypatch.chdir(tmp_path)
     file = CONFIGS / "skyrl_sql_7b.yaml"
     assert main(["--config", str(file), *own_gpus(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for path in (
         "models/Qwen2.5-Coder-7B-Instruct",
         "data/skyrl_sql/train.parquet",
         "data/skyrl_sql/validation.parquet",
     ):
-        assert f"{path} is not here" in said
+        assert f"{path} is not here" in output
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_folders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SKYRL_MEGA_MODELS", "/m")
     monkeypatch.setenv("SKYRL_MEGA_DATA", "/d")
     monkeypatch.setenv("SKYRL_MEGA_RETRIEVER", "http://10.0.0.1:1234")
-    found = settings("searchr1_30b")
-    assert found["model.path"] == "/m/Qwen3-30B-A3B"
-    assert found["data.train"] == ["/d/searchr1/train.parquet"]
-    assert found["environment.retriever.url"] == "http://10.0.0.1:1234"
+    recipe_settings = settings("searchr1_30b")
+    assert recipe_settings["model.path"] == "/m/Qwen3-30B-A3B"
+    assert recipe_settings["data.train"] == ["/d/searchr1/train.parquet"]
+    assert recipe_settings["environment.retriever.url"] == "http://10.0.0.1:1234"
     assert settings("skyrl_sql_7b", "data.folder=/x")["environment.options.text2sql.db_path"] == "/x/db_files/data"
 
 

@@ -30,7 +30,7 @@ class NoBrowser(Exception):
 
 def program() -> str | None:
     """Returns the path of Chromium, or None."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def sandbox() -> tuple[str, ...]:

@@ -74,8 +74,8 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Browser, page: Path) ->
         browser.until("document.querySelector('main .speech')")
     browser.key("s")
     browser.until("!document.querySelector('main .policy .tokens') && document.querySelector('main .policy .said')")
-    [said] = texts(browser, "main .policy .said")
-    assert said == EVIL.replace("\u202e", "[U+202E]").replace("\x1b", "␛")
+    [shown] = texts(browser, "main .policy .said")
+    assert shown == EVIL.replace("\u202e", "[U+202E]").replace("\x1b", "␛")
     assert browser.value("window.pwned === undefined && document.images.length === 0")
     assert browser.errors == []
     assert all(url.startswith("file://") or url == "about:blank" for url in browser.requests)

@@ -23,10 +23,10 @@ EXPECTED = {"time/train": 10.0, "time/sync": 0.5, "memory/policy_train_gib": 40.
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = run_folder(tmp_path / "r")
-    metrics(made, ROWS)
-    (made / estimate.FILE).write_text(json.dumps(EXPECTED))
-    return made
+    run = run_folder(tmp_path / "r")
+    metrics(run, ROWS)
+    (run / estimate.FILE).write_text(json.dumps(EXPECTED))
+    return run
 
 
 def test_measured_is_the_median_after_the_first_step(folder: Path) -> None:

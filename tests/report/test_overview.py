@@ -124,9 +124,9 @@ def test_a_long_run_is_quick_and_small(run: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    overview.write_at_end(tmp_path / "absent", said.append)
-    assert len(said) == 1 and said[0].startswith("report.html was not written: UserError(")
+    messages: list[str] = []
+    overview.write_at_end(tmp_path / "absent", messages.append)
+    assert len(messages) == 1 and messages[0].startswith("report.html was not written: UserError(")
 
 
 @pytest.mark.parametrize("error", [ClusterError("Ray is gone"), ZeroDivisionError("in the loop")])

@@ -94,12 +94,12 @@ def test_a_stack_is_as_high_as_its_sum(rows: list[list[float]]) -> None:
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
 def test_ticks_are_round_and_inside(low: float, span: float) -> None:
     high = low + span
-    found = plots.ticks(low, high)
-    assert len(found) <= 6
+    ticks = plots.ticks(low, high)
+    assert len(ticks) <= 6
     slack = 1e-6 * span + 4 * math.ulp(max(abs(low), abs(high)))
-    assert all(low - slack <= tick <= high + slack for tick in found)
-    if len(found) > 1:
-        step = found[1] - found[0]
+    assert all(low - slack <= tick <= high + slack for tick in ticks)
+    if len(ticks) > 1:
+        step = ticks[1] - ticks[0]
         mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
         assert min(abs(mantissa - m) for m in (1, 2, 2.5, 5, 10)) < 1e-3 * max(1, abs(low) / span)
 

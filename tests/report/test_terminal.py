@@ -70,10 +70,10 @@ def test_what_is_known_of_a_turn_stands_under_it(tmp_path: Path) -> None:
 
 def test_columns_line_up_over_all_trajectories(tmp_path: Path) -> None:
     out = io.StringIO()
-    found = loaded(tmp_path, double(), single(uid=123456, reward=-10.0))
-    view = View(Console(file=out, width=100), found)
+    trajectories = loaded(tmp_path, double(), single(uid=123456, reward=-10.0))
+    view = View(Console(file=out, width=100), trajectories)
     view.titles()
-    for record in found:
+    for record in trajectories:
         view.figures(record)
     titles, *rows = out.getvalue().splitlines()
     for title in ("step", "prompt", "sample", "reward", "turns", "tokens", "generate", "env"):
@@ -83,11 +83,11 @@ def test_columns_line_up_over_all_trajectories(tmp_path: Path) -> None:
 
 
 def test_a_greedy_answer_is_none_of_the_samples(tmp_path: Path) -> None:
-    found = loaded(tmp_path, single(uid=1, reward=0.5), single(uid=1, reward=-1.0, sample=GREEDY))
-    assert summary(found) == (
+    trajectories = loaded(tmp_path, single(uid=1, reward=0.5), single(uid=1, reward=-1.0, sample=GREEDY))
+    assert summary(trajectories) == (
         "1 trajectories: 1 completed; mean reward 0.500; 1 greedy answers: 1 completed; mean reward -1.000"
     )
-    assert [COLUMNS[3].show(record) for record in found] == ["0", "greedy"]
+    assert [COLUMNS[3].show(record) for record in trajectories] == ["0", "greedy"]
 
 
 def test_long_lines_are_wrapped_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_the_policy_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 
 def test_colour_only_on_a_terminal(tmp_path: Path) -> None:
-    found = loaded(tmp_path, single())
-    assert "\x1b" not in "\n".join(shown(found))
-    assert "\x1b[32m" in "\n".join(shown(found, force_terminal=True, color_system="standard", no_color=False))
+    trajectories = loaded(tmp_path, single())
+    assert "\x1b" not in "\n".join(shown(trajectories))
+    assert "\x1b[32m" in "\n".join(shown(trajectories, force_terminal=True, color_system="standard", no_color=False))
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -172,9 +172,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 ) -> None:
     run = run_folder(tmp_path / "r", {1: [single()]})
     assert command.main([str(run) if word == "RUN" else word for word in arguments]) == 2
-    said = capsys.readouterr()
-    assert part in said.err.splitlines()[-1] and said.err.splitlines()[-1].startswith("error: ")
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert part in output.err.splitlines()[-1] and output.err.splitlines()[-1].startswith("error: ")
+    assert output.out == ""
 
 
 def test_negative_rewards_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,12 +101,12 @@ def test_text_tells_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_trace_has_all_steps_on_one_axis(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json.gz"
     assert main(["timeline", str(run), "--step", "1..3", "--trace", str(file)]) == 0
-    found = tracks(file)
-    assert sorted(found) == ["driver", "engine-0", "engine-1", "policy"]
-    assert all(properly_nested(spans) for spans in found.values())
-    starts = {span["name"]: span["ts"] for span in found["driver"] if span["name"].startswith("step")}
+    spans_by_track = tracks(file)
+    assert sorted(spans_by_track) == ["driver", "engine-0", "engine-1", "policy"]
+    assert all(properly_nested(spans) for spans in spans_by_track.values())
+    starts = {span["name"]: span["ts"] for span in spans_by_track["driver"] if span["name"].startswith("step")}
     assert starts == {"step 1": 0, "step 2": pytest.approx(12e6), "step 3": pytest.approx(22e6)}
-    assert [span["name"] for span in found["engine-1"]] == [f"weights of step {step}" for step in (1, 2, 3)]
+    assert [span["name"] for span in spans_by_track["engine-1"]] == [f"weights of step {step}" for step in (1, 2, 3)]
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     points = [(e["ts"], e["args"]["requests"]) for e in events if e["ph"] == "C" and e["pid"] == ENGINES + 1]
     assert points == sorted(points, key=lambda point: point[0]) and points[-1][1] == 0

@@ -34,9 +34,9 @@ def test_requests_share_batches_and_get_their_own_answers() -> None:
         batcher = Batcher(searcher, Limits(batch=8, wait_s=0.05))
         loop = asyncio.create_task(batcher.run())
         asked = [batcher.ask([f"a{i}", f"b{i}"], 1 + i % 3, "dense" if i % 2 else "bm25") for i in range(10)]
-        for i, found in enumerate(await asyncio.gather(*asked)):
+        for i, answer in enumerate(await asyncio.gather(*asked)):
             method = "dense" if i % 2 else "bm25"
-            assert [[h.id for h in hits] for hits in found] == [
+            assert [[h.id for h in hits] for hits in answer] == [
                 [f"{method}:{name}{i}:{rank}" for rank in range(1 + i % 3)] for name in "ab"
             ]
         assert sum(map(len, searcher.batches)) == 20 and len(searcher.batches) <= 6

@@ -79,11 +79,11 @@ def test_the_commands_end_with_one_line_and_2(bm25_index: Path, tmp_path: Path) 
     (tmp_path / "c.jsonl").write_text('{"id": 0, "title": "a", "text": "I, the x"}')
     serve = ["serve", "--index", str(tmp_path / "index"), "--port", "0"]
     make = ["build", "--corpus", str(tmp_path / "c.jsonl"), "--output", str(tmp_path / "new"), "--methods", "bm25"]
-    for arguments, said in ((serve, "bm25/vocab.index.json: cannot be read"), (make, "has a word that BM25 keeps")):
+    for arguments, message in ((serve, "bm25/vocab.index.json: cannot be read"), (make, "has a word that BM25 keeps")):
         command = [sys.executable, "-m", "skyrl_mega.retriever", *arguments]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         lines = [line for line in ended.stderr.splitlines() if not line.startswith("BM25 over")]
-        assert ended.returncode == 2 and len(lines) == 1 and said in lines[0], ended
+        assert ended.returncode == 2 and len(lines) == 1 and message in lines[0], ended
     assert not (tmp_path / "new").exists()
 
 

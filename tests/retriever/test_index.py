@@ -45,13 +45,13 @@ def plain_embeddings(folder: Path, texts: list[str]) -> np.ndarray:
 def test_dense_search_is_the_exact_nearest_neighbour(index: Path, corpus: Path, minilm: Path) -> None:
     passages = list(read_passages(corpus))
     scores = plain_embeddings(minilm, QUERIES) @ plain_embeddings(minilm, [p.contents for p in passages]).T
-    found = Index(index, threads=1).search(QUERIES, 5)
-    for row, hits in zip(scores, found, strict=True):
+    results = Index(index, threads=1).search(QUERIES, 5)
+    for row, hits in zip(scores, results, strict=True):
         best = np.argsort(-row)[:5]
         assert [hit.id for hit in hits] == [passages[i].id for i in best]
         np.testing.assert_allclose([hit.score for hit in hits], row[best], atol=1e-5)
         assert hits[0].contents == passages[best[0]].contents
-    assert found[0][0].contents.startswith('"Budapest"\n') and found[1][0].contents.startswith('"Seine River"\n')
+    assert results[0][0].contents.startswith('"Budapest"\n') and results[1][0].contents.startswith('"Seine River"\n')
 
 
 @pytest.mark.parametrize("factory, parameters, least", [("Flat", "", 1.0), ("HNSW32", "efSearch=128", 0.95)])

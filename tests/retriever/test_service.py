@@ -39,8 +39,8 @@ def test_search_r1_s_request_and_answer(http: httpx.Client) -> None:
 
 
 def test_health(http: httpx.Client) -> None:
-    said = http.get("/health").json()
-    assert said == {"ready": True, "version": "0.1.0", "passages": 164, "methods": ["bm25"], "waiting": 0}
+    reply = http.get("/health").json()
+    assert reply == {"ready": True, "version": "0.1.0", "passages": 164, "methods": ["bm25"], "waiting": 0}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_dense_service_batches_many_clients(index: Path, tmp_path: Path) -> None
     with running(index, tmp_path) as up, ThreadPoolExecutor(16) as threads:
         client = Client(up.url)
         cities = ["Budapest", "Paris", "Lisbon", "Hanoi"] * 8
-        found = list(threads.map(lambda city: client.search([f"{city} is the capital of"], 1)[0][0], cities))
-        assert [hit.contents.partition("\n")[0].strip('"') for hit in found] == cities
+        titles = list(threads.map(lambda city: client.search([f"{city} is the capital of"], 1)[0][0], cities))
+        assert [hit.contents.partition("\n")[0].strip('"') for hit in titles] == cities
         assert client.search(["Budapest"], 1, "bm25")[0][0].score > 1
         client.close()
 
@@ -151,8 +151,8 @@ def test_a_full_queue_says_when_to_come_back_and_the_client_does(bm25_index: Pat
             assert turned_away and all(r.headers["Retry-After"] == "1" for r in turned_away)
             assert all(len(r.json()["result"]) == 4 for r in replies if r.status_code != 503)
             client = Client(up.url, timeout_s=240)
-            found = list(threads.map(lambda _: client.search(body["queries"], 1), range(48)))
-        assert all(len(hits) == 4 for hits in found)
+            results = list(threads.map(lambda _: client.search(body["queries"], 1), range(48)))
+        assert all(len(hits) == 4 for hits in results)
 
 
 def test_what_it_has_taken_is_answered_when_it_is_told_to_stop(bm25_index: Path, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ with cluster(Path(sys.argv[1]), nodes=1, gpus=1) as slurm:
 
 
 def test_nodes_have_names_addresses_and_gpus_of_their_own(slurm: Slurm) -> None:
-    said = slurm.run(
+    output = slurm.run(
         "srun", "-N3", "--gpus-per-node=8", "sh", "-c", "echo $(hostname) $(hostname -i) $SLURM_GPUS_ON_NODE"
     )
-    assert sorted(said.splitlines()) == [f"node{n} 10.77.0.{n} 8" for n in (1, 2, 3)]
+    assert sorted(output.splitlines()) == [f"node{n} 10.77.0.{n} 8" for n in (1, 2, 3)]
     assert slurm.processes("node1") == [] and slurm.listening("node1") == []
 
 

@@ -165,11 +165,11 @@ def test_a_call_whose_answer_is_lost_is_not_there_twice(store: Store, monkeypatc
 
 def test_it_works_as_one_of_a_runs_trackers(store: Store) -> None:
     config = compose(None, [*SETTINGS, f"telemetry.options.mlflow.uri=sqlite:///{store.folder}/mlflow/mlflow.db"])
-    folder, said = store.folder.parent / "second", list[str]()
-    with open_trackers(config, folder, said.append) as trackers:
+    folder, messages = store.folder.parent / "second", list[str]()
+    with open_trackers(config, folder, messages.append) as trackers:
         trackers.start(config, None)
         trackers.log(1, {"reward/mean": 0.5})
-    assert len(said) == 1, said
+    assert len(messages) == 1, messages
     assert store.history(store.runs[-1], "reward/mean") == [(1, 0.5)]
 
 

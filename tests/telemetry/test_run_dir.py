@@ -70,10 +70,10 @@ def test_checkpoints_are_neither_overwritten_nor_taken_up_unasked(tmp_path: Path
 
 
 def test_results_without_a_checkpoint_are_moved_and_not_mixed(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     run = tmp_path / "r"
     for attempt in (1, 2, 3):
-        with run_folder(config(tmp_path), said.append) as folder:
+        with run_folder(config(tmp_path), messages.append) as folder:
             assert not list(folder.glob("trajectories/*")) and not (folder / "metrics.jsonl").exists()
             with closing(JsonlTracker(folder)) as tracker:
                 tracker.start({}, None)
@@ -89,10 +89,10 @@ def test_results_without_a_checkpoint_are_moved_and_not_mixed(tmp_path: Path) ->
         assert (earlier / "logs" / "run.log").read_text() == f"attempt {attempt}" and (
             earlier / "config.yaml"
         ).is_file()
-    assert (run / "notes.md").read_text() == "mine" and len(said) == 2 and "earlier/2" in said[1]
+    assert (run / "notes.md").read_text() == "mine" and len(messages) == 2 and "earlier/2" in messages[1]
     (run / "checkpoints" / "step_000003").mkdir(parents=True)
-    with run_folder(config(tmp_path), said.append) as folder:
-        assert (folder / "metrics.jsonl").exists() and len(said) == 2, "a run that is resumed goes on in its files"
+    with run_folder(config(tmp_path), messages.append) as folder:
+        assert (folder / "metrics.jsonl").exists() and len(messages) == 2, "a run that is resumed goes on in its files"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

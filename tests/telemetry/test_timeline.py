@@ -67,30 +67,30 @@ def test_all_of_it_is_exact_and_no_stretch_hides_more_than_a_moment(
     changes: list[tuple[int, int]], a: int, b: int
 ) -> None:
     changes = never_below(changes)
-    found, brute = counted(changes, 450), ticks(changes, 450)
-    assert found.total(0, 450 * TICK) == pytest.approx(brute.sum() * TICK)
-    assert found.busy_s(0, 450 * TICK) == pytest.approx((brute > 0).sum() * TICK)
+    series, brute = counted(changes, 450), ticks(changes, 450)
+    assert series.total(0, 450 * TICK) == pytest.approx(brute.sum() * TICK)
+    assert series.busy_s(0, 450 * TICK) == pytest.approx((brute > 0).sum() * TICK)
     a, b = sorted((a, b))
     most = MOMENT_S * max(brute.max(), 1)
-    assert abs(found.total(a * TICK, b * TICK) - brute[a:b].sum() * TICK) <= most
-    assert abs(found.busy_s(a * TICK, b * TICK) - (brute[a:b] > 0).sum() * TICK) <= MOMENT_S
-    for start, end in pairwise(found.times):
+    assert abs(series.total(a * TICK, b * TICK) - brute[a:b].sum() * TICK) <= most
+    assert abs(series.busy_s(a * TICK, b * TICK) - (brute[a:b] > 0).sum() * TICK) <= MOMENT_S
+    for start, end in pairwise(series.times):
         inside = brute[round(start / TICK) : round(end / TICK)]
         assert end - start < MOMENT_S or len(set(inside)) == 1
-    assert all(third - first >= MOMENT_S for first, third in zip(found.times[:-1], found.times[2:-1], strict=False))
+    assert all(third - first >= MOMENT_S for first, third in zip(series.times[:-1], series.times[2:-1], strict=False))
 
 
 @given(CHANGES, st.integers(1, 449), st.integers(1, 40))
 def test_what_is_cut_joined_and_made_coarser_is_as_much(changes: list[tuple[int, int]], at: int, most: int) -> None:
     changes = never_below(changes)
-    found, end = counted(changes, 450), 450 * TICK
-    one, two = found.between(0, at * TICK), found.between(at * TICK, end)
-    again, coarse = one + two, found.coarser(most + 1)
+    series, end = counted(changes, 450), 450 * TICK
+    one, two = series.between(0, at * TICK), series.between(at * TICK, end)
+    again, coarse = one + two, series.coarser(most + 1)
     assert len(coarse.times) - 1 <= max(most, 1) + 1 and (coarse.times[0], coarse.times[-1]) == (0, end)
-    for other in (again, coarse, found.between(-5.0, end + 5.0)):
-        assert other.total(-9, 9 + end) == pytest.approx(found.total(0, end))
-        assert other.busy_s(-9, 9 + end) == pytest.approx(found.busy_s(0, end))
-    assert found.between(-5.0, -1.0).busy_s(-5.0, -1.0) == 0
+    for other in (again, coarse, series.between(-5.0, end + 5.0)):
+        assert other.total(-9, 9 + end) == pytest.approx(series.total(0, end))
+        assert other.busy_s(-9, 9 + end) == pytest.approx(series.busy_s(0, end))
+    assert series.between(-5.0, -1.0).busy_s(-5.0, -1.0) == 0
 
 
 @given(CHANGES, CHANGES)
@@ -116,9 +116,9 @@ def test_a_counter_is_small_however_much_happens() -> None:
         now += 0.03
         counter.add(-1 if i % 2 else 1, now)
     assert len(counter.times) <= MAX_POINTS and counter.moment > MOMENT_S
-    found = counter.take(now, 100.0)
-    assert found.busy_s(0, 1e9) == pytest.approx(0.03 * 20_000)
-    assert (found.times[0], found.times[-1]) == (100.0, 100.0 + now)
+    series = counter.take(now, 100.0)
+    assert series.busy_s(0, 1e9) == pytest.approx(0.03 * 20_000)
+    assert (series.times[0], series.times[-1]) == (100.0, 100.0 + now)
     assert counter.moment == MOMENT_S and counter.count == 0
 
 
@@ -145,13 +145,13 @@ def test_a_timeline_hands_over_what_was_since_the_last_time() -> None:
 
 
 def test_what_another_process_has_counted_is_taken_in() -> None:
-    here, there = Timeline(), Timeline()
+    here, remote = Timeline(), Timeline()
     here.requests(0, 1)
-    there.requests(0, 3)
-    there.requests(1, 1)
-    there.calls(2)
+    remote.requests(0, 3)
+    remote.requests(1, 1)
+    remote.calls(2)
     time.sleep(0.05)
-    here.merge(there.take())
+    here.merge(remote.take())
     taken = here.take()
     whole = taken.end - taken.start
     assert taken.engines[0].total(taken.start, taken.end) == pytest.approx(4 * whole, rel=0.2)
@@ -200,8 +200,11 @@ def test_threads_lose_nothing() -> None:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            found = timeline.take().environments
-            assert len(found.times) == len(found.sums) == len(found.busy) and (np.diff(found.times) > 0).all()
+            environments = timeline.take().environments
+            assert (
+                len(environments.times) == len(environments.sums) == len(environments.busy)
+                and (np.diff(environments.times) > 0).all()
+            )
     finally:
         sys.setswitchinterval(switch_interval)
     assert timeline._engines[0].count == 0 and timeline._environments.count == 0
@@ -249,13 +252,13 @@ def test_idle_shares_are_those_of_brute_force(
     idle = [((ticks(never_below(e), 450) == 0) & ~updated)[span].mean() for e in engines]
     policy = 1 - np.isin(doing, ["sync", "residency", "train", "logprobs"])[span].mean()
     free = 1 - ticks(never_below(calls), 450)[span].mean() / 4
-    found = step.idle()
-    assert found["idle/engines"] == pytest.approx(np.mean(idle))
-    assert found["idle/policy"] == pytest.approx(policy)
-    assert found["idle/environments"] == pytest.approx(min(1, max(0, free)))
-    assert found["idle/bottleneck"] == min(found["idle/engines"], found["idle/policy"])
+    shares = step.idle()
+    assert shares["idle/engines"] == pytest.approx(np.mean(idle))
+    assert shares["idle/policy"] == pytest.approx(policy)
+    assert shares["idle/environments"] == pytest.approx(min(1, max(0, free)))
+    assert shares["idle/bottleneck"] == min(shares["idle/engines"], shares["idle/policy"])
     again = loads(step.dumps())
-    assert again.idle() == pytest.approx(found, abs=0.005)
+    assert again.idle() == pytest.approx(shares, abs=0.005)
     assert [(s.name, s.start, s.end) for s in again.phases] == [
         (s.name, pytest.approx(s.start, abs=1e-3), pytest.approx(s.end, abs=1e-3)) for s in step.phases
     ]

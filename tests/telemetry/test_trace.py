@@ -42,13 +42,19 @@ def test_parts_and_spans_are_one_file(tmp_path: Path) -> None:
         trace.process(2, "environments", [Span("a", 101.0, 103.0), Span("b", 102.0, 104.0)], "environment")
         trace.append(part)
         assert not file.exists(), "half a trace is none"
-    found = tracks(file)
-    assert sorted(found) == ["driver", "environments", "policy-0"]
-    assert [(s["ts"], s["dur"], s["tid"]) for s in found["driver"]] == [(0, 1e7, 0), (1e6, 1.5e6, 0), (3e6, 1e6, 0)]
-    assert {s["tid"] for s in found["environments"]} == {0, 1}
-    assert all(properly_nested(spans) for spans in found.values())
-    assert within(found["driver"], found["driver"][0]) and found["driver"][0]["args"]["metrics"] == {"policy/loss": 1.5}
-    assert found["policy-0"][0]["name"] == "mm"
+    spans_by_track = tracks(file)
+    assert sorted(spans_by_track) == ["driver", "environments", "policy-0"]
+    assert [(s["ts"], s["dur"], s["tid"]) for s in spans_by_track["driver"]] == [
+        (0, 1e7, 0),
+        (1e6, 1.5e6, 0),
+        (3e6, 1e6, 0),
+    ]
+    assert {s["tid"] for s in spans_by_track["environments"]} == {0, 1}
+    assert all(properly_nested(spans) for spans in spans_by_track.values())
+    assert within(spans_by_track["driver"], spans_by_track["driver"][0]) and spans_by_track["driver"][0]["args"][
+        "metrics"
+    ] == {"policy/loss": 1.5}
+    assert spans_by_track["policy-0"][0]["name"] == "mm"
 
 
 def test_a_trace_that_fails_leaves_nothing(tmp_path: Path) -> None:

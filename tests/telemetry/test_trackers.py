@@ -194,10 +194,10 @@ def test_a_wrong_option_of_a_users_own_is_one_line(folder: Path) -> None:
 def test_a_dry_run_looks_at_names_and_options_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans a run on a machine without the packages of the run."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for trackers, said in (("[wandb]", "model.path"), ("[wandbd]", "did you mean wandb?")):
+    for trackers, part in (("[wandb]", "model.path"), ("[wandbd]", "did you mean wandb?")):
         with pytest.raises(UserError) as caught:
             planned_inputs(settings(f"telemetry.trackers={trackers}", "model.path=nowhere"))
-        assert said in str(caught.value)
+        assert part in str(caught.value)
 
 
 def test_a_tracker_may_refuse_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,19 +212,19 @@ def test_a_tracker_may_refuse_before_anything_starts(monkeypatch: pytest.MonkeyP
     registry.check(TelemetryConfig())
 
 
-def played(tracker: Fake, steps: int = 3, until: Callable[[list[str]], bool] = lambda said: True) -> list[str]:
+def played(tracker: Fake, steps: int = 3, until: Callable[[list[str]], bool] = lambda messages: True) -> list[str]:
     """Returns the messages of a tracker over these steps until the end of its run, which waits for `until`."""
-    said: list[str] = []
-    guarded = Guarded("fake", tracker, said.append)
+    messages: list[str] = []
+    guarded = Guarded("fake", tracker, messages.append)
     guarded.start({}, None)
     for step in range(1, steps + 1):
         guarded.log_trajectories(step, [])
         guarded.log(step, {"a": 1.0})
     deadline = time.monotonic() + 60
-    while not until(said) and time.monotonic() < deadline:
+    while not until(messages) and time.monotonic() < deadline:
         time.sleep(0.005)
     guarded.close()
-    return said
+    return messages
 
 
 EVERY = [(name, step) for step in (1, 2, 3) for name in ("log_trajectories", "log")]
@@ -233,9 +233,9 @@ EVERY = [(name, step) for step in (1, 2, 3) for name in ("log_trajectories", "lo
 def test_a_failure_is_told_once_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "WAITS_S", (0.01, 0.01, 0.01))
     fake = Fake({("start", 0): 1, ("log", 2): 3, ("log", 3): 1})
-    said = played(fake, until=lambda said: ("log", 3) in fake.calls)
+    messages = played(fake, until=lambda messages: ("log", 3) in fake.calls)
     assert fake.calls == [("start", 0), *EVERY, ("close", 0)], "nothing is left out, nothing is there twice"
-    assert [line for line in said if line != "tracker fake writes to a list"] == [
+    assert [line for line in messages if line != "tracker fake writes to a list"] == [
         "tracker fake failed: ConnectionError: no answer from https://***@host/start at all; the run continues, "
         "the call is tried again up to 3 times, within 0.03 s; metrics.jsonl has every step"
     ]
@@ -244,9 +244,9 @@ def test_a_failure_is_told_once_and_tried_again(monkeypatch: pytest.MonkeyPatch)
 def test_a_tracker_that_keeps_failing_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "WAITS_S", (0.01, 0.01, 0.01))
     fake = Fake({("log", 2): 4, ("close", 0): 1})
-    said = played(fake, until=lambda said: len(said) == 3)
+    messages = played(fake, until=lambda messages: len(messages) == 3)
     assert fake.calls == [("start", 0), ("log_trajectories", 1), ("log", 1), ("log_trajectories", 2)]
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in messages] == [
         "tracker fake writes to a list",
         "tracker fake failed",
         "tracker fake is off for the rest of the run",
@@ -256,8 +256,8 @@ def test_a_tracker_that_keeps_failing_is_off(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_runs_end_shortens_the_waits() -> None:
     fake = Fake({("log", 3): 1})
-    said = played(fake)
-    assert fake.calls[-2:] == [("log", 3), ("close", 0)] and len(said) == 2
+    messages = played(fake)
+    assert fake.calls[-2:] == [("log", 3), ("close", 0)] and len(messages) == 2
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +265,11 @@ def test_a_tracker_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(guarded, "MAX_QUEUED", 4)
     fake = Fake()
     fake.hold.clear()
-    said = played(fake, steps=20)
+    messages = played(fake, steps=20)
     fake.faults = {("start", 0): 1}
     fake.hold.set()
     [thread.join(60) for thread in threading.enumerate() if thread.name == "tracker fake"]
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in messages] == [
         "tracker fake is off for the rest of the run",
         "tracker fake has not finished within 0.05 s of the run's end and is left; metrics.jsonl has every step",
     ]

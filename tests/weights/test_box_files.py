@@ -71,12 +71,12 @@ def test_any_cut_is_read_back_in_any_other(tmp_path_factory: pytest.TempPathFact
             seen = load_file(folder / name)
             assert set(seen) == {part.name for part in some}
             assert all(torch.equal(seen[part.name], part.values) for part in some)
-        wanted, found = [], {name: torch.zeros(tensor.shape) for name, (tensor, _) in everything.items()}
+        wanted, actual = [], {name: torch.zeros(tensor.shape) for name, (tensor, _) in everything.items()}
         for name, (tensor, kind) in everything.items():
-            wanted += [Part(name, box, kind, found[name][box.slices()]) for box in grid(tensor, data.draw)]
-        read_boxes(read_entries(folder, header, found), wanted)
+            wanted += [Part(name, box, kind, actual[name][box.slices()]) for box in grid(tensor, data.draw)]
+        read_boxes(read_entries(folder, header, actual), wanted)
     for name, (tensor, _) in everything.items():
-        assert torch.equal(found[name], tensor.float())
+        assert torch.equal(actual[name], tensor.float())
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

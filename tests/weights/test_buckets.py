@@ -40,16 +40,16 @@ def test_large_parts_are_cut_into_all_their_elements(shapes: list[tuple[int, ...
 def test_buckets_are_the_routes(room: int) -> None:
     hf = MODELS["qwen3_moe"]
     arch = architecture(hf)
-    made = plan(arch.megatron_layout(hf, LAYOUTS["tp2 ep2 etp2"], "local"), arch.engine_layout(hf, 2, 1))
-    first = frozenset(name for name in made.parts.tensors if "norm" in name)
-    buckets = fill(made, room, first)
-    _, begin = cut(made.parts, room // ALIGNMENT * ALIGNMENT)
-    names = list(made.parts.tensors)
-    for number, route in enumerate(made.routes):
+    transfer_plan = plan(arch.megatron_layout(hf, LAYOUTS["tp2 ep2 etp2"], "local"), arch.engine_layout(hf, 2, 1))
+    first = frozenset(name for name in transfer_plan.parts.tensors if "norm" in name)
+    buckets = fill(transfer_plan, room, first)
+    _, begin = cut(transfer_plan.parts, room // ALIGNMENT * ALIGNMENT)
+    names = list(transfer_plan.parts.tensors)
+    for number, route in enumerate(transfer_plan.routes):
         mine = [b for b, of in enumerate(buckets.route) if of == number]
         wanted = np.concatenate([np.arange(begin[p], begin[p + 1]) for p in route.parts])
         assert sorted(np.concatenate([buckets.members[b] for b in mine])) == wanted.tolist()
-        assert sum(buckets.parts.nbytes[buckets.members[b]].sum() for b in mine) == made.route_bytes[number]
+        assert sum(buckets.parts.nbytes[buckets.members[b]].sum() for b in mine) == transfer_plan.route_bytes[number]
     assert buckets.phase == sorted(buckets.phase) and set(buckets.phase) == {0, 1}
     for b, members in enumerate(buckets.members):
         assert {names[t] in first for t in buckets.parts.tensor[members]} == {buckets.phase[b] == 0}
@@ -57,7 +57,7 @@ def test_buckets_are_the_routes(room: int) -> None:
         ends = buckets.offsets(b) + buckets.parts.nbytes[members]
         assert (buckets.offsets(b) % ALIGNMENT == 0).all() and (buckets.offsets(b)[1:] >= ends[:-1]).all()
     # No two neighbours of a route and phase would fit into a single bucket.
-    for number in range(len(made.routes)):
+    for number in range(len(transfer_plan.routes)):
         for phase in (0, 1):
             sizes = [
                 buckets.nbytes(b) for b, of in enumerate(buckets.route) if (of, buckets.phase[b]) == (number, phase)

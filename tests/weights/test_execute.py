@@ -29,8 +29,8 @@ def test_any_layout_and_back_is_bit_identical(hf: dict[str, Any], parallel: Para
         tensors = global_tensors(layout.tensors)
         shards = [empty(shard) for shard in layout.shards]
         copy(plan(whole(layout), layout), whole(layout), [tensors], layout, shards)
-        for found, shard in zip(shards, layout.shards, strict=True):
-            assert same(found, cut(shard, tensors))
+        for params, shard in zip(shards, layout.shards, strict=True):
+            assert same(params, cut(shard, tensors))
         back = {name: torch.full(shape, float("nan")) for name, shape in layout.tensors.items()}
         copy(plan(layout, whole(layout)), layout, shards, whole(layout), [back])
         assert same(back, tensors)
@@ -69,7 +69,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
     """Sends from policy ranks to engine workers twice, with different weights."""
     source, target = case.layouts()
     wire = Wire(case.dtype)
-    built, made, _kept = exchange(rank, address, case, source, target, wire)
+    built, transfer_plan, _kept = exchange(rank, address, case, source, target, wire)
     ranks = case.parallel.ranks
     mine = source.shards[rank] if rank < ranks else target.shards[rank - ranks]
     params = empty(mine, torch.float32 if rank < ranks else case.dtype)
@@ -86,7 +86,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
             report = built.run(target=staged, checksums=checksums, loaded=staged.finish)
             assert same(params, {name: param.to(case.dtype) for name, param in expected.items()})
             assert sorted(staged.order) == sorted(params)
-            assert report.received + report.local == made.bytes_in[rank - ranks]
+            assert report.received + report.local == transfer_plan.bytes_in[rank - ranks]
         # The bucket includes a checksum for every part, at least 16 bytes each, rounded up to a multiple of 256.
         assert report.extra_bytes <= case.in_flight * (case.bucket_bytes + case.bucket_bytes // 2 + 256)
     return vars(report)
@@ -106,19 +106,21 @@ def relayout(rank: int, address: str, hf: dict[str, Any], before: ParallelDims, 
     """Moves weights between two layouts of the same processes, each both source and target."""
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, before, "local"), arch.megatron_layout(hf, after, "te")
-    made = plan(source, target, Topology.shared(before.ranks, after.ranks, Links(4, 4)), itemsize=4)
+    transfer_plan = plan(source, target, Topology.shared(before.ranks, after.ranks, Links(4, 4)), itemsize=4)
     transport, _kept = meet(rank, address, before.ranks)
     tensors = global_tensors(source.tensors)
     layouts = dict(source_layout=source, target_layout=target)
     wire = Wire(torch.float32)
-    built = Exchange(made, transport, wire, source=rank, target=rank, bucket_bytes=12000, in_flight=2, **layouts)
+    built = Exchange(
+        transfer_plan, transport, wire, source=rank, target=rank, bucket_bytes=12000, in_flight=2, **layouts
+    )
     good = True
     for _ in range(2):
         params = empty(target.shards[rank])
         report = built.run(cut(source.shards[rank], tensors), params, checksums=True)
         good &= same(params, cut(target.shards[rank], tensors))
-        good &= 0 < report.sent < made.bytes_out[rank]  # the rest stayed within the process
-        good &= report.received + report.local == made.bytes_in[rank]
+        good &= 0 < report.sent < transfer_plan.bytes_out[rank]  # the rest stayed within the process
+        good &= report.received + report.local == transfer_plan.bytes_in[rank]
     return good
 
 

@@ -201,15 +201,15 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
 @pytest.mark.parametrize("how", ["on the wire", "wrong place"])
 def test_a_wrong_byte_is_found_and_named(case: Case, how: str) -> None:
     _kept, address = stores()
-    told = run_ranks(case.size, corrupt, address, case, how)
-    wrong = [message for message in told if "→" in message]
+    reports = run_ranks(case.size, corrupt, address, case, how)
+    wrong = [message for message in reports if "→" in message]
     assert wrong
     for message in wrong:
         source, _, target = message.partition(" → ")
         assert source == "process 0" if how == "on the wire" else target == f"process {case.size - 1}"
     # A process waiting for a peer with wrong bytes learns the peer's name.
     finders = {message.partition(" → ")[2] for message in wrong}
-    assert {message for message in told if message and "→" not in message} <= finders
+    assert {message for message in reports if message and "→" not in message} <= finders
 
 
 def test_a_meeting_that_is_called_off_keeps_nobody_waiting() -> None:

@@ -69,7 +69,7 @@ def count_buffers(
     """Saves several files twice and returns four counts: the allocations of buffers, the largest and the final number
     of buffer bytes, and the largest number of tensors of other files still alive while a file is filled.
     """
-    made, most = [], [0]
+    allocations, most = [], [0]
     tensors: list[weakref.ref[Tensor]] = []
     others = 0
 
@@ -77,28 +77,28 @@ def count_buffers(
         def run(self, source: Any, target: Any, **more: Any) -> Any:
             nonlocal others
             mine = {id(tensor) for tensor in target.values()}
-            there = [tensor for ref in tensors if (tensor := ref()) is not None and id(tensor) not in mine]
-            others = max(others, len(there))
+            alive = [tensor for ref in tensors if (tensor := ref()) is not None and id(tensor) not in mine]
+            others = max(others, len(alive))
             tensors[:] = map(weakref.ref, target.values())
             return super().run(source, target, **more)
 
     class Buffers(exchange.Buffers):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.append(self)
-            most[0] = max(most[0], sum(each.flat.numel() for each in made))
+            allocations.append(self)
+            most[0] = max(most[0], sum(each.flat.numel() for each in allocations))
 
     with mock.patch.object(exchange, "Buffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
         round_trip(rank, address, source, path, hf, parallel)
-    return len(made), most[0], sum(each.flat.numel() for each in made), others
+    return len(allocations), most[0], sum(each.flat.numel() for each in allocations), others
 
 
 def test_one_stream_and_three_buckets_serve_all_files(tmp_path: Path) -> None:
     hf = MODELS["qwen3_moe"]
     write(tmp_path / "source", hf)
     arguments = (tmp_path / "source", tmp_path / "out", hf, LAYOUTS["tp2 pp2 ep2"])
-    for made, most, left, others in run_ranks(4, count_buffers, *arguments):
-        assert made == 2, "one of each save"
+    for allocations, most, left, others in run_ranks(4, count_buffers, *arguments):
+        assert allocations == 2, "one of each save"
         assert others == 0, "one file at a time in memory"
         assert 0 < most <= 3 * 1.05 * 100_000 and left == 0  # a bucket ends with room for checksums
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
@@ -114,8 +114,8 @@ def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
     check_files(tmp_path / "out")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 1
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert same(found, tensors)
+    saved_tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(saved_tensors, tensors)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     assert {f.name for f in (tmp_path / "out").iterdir()} == {
@@ -184,8 +184,8 @@ def spoil(path: Path, how: str) -> None:
             index["weight_map"]["model.norm.weight"] = "../b.safetensors"
             (path / "model.safetensors.index.json").write_text(json.dumps(index))
         case "no weights":
-            for found in path.glob("*.safetensors*"):
-                found.unlink()
+            for damaged_file in path.glob("*.safetensors*"):
+                damaged_file.unlink()
         case "no config":
             (path / "config.json").unlink()
         case "broken config":

@@ -113,8 +113,8 @@ def test_an_engine_computes_with_the_policys_weights_in_fp8(
             assert differences(engines, models[model]) > 1e-3
             assert [c.different for c in sync.check()] == [[]]
         policy.call_all("change", "self_attention.linear_qkv.weight", timeout=120)
-        (found,) = sync.check()  # the check itself changes no parameter
-        assert found.different and all("qkv_proj" in name for name in found.different)
+        (check,) = sync.check()  # the check itself changes no parameter
+        assert check.different and all("qkv_proj" in name for name in check.different)
         assert differences(engines, expected[1]) < 1e-4
     finally:
         policy.shutdown()

@@ -84,7 +84,7 @@ def sync(rank: int, address: str, case: Case, numbers: bool, kept: bool = False)
     wire = Wire(torch.bfloat16, names)
     source, target = with_scales(source, names), with_scales(target, names)
     ranks = case.parallel.ranks
-    built, made, _kept = exchange(rank, address, case, source, target, wire)
+    built, transfer_plan, _kept = exchange(rank, address, case, source, target, wire)
     mine = source.shards[rank] if rank < ranks else target.shards[rank - ranks]
     for seed, checksums in ((1, True), (2, False)):
         tensors = weights({name: shape for name, shape in source.tensors.items() if name not in wire.scales}, seed)
@@ -111,9 +111,9 @@ def sync(rank: int, address: str, case: Case, numbers: bool, kept: bool = False)
         given = params if numbers else {k: v for k, v in params.items() if SUFFIX not in k}
         staged = Staged(given) if numbers else given
         report = built.run(target=staged, checksums=checksums, loaded=staged.finish if numbers else None)
-        found = cut(mine, {name: t.float() for name, t in (expected | scales).items()})
-        assert same({k: v.float() for k, v in given.items()}, {k: found[k] for k in given})
-        assert report.received + report.local == made.bytes_in[rank - ranks]
+        actual = cut(mine, {name: t.float() for name, t in (expected | scales).items()})
+        assert same({k: v.float() for k, v in given.items()}, {k: actual[k] for k in given})
+        assert report.received + report.local == transfer_plan.bytes_in[rank - ranks]
     return report.quantise_s
 
 
@@ -143,9 +143,9 @@ def test_a_policy_in_fp8_sends_its_own_numbers_and_scales(name: str, numbers: bo
 
 
 def test_blocks_that_are_the_wires() -> None:
-    for hf, found in ((EVEN, None), (ODD, "model.layers.0.mlp.experts.0.down_proj.weight")):
+    for hf, expected_tensor in ((EVEN, None), (ODD, "model.layers.0.mlp.experts.0.down_proj.weight")):
         policy, _ = layouts(hf)
-        assert without_own_blocks(policy, quantised(policy.tensors)) == found
+        assert without_own_blocks(policy, quantised(policy.tensors)) == expected_tensor
 
 
 def layouts(hf: dict[str, Any], engine: int = 1) -> tuple[Layout, Layout]:
@@ -193,11 +193,11 @@ def test_the_wire_carries_half() -> None:
 
 def test_straddled_blocks_are_found() -> None:
     source, _ = layouts(ODD)
-    found = straddled(source, quantised(source.tensors))
+    boundaries = straddled(source, quantised(source.tensors))
     # Each rank holds 96 of 192 rows (or columns): block 0 is cut at 96. A head's rows: 128 of q, 64 of k and v.
-    assert found["model.layers.0.mlp.experts.0.gate_proj.weight"].tolist() == [[0, 0], [0, 1]]
-    assert found["model.layers.0.mlp.experts.0.down_proj.weight"].tolist() == [[0, 0], [1, 0]]
-    assert found["model.layers.1.self_attn.k_proj.weight"].tolist() == [[0, 0], [0, 1]]
+    assert boundaries["model.layers.0.mlp.experts.0.gate_proj.weight"].tolist() == [[0, 0], [0, 1]]
+    assert boundaries["model.layers.0.mlp.experts.0.down_proj.weight"].tolist() == [[0, 0], [1, 0]]
+    assert boundaries["model.layers.1.self_attn.k_proj.weight"].tolist() == [[0, 0], [0, 1]]
     even = straddled(architecture(EVEN).megatron_layout(EVEN, ParallelDims(), "local"), quantised(source.tensors))
     assert not even
 

@@ -56,7 +56,7 @@ def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
     square = torch.ones(256, 256, dtype=torch.bfloat16)
     block_fp8.quantise(square, block_fp8.scales(block_fp8.block_amax(square)))
     checksum(square)
-    found = {}
+    figures = {}
     for checksums in (False, True):
         Path("/proc/self/clear_refs").write_text("5")  # starts the count of the peak
         before = memory("VmRSS")
@@ -65,12 +65,12 @@ def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
             if is_source
             else built.run(target=params, checksums=checksums)
         )
-        found[f"peak {checksums}"] = memory("VmHWM") - before
-        found[f"seconds {checksums}"] = (
+        figures[f"peak {checksums}"] = memory("VmHWM") - before
+        figures[f"seconds {checksums}"] = (
             report.pack_s + report.wire_s + report.load_s + report.quantise_s + report.checksum_s
         )
         assert report.extra_bytes <= 3 * (BUCKET + 4096)
-    return found | {"checksum": report.checksum_s}
+    return figures | {"checksum": report.checksum_s}
 
 
 CASES = {
@@ -88,13 +88,13 @@ CASES = {
 
 @pytest.mark.parametrize("case, fp8", CASES.values(), ids=CASES)
 def test_extra_memory_is_three_buckets(case: Case, fp8: bool) -> None:
-    found = run_ranks(case.size, peak, case, fp8)
-    total = sum(f["seconds True"] for f in found)
-    print(f"checksums {sum(f['checksum'] for f in found) / total:.1%} of a sync, without them", end=" ")
+    peaks = run_ranks(case.size, peak, case, fp8)
+    total = sum(f["seconds True"] for f in peaks)
+    print(f"checksums {sum(f['checksum'] for f in peaks) / total:.1%} of a sync, without them", end=" ")
     print(
-        f"{max(f['seconds False'] for f in found):.2f} s, with them {max(f['seconds True'] for f in found):.2f} s;",
+        f"{max(f['seconds False'] for f in peaks):.2f} s, with them {max(f['seconds True'] for f in peaks):.2f} s;",
         end=" ",
     )
-    print("extra MiB:", [round(max(f["peak False"], f["peak True"]) / 2**20, 1) for f in found])
-    for f in found:
+    print("extra MiB:", [round(max(f["peak False"], f["peak True"]) / 2**20, 1) for f in peaks])
+    for f in peaks:
         assert max(f["peak False"], f["peak True"]) <= 3 * BUCKET + SLACK

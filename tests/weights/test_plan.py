@@ -54,10 +54,10 @@ def prove(transfer_plan: Plan, source: Layout, target: Layout) -> None:
         for receiver in route.receivers:
             put = transfer_plan.parts.locate(target.shards[receiver], route.parts)
             for (_, box), (here, *_), places in zip(boxes, taken, put, strict=True):
-                for there in places:
-                    into = place(there.offset, box)
-                    got[receiver][there.param][into] = have[route.source][here.param][place(here.offset, box)]
-                    writes[receiver][there.param][into] += 1
+                for target_place in places:
+                    into = place(target_place.offset, box)
+                    got[receiver][target_place.param][into] = have[route.source][here.param][place(here.offset, box)]
+                    writes[receiver][target_place.param][into] += 1
     for g, w, n in zip(got, want, writes, strict=True):
         for name in w:
             np.testing.assert_array_equal(g[name], w[name])
@@ -106,17 +106,17 @@ def topologies(draw: st.DrawFn, sources: int, targets: int) -> Topology:
 def test_random_grids(data: st.DataObject, shape: tuple[int, ...]) -> None:
     source, target = data.draw(grids(shape, whole=True)), data.draw(grids(shape, whole=False))
     topology = data.draw(topologies(len(source.shards), len(target.shards)))
-    made = plan(source, target, topology)
-    prove(made, source, target)
-    prove_near(made, source)
-    count = cost(made)
+    transfer_plan = plan(source, target, topology)
+    prove(transfer_plan, source, target)
+    prove_near(transfer_plan, source)
+    count = cost(transfer_plan)
     stored = [2 * sum(piece.box.numel for piece in shard.pieces) for shard in target.shards]
     assert count.rank_in.tolist() == stored
     assert count.nic_in.sum() + count.fabric_in.sum() + count.local.sum() == sum(stored)
     assert count.nic_out.sum() == count.nic_in.sum() and count.fabric_out.sum() == count.fabric_in.sum()
     assert count.bound <= count.predicted * (1 + 1e-9)
     again = plan(source, target, topology)
-    assert [(r.source, r.receivers, r.parts.tolist()) for r in made.routes] == [
+    assert [(r.source, r.receivers, r.parts.tolist()) for r in transfer_plan.routes] == [
         (r.source, r.receivers, r.parts.tolist()) for r in again.routes
     ]
 
@@ -204,32 +204,34 @@ def test_replicas_share_the_load_and_bytes_add_up() -> None:
     hf = MODELS["qwen3"]
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, ParallelDims(8), "local"), arch.engine_layout(hf, 1, engines=2)
-    made = plan(source, target)
+    transfer_plan = plan(source, target)
     size = sum(prod(shape) for shape in arch.tensors(hf).values())
-    assert made.bytes_in == [2 * size] * 2
-    assert sum(made.bytes_out) == 4 * size
-    assert max(made.bytes_out) < 1.05 * 4 * size / 8
-    assert {r.source for r in made.to_target(0)} == {r.source for r in made.routes if 0 in r.receivers}
-    assert sum(len(made.from_source(rank)) for rank in range(8)) == len(made.routes)
+    assert transfer_plan.bytes_in == [2 * size] * 2
+    assert sum(transfer_plan.bytes_out) == 4 * size
+    assert max(transfer_plan.bytes_out) < 1.05 * 4 * size / 8
+    assert {r.source for r in transfer_plan.to_target(0)} == {
+        r.source for r in transfer_plan.routes if 0 in r.receivers
+    }
+    assert sum(len(transfer_plan.from_source(rank)) for rank in range(8)) == len(transfer_plan.routes)
 
 
 def test_bytes_are_counted_by_tensor() -> None:
     hf = MODELS["qwen3_moe"]
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, ParallelDims(2), "local"), arch.engine_layout(hf, 1)
-    made = plan(source, target, itemsize=lambda name: 1 if ".experts." in name else 2)
+    transfer_plan = plan(source, target, itemsize=lambda name: 1 if ".experts." in name else 2)
     sizes = {name: prod(shape) * (1 if ".experts." in name else 2) for name, shape in arch.tensors(hf).items()}
-    assert made.bytes_in == [sum(sizes.values())]
+    assert transfer_plan.bytes_in == [sum(sizes.values())]
 
 
 def test_the_nearest_replica_sends() -> None:
     hf = MODELS["qwen3"]
     arch = architecture(hf)
     source = target = arch.megatron_layout(hf, ParallelDims(3), "local")
-    made = plan(source, target, Topology.shared(3, 3))
-    assert all(route.receivers == (route.source,) for route in made.routes)
-    count = cost(made)
-    assert count.local.sum() == sum(made.bytes_in) and not (count.nic_in.any() or count.fabric_in.any())
+    transfer_plan = plan(source, target, Topology.shared(3, 3))
+    assert all(route.receivers == (route.source,) for route in transfer_plan.routes)
+    count = cost(transfer_plan)
+    assert count.local.sum() == sum(transfer_plan.bytes_in) and not (count.nic_in.any() or count.fabric_in.any())
 
 
 def test_bytes_and_seconds_by_hand() -> None:

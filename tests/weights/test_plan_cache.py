@@ -38,9 +38,9 @@ def equal(a: Plan, b: Plan) -> bool:
 
 
 def test_the_same_plan_comes_back(tmp_path: Path) -> None:
-    made = cached_plan(tmp_path / "new", ["a", 1], make)
-    assert equal(cached_plan(tmp_path / "new", ["a", 1], never), made)
-    assert equal(made, make())
+    new_plan = cached_plan(tmp_path / "new", ["a", 1], make)
+    assert equal(cached_plan(tmp_path / "new", ["a", 1], never), new_plan)
+    assert equal(new_plan, make())
     assert [f.suffix for f in (tmp_path / "new").iterdir()] == [".npz"]
 
 

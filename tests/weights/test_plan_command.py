@@ -41,20 +41,20 @@ def test_a_table_that_lines_up(model: Path, capsys: pytest.CaptureFixture[str]) 
 def test_json_says_every_rank_and_nic(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(model / "config.json")
     assert main(["plan", "--json", "--model", file, *THREE, "cluster.topology.nics_per_node=2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    size = found["bytes"]["network"]
-    assert found["bytes"]["nic_in"][:2] == [0, 0] and sum(found["bytes"]["nic_in"]) == size
-    assert len(found["bytes"]["engine_rank_in"]) == 8
-    assert found["predicted_seconds"] == pytest.approx(size / 2 / 50e9, rel=0.01)
-    assert found["bound_seconds"] == pytest.approx(size / 2 / 50e9, rel=1e-6)
+    result = json.loads(capsys.readouterr().out)
+    size = result["bytes"]["network"]
+    assert result["bytes"]["nic_in"][:2] == [0, 0] and sum(result["bytes"]["nic_in"]) == size
+    assert len(result["bytes"]["engine_rank_in"]) == 8
+    assert result["predicted_seconds"] == pytest.approx(size / 2 / 50e9, rel=0.01)
+    assert result["bound_seconds"] == pytest.approx(size / 2 / 50e9, rel=1e-6)
 
 
 def test_shared_gpus_use_no_nic(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--model", str(model), *THREE, "cluster.shared=true"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes"]["network"] == found["bytes"]["fabric"] == 0
-    assert found["bytes"]["local"] == sum(found["bytes"]["engine_rank_in"])
-    assert found["devices"]["policy"] == found["devices"]["engines"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes"]["network"] == result["bytes"]["fabric"] == 0
+    assert result["bytes"]["local"] == sum(result["bytes"]["engine_rank_in"])
+    assert result["devices"]["policy"] == result["devices"]["engines"]
 
 
 def test_a_recipe_is_planned_before_its_model_is_built(capsys: pytest.CaptureFixture[str]) -> None:

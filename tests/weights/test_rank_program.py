@@ -32,11 +32,11 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, parallel, "te"), arch.engine_layout(hf, 8, 4)
     topology = Topology.shared(32, 32, links) if shared else Topology.separate(32, 32, links, engine=8)
-    made = plan(source, target, topology)
+    transfer_plan = plan(source, target, topology)
     start = time.process_time()
     role = Role(32, None, None, 0, target.shards[0])
     steps, visits = rank_program(
-        made,
+        transfer_plan,
         BF16,
         role,
         bucket_bytes=BUCKET,
@@ -47,8 +47,8 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
     )
     assert time.process_time() - start < 5
     buckets = visits or [bucket for step in steps for bucket in step.new]
-    assert len(buckets) <= 1.15 * made.bytes_in[0] / BUCKET
-    assert not steps or steps[-1].round <= 1.2 * made.bytes_in[0] / BUCKET
+    assert len(buckets) <= 1.15 * transfer_plan.bytes_in[0] / BUCKET
+    assert not steps or steps[-1].round <= 1.2 * transfer_plan.bytes_in[0] / BUCKET
     left = Counter(place.param for bucket in buckets for item in bucket.items for place in item.unpacked_to)
     size = {name: 2 * math.prod(shape) for name, shape in target.shards[0].params.items()}
     begun: set[str] = set()

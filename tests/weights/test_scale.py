@@ -109,9 +109,9 @@ def make(case: Case) -> Made:
     target = arch.engine_layout(hf, case.tensor, case.engines, case.experts, case.data)
     sizes = len(source.shards), len(target.shards)
     shared = Topology.shared(*sizes) if case.shared else None
-    made = plan(source, target, shared or Topology.separate(*sizes, engine=case.tensor * case.data))
+    transfer_plan = plan(source, target, shared or Topology.separate(*sizes, engine=case.tensor * case.data))
     seconds = time.process_time() - start
-    return Made(source, target, made, cost(made), seconds)
+    return Made(source, target, transfer_plan, cost(transfer_plan), seconds)
 
 
 def named(cases: dict[str, Case]) -> pytest.MarkDecorator:
@@ -121,31 +121,31 @@ def named(cases: dict[str, Case]) -> pytest.MarkDecorator:
 
 @named(CASES)
 def test_apart(case: Case) -> None:
-    made = make(case)
-    assert within(made.seconds, 5)
-    prove_cover(made)
-    prove_elements(made)
-    prove_share(made)
+    planned_case = make(case)
+    assert within(planned_case.seconds, 5)
+    prove_cover(planned_case)
+    prove_elements(planned_case)
+    prove_share(planned_case)
 
 
 @named(SHARED)
 def test_recipes_that_share_gpus_send_nothing_over_a_nic(case: Case) -> None:
-    made = make(case)
-    assert within(made.seconds, 5)
-    assert not made.cost.nic_in.any() and not made.cost.nic_out.any()
-    assert made.cost.local.any()
-    prove_cover(made)
-    prove_elements(made)
+    planned_case = make(case)
+    assert within(planned_case.seconds, 5)
+    assert not planned_case.cost.nic_in.any() and not planned_case.cost.nic_out.any()
+    assert planned_case.cost.local.any()
+    prove_cover(planned_case)
+    prove_elements(planned_case)
 
 
 @pytest.mark.slow
 @named(LARGE)
 def test_256_to_256(case: Case) -> None:
-    made = make(case)
-    assert within(made.seconds, 60)
-    prove_cover(made)
-    prove_elements(made, tensors=4, workers=2)
-    prove_share(made)
+    planned_case = make(case)
+    assert within(planned_case.seconds, 60)
+    prove_cover(planned_case)
+    prove_elements(planned_case, tensors=4, workers=2)
+    prove_share(planned_case)
 
 
 def prove_cover(made: Made) -> None:

@@ -97,8 +97,8 @@ def ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with place_of(tmp_path_factory.mktemp("sleep"), "qwen3_moe", **SIZES) as made:
-        yield made
+    with place_of(tmp_path_factory.mktemp("sleep"), "qwen3_moe", **SIZES) as new_place:
+        yield new_place
 
 
 def computed(place: Place) -> dict[str, int]:
@@ -187,9 +187,11 @@ def test_requests_under_way_wait_and_go_on_with_the_same_tokens(place: Place) ->
         place.fleet.sleep(ENGINE)
         place.fleet.wake(ENGINE)
         place.sync.sync(7)
-        found = asking.result(timeout=120)
-    assert any(len(c.versions) > 1 or c.versions[0][0] == 7 for c in found.values()), "none was under way"
-    assert {name: list(c.tokens) for name, c in found.items()} == {n: list(c.tokens) for n, c in undisturbed.items()}
+        completions = asking.result(timeout=120)
+    assert any(len(c.versions) > 1 or c.versions[0][0] == 7 for c in completions.values()), "none was under way"
+    assert {name: list(c.tokens) for name, c in completions.items()} == {
+        n: list(c.tokens) for n, c in undisturbed.items()
+    }
 
 
 def grown(place: Place, cycles: int) -> int:
@@ -217,7 +219,7 @@ def test_workers_with_tied_embeddings_and_biases_sleep_too(ray: None, tmp_path: 
         for _ in range(2):
             place.rest_and_return()
             assert place.ask() == place.answers
-        assert not any(found.different for found in place.sync.check())
+        assert not any(worker_check.different for worker_check in place.sync.check())
 
 
 @pytest.mark.slow

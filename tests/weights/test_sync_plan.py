@@ -79,13 +79,13 @@ def exchange(rank: int, address: str, inputs: dict[str, Any], plans: str) -> tup
     ranks = len(ends.policy.shards)
     shard = (ends.policy.shards + ends.engines.shards)[rank]
     kinds = {p.param: wire.type_of(p.tensor) if rank >= ranks else torch.bfloat16 for p in shard.pieces}
-    made = {name: torch.full(shape, 0.5).to(kinds.get(name, torch.bfloat16)) for name, shape in shard.params.items()}
+    params = {name: torch.full(shape, 0.5).to(kinds.get(name, torch.bfloat16)) for name, shape in shard.params.items()}
     if rank < ranks:
         joined = connection.join(torch.device("cpu"), source=rank)
-        report = joined.run(source={name: tensor for name, tensor in made.items() if SUFFIX not in name})
+        report = joined.run(source={name: tensor for name, tensor in params.items() if SUFFIX not in name})
     else:
         joined = connection.join(torch.device("cpu"), target=rank - ranks)
-        report = joined.run(target=made)
+        report = joined.run(target=params)
     return report.sent + report.local, report.received + report.local, connection.plan().digest
 
 
@@ -194,11 +194,11 @@ def told(group: Group) -> Connection:
 def test_as_planned_the_plan_is_the_dry_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = settings()
     policy, engines = map(Group, PLANNED)
-    sync, said = connected(monkeypatch, tmp_path, config, policy, engines)
+    sync, messages = connected(monkeypatch, tmp_path, config, policy, engines)
     sync._connect([0, 1])
     digest = dry_run.values(config, HF)["plan"]["digest"]
     assert told(policy).plan().digest == digest
-    assert len(said) == 1 and said[0].startswith(f"transfer plan {digest}: an engine worker gets ")
+    assert len(messages) == 1 and messages[0].startswith(f"transfer plan {digest}: an engine worker gets ")
 
 
 def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
                 policy.shutdown()
         # Each worker received its own shard once.
         shard = architecture(hf).engine_shard(hf, tensor, 0)
-        own = 4 * sum(piece.box.numel for piece in shard.pieces)
-        assert metrics["sync/bytes_in_max"] == metrics["sync/bytes_in_ideal"] == own
+        shard_bytes = 4 * sum(piece.box.numel for piece in shard.pieces)
+        assert metrics["sync/bytes_in_max"] == metrics["sync/bytes_in_ideal"] == shard_bytes
         assert all(metrics[f"time/sync/{part}"] > 0 for part in ("pause", "pack", "wire", "load"))
     finally:
         engines.shutdown()

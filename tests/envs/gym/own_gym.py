@@ -24,9 +24,9 @@ class Guess(gymnasium.Env[str, int]):
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
-        found = action == self.number
-        said = "It is larger." if action < self.number else "It is smaller."
-        return said, self.best if found else -0.1, found, self.left == 0, {"number": self.number, "rest": object()}
+        correct = action == self.number
+        hint = "It is larger." if action < self.number else "It is smaller."
+        return hint, self.best if correct else -0.1, correct, self.left == 0, {"number": self.number, "rest": object()}
 
 
 class Echo(gymnasium.Env[str, str]):

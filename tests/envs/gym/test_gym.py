@@ -29,9 +29,9 @@ def test_a_conversation_is_the_environments_own() -> None:
     reference = gymnasium.make(GUESS["id"])
     reference.reset(seed=4)
     for guess in (1, 9):
-        said, reward, terminated, truncated, info = reference.step(guess)
+        observation, reward, terminated, truncated, info = reference.step(guess)
         output = env.step(f"<action>0</action> no, <action> {guess} </action>")
-        assert output["observations"] == [{"role": "user", "content": said}]
+        assert output["observations"] == [{"role": "user", "content": observation}]
         assert (output["reward"], output["done"]) == (reward, terminated or truncated)
         assert output["metadata"]["number"] == info["number"] and "rest" not in output["metadata"]
     last = env.step(f"<action>{info['number']}</action>")

@@ -307,8 +307,8 @@ def test_problems_whose_answer_is_empty_are_counted(tmp_path: Path, capsys: pyte
     rows = [("one", "1"), ("two", None), ("three", " "), ("four", 4)]
     (tmp_path / "p.json").write_text(json.dumps([{"problem": p, "answer": a} for p, a in rows]))
     prepare(f"math --output {tmp_path} --train-file {tmp_path / 'p.json'}")
-    found = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert [row["reward_spec"]["ground_truth"] for row in found] == ["1", "4"]
+    prepared = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["reward_spec"]["ground_truth"] for row in prepared] == ["1", "4"]
     assert "p.json: 2 of 4 problems have an empty answer and are left out" in capsys.readouterr().err
 
 

@@ -59,8 +59,8 @@ def main(source: str, work: str, *disabled: str) -> None:
     families = [probes, disk, trees, memory, killed]
     with ThreadPoolExecutor(3) as pool:
         results: Results = {}
-        for found in pool.map(lambda family: family(Path(work), disabled), families):
-            results |= found
+        for results_of_family in pool.map(lambda family: family(Path(work), disabled), families):
+            results |= results_of_family
     left = sorted(path.name for path in Path(work).glob("skyrl-sandbox-*/*") if path.name != "lock")
     results["cleaning up"]["nothing is left when all ended"] = "contained" if not left else f"left: {left}"
     bare = confinements((*disabled, "seccomp"))
@@ -160,9 +160,9 @@ def probes(work: Path, disabled: tuple[str, ...]) -> Results:
         outside.close()
     results: Results = {}
     for family, tried in json.loads(outcome.stdout).items():
-        for name, said in tried.items():
-            held = said.startswith("refused") or (name in UNREACHED and before["process"] == after["process"])
-            results.setdefault(family, {})[name] = "contained" if held else said
+        for name, verdict in tried.items():
+            held = verdict.startswith("refused") or (name in UNREACHED and before["process"] == after["process"])
+            results.setdefault(family, {})[name] = "contained" if held else verdict
     for name, family in (("alive", "processes"), ("process", "processes"), ("files", "files"), ("ipc", "ipc")):
         same = before[name] == after[name]
         results[family][f"outside, {name} unchanged"] = "contained" if same else f"{before[name]} → {after[name]}"
@@ -267,11 +267,11 @@ def killed(work: Path, disabled: tuple[str, ...]) -> Results:
         "(workspace.folder / 'x').write_text('x')\nprint(workspace.place, flush=True)\n"
         f"box.run(['/bin/sleep', '31.{os.getpid()}'], workspace=workspace)\n"
     )
-    own = Sandbox(Limits(), disabled=disabled).workspace()
+    new_workspace = Sandbox(Limits(), disabled=disabled).workspace()
     driver = subprocess.Popen([PYTHON, "-I", "-c", script], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     home = Path(driver.stdout.readline().strip()).parents[1]
-    there = home.is_dir()
+    present = home.is_dir()
     folders.sweep(str(work))
     kept = home.is_dir()
     time.sleep(0.3)
@@ -286,14 +286,14 @@ def killed(work: Path, disabled: tuple[str, ...]) -> Results:
 
     ended = gone(lambda: any(_mentions(f"31.{os.getpid()}", pid) for pid in filter(str.isdigit, os.listdir("/proc"))))
     folders.sweep(str(work))
-    mine = os.path.isdir(own.place)
-    own.close()
-    said = {
-        "a living driver keeps its folders": there and kept and mine,
+    mine = os.path.isdir(new_workspace.place)
+    new_workspace.close()
+    outcomes = {
+        "a living driver keeps its folders": present and kept and mine,
         "a dead driver's processes end": ended,
         "a dead driver's folders go": not home.exists(),
     }
-    return {"cleaning up": {name: "contained" if held else "no" for name, held in said.items()}}
+    return {"cleaning up": {name: "contained" if held else "no" for name, held in outcomes.items()}}
 
 
 def _mentions(mark: str, pid: str) -> bool:

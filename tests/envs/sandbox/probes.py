@@ -100,7 +100,7 @@ def processes(pid: int, uid: int) -> Iterator[Attack]:
 def files(folder: str) -> Iterator[Attack]:
     secret, inner = f"{folder}/secret".encode(), f"{folder}/inner".encode()
     times = (ctypes.c_long * 4)(1, 0, 1, 0)
-    there, name = -100, b"user.x"  # AT_FDCWD
+    folder_fd, name = -100, b"user.x"  # AT_FDCWD
     attribute = (ctypes.c_ulong * 2)(ctypes.addressof(BUFFER), 1)
 
     def through_a_link() -> None:
@@ -118,8 +118,8 @@ def files(folder: str) -> Iterator[Attack]:
             os.chdir(os.environ["HOME"])
 
     def by_handle() -> None:
-        call(303, there, secret, BUFFER, ctypes.byref(ctypes.c_int(0)), 0)
-        call(304, there, BUFFER, 0)
+        call(303, folder_fd, secret, BUFFER, ctypes.byref(ctypes.c_int(0)), 0)
+        call(304, folder_fd, BUFFER, 0)
 
     def inotify() -> None:
         fd = libc.inotify_init1(0)
@@ -149,26 +149,26 @@ def files(folder: str) -> Iterator[Attack]:
         "chdir": by_chdir,
         "chmod": lambda: os.chmod(secret, 0o666),
         "chmod a folder": lambda: os.chmod(folder, 0),
-        "fchmodat": lambda: call(268, there, secret, 0o666),
-        "fchmodat2": lambda: call(452, there, secret, 0o666, 0),
+        "fchmodat": lambda: call(268, folder_fd, secret, 0o666),
+        "fchmodat2": lambda: call(452, folder_fd, secret, 0o666, 0),
         "fchmod": by_descriptor(lambda fd: os.fchmod(fd, 0o666)),
         "chown": lambda: os.chown(secret, -1, os.getgid()),
         "lchown": lambda: os.lchown(secret, -1, os.getgid()),
-        "fchownat": lambda: call(260, there, secret, -1, os.getgid(), 0),
+        "fchownat": lambda: call(260, folder_fd, secret, -1, os.getgid(), 0),
         "fchownat of a descriptor": by_descriptor(lambda fd: call(260, fd, b"", -1, os.getgid(), 0x1000)),
         "utime": lambda: call(132, secret, times),
         "utimes": lambda: call(235, secret, times),
-        "futimesat": lambda: call(261, there, secret, times),
-        "utimensat": lambda: call(280, there, secret, times, 0),
-        "utimensat of a folder": lambda: call(280, there, folder.encode(), 0, 0),
+        "futimesat": lambda: call(261, folder_fd, secret, times),
+        "utimensat": lambda: call(280, folder_fd, secret, times, 0),
+        "utimensat of a folder": lambda: call(280, folder_fd, folder.encode(), 0, 0),
         "utimensat of a descriptor": by_descriptor(lambda fd: call(280, fd, b"", times, 0x1000)),
         "setxattr": lambda: os.setxattr(secret, "user.x", b"x"),
         "setxattr of a folder": lambda: os.setxattr(folder, "user.x", b"x"),
         "lsetxattr": lambda: os.setxattr(secret, "user.x", b"x", follow_symlinks=False),
         "removexattr": lambda: os.removexattr(secret, "user.kept"),
-        "setxattrat": lambda: call(463, there, secret, 0, name, attribute, 16),
-        "removexattrat": lambda: call(466, there, secret, 0, b"user.kept"),
-        "file_setattr": lambda: call(469, there, secret, BUFFER, 24, 0),
+        "setxattrat": lambda: call(463, folder_fd, secret, 0, name, attribute, 16),
+        "removexattrat": lambda: call(466, folder_fd, secret, 0, b"user.kept"),
+        "file_setattr": lambda: call(469, folder_fd, secret, BUFFER, 24, 0),
         "inotify": inotify,
         "fanotify": lambda: call(300, 0x200, 0),
         "handle": by_handle,
@@ -218,8 +218,8 @@ def network(port: int, path: str) -> Iterator[Attack]:
         raise OSError(errno.EPERM, "all refused")
 
     def unix(address: str) -> None:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.connect(address)
+        with socket.socket(socket.AF_UNIX) as unix_socket:
+            unix_socket.connect(address)
 
     for title, attack in {
         "every family": families,
@@ -314,14 +314,14 @@ def main() -> None:
     ]:
         try:
             done = attack()
-            said = "refused" if isinstance(done, int) and not isinstance(done, bool) and done < 0 else "done"
+            verdict = "refused" if isinstance(done, int) and not isinstance(done, bool) and done < 0 else "done"
         except OSError as error:
-            said = "refused: " + errno.errorcode.get(error.errno or 0, str(error))
+            verdict = "refused: " + errno.errorcode.get(error.errno or 0, str(error))
         except ValueError as error:
-            said = f"refused: {error}"
+            verdict = f"refused: {error}"
         except Exception as error:
-            said = f"done: {type(error).__name__}: {error}"
-        results.setdefault(family, {})[name] = said
+            verdict = f"done: {type(error).__name__}: {error}"
+        results.setdefault(family, {})[name] = verdict
     print(json.dumps(results))
 
 

@@ -48,14 +48,14 @@ class Settings:
 
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o755)
-        source, own = folder / "source", Path(skyrl_mega.__file__).parent
+        source, package = folder / "source", Path(skyrl_mega.__file__).parent
         for name in NEEDED:
             target = source / "skyrl_mega" / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if (own / name).is_dir():
-                shutil.copytree(own / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            if (package / name).is_dir():
+                shutil.copytree(package / name, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copyfile(own / name, target)
+                shutil.copyfile(package / name, target)
         (source / "skyrl_mega" / "envs" / "__init__.py").touch()
         shutil.copytree(Path(yaml.__file__).parent, source / "yaml", ignore=shutil.ignore_patterns("*.so"))
         shutil.copytree(Path(__file__).parent, folder / "attacks", ignore=shutil.ignore_patterns("__pycache__"))
@@ -107,9 +107,9 @@ def why_not(name: str) -> str | None:
 @pytest.fixture(scope="module")
 def settings() -> Iterator[Settings]:
     folder = Path(tempfile.mkdtemp())  # pytest's folders lie in a folder closed to other users
-    made = Settings(folder)
-    yield made
-    made.close()
+    new_settings = Settings(folder)
+    yield new_settings
+    new_settings.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -117,28 +117,28 @@ def settings() -> Iterator[Settings]:
 def test_every_attack_is_contained(settings: Settings, name: str) -> None:
     if reason := why_not(name):
         pytest.skip(reason)
-    told = settings.told(name)
+    report = settings.told(name)
     broke = {
-        f"{family}: {attack}": said
-        for family, tried in told["results"].items()
-        for attack, said in tried.items()
-        if said != "contained"
+        f"{family}: {attack}": outcome
+        for family, tried in report["results"].items()
+        for attack, outcome in tried.items()
+        if outcome != "contained"
     }
-    missing = [confinement for confinement in CONFINEMENTS if confinement not in told["active"]]
+    missing = [confinement for confinement in CONFINEMENTS if confinement not in report["active"]]
     assert not broke and not missing
     # Landlock alone contains neither if the user is the trainer's; the report names this gap.
-    alone = bool({"files", "processes"} & told["without_filter"].keys())
+    alone = bool({"files", "processes"} & report["without_filter"].keys())
     assert alone == ("namespaces" not in SETTINGS[name][1])
-    assert sum(map(len, told["results"].values())) >= 230
+    assert sum(map(len, report["results"].values())) >= 230
 
 
 def test_the_document_has_the_table(settings: Settings) -> None:
     if missing := [f"{name}: {why_not(name)}" for name in SETTINGS if why_not(name)]:
         pytest.skip("; ".join(missing))
-    told = {name: settings.told(name) for name in SETTINGS}
-    if "Landlock" not in told["plain user"]["active"]["processes"]:
+    reports = {name: settings.told(name) for name in SETTINGS}
+    if "Landlock" not in reports["plain user"]["active"]["processes"]:
         pytest.skip("a kernel older than 6.12 gives other confinements")
-    assert table(told) in DOCUMENT.read_text(encoding="utf-8")
+    assert table(reports) in DOCUMENT.read_text(encoding="utf-8")
 
 
 def table(told: dict[str, dict[str, Any]]) -> str:

@@ -327,10 +327,10 @@ def test_what_runs_inside_lets_the_trainer_go_first(box: Sandbox) -> None:
 def test_a_group_bounds_memory_where_one_can_be_made(tmp_path: Path, handed_on: bool) -> None:
     """Uses a copy of the files shown by a kernel in /sys/fs/cgroup."""
     parent = tmp_path / "job"
-    own = parent / "step"
-    own.mkdir(parents=True)
+    step_group = parent / "step"
+    step_group.mkdir(parents=True)
     (parent / "cgroup.subtree_control").write_text("cpu memory\n" if handed_on else "cpu\n")
-    (own / "cgroup.subtree_control").write_text("")
+    (step_group / "cgroup.subtree_control").write_text("")
     (stale := parent / f"{folders.PREFIX}999999999-1-x").mkdir()
     (tmp_path / "own").write_text("4:memory:/old\n0::/job/step\n")
     budget = Budget(100, tmp_path, tmp_path / "own")

@@ -73,5 +73,5 @@ def test_many_short_ones_hide_nothing(folder: Path) -> None:
 
 def test_one_that_hides_is_found(folder: Path) -> None:
     hide = "import ctypes, time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); time.sleep(9)"
-    found = looks(folder, SYSTEM, hide, 0.5, 8, 0.2)
-    assert (found[0], found[-1]) == (None, "disk")
+    reports = looks(folder, SYSTEM, hide, 0.5, 8, 0.2)
+    assert (reports[0], reports[-1]) == (None, "disk")

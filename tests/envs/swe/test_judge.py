@@ -330,5 +330,5 @@ def test_a_canary_is_where_a_test_failed() -> None:
         "entered 0 0"
     ]
     for ends in (["entered 1 0", "raised 1 0"], ["entered 2 0", "raised 2 0"]):
-        found = canary_candidates(sources, [*marks, *ends], True, frozenset())
-        assert [assertion.path for assertion in found] == ["test_new.py"]
+        candidates = canary_candidates(sources, [*marks, *ends], True, frozenset())
+        assert [assertion.path for assertion in candidates] == ["test_new.py"]

@@ -246,8 +246,8 @@ def test_a_session_of_ones_own(tasks: Path) -> None:
     ran(env, "make")
     assert env.step("<submit/>")["reward"] == 1.0
     env.close()
-    own = "write tests/__init__.py tests/test_cart.py"
-    run = ["cart small", "open", "write a.py", own, f"{COMMAND} 9", "close"]
+    first_call = "write tests/__init__.py tests/test_cart.py"
+    run = ["cart small", "open", "write a.py", first_call, f"{COMMAND} 9", "close"]
     assert Remote.log == ["cart small", "open", "make 20", *run, "close"]
     for wrong in ("nowhere", "os:Absent", "os:path", "no_such_module:X"):
         with pytest.raises(UserError, match=r"environment\.options\.swe\.session="):

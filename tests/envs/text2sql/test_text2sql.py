@@ -420,13 +420,15 @@ def test_folders_as_spiders_and_birds(databases: Path, tmp_path: Path) -> None:
 
 def test_questions_to_large_databases_are_left_out(tmp_path: Path) -> None:
     prepare(f"text2sql --output {tmp_path}")
-    made = {file.stem: len(schema(file, 10_000)) for file in tmp_path.glob("database/*/*.sqlite")}
-    longest = sorted(made.values())[len(made) // 2]
-    questions = [{"db_id": name, "question": "?", "query": "SELECT 1"} for name in (*made, "absent")]
+    schema_sizes = {file.stem: len(schema(file, 10_000)) for file in tmp_path.glob("database/*/*.sqlite")}
+    longest = sorted(schema_sizes.values())[len(schema_sizes) // 2]
+    questions = [{"db_id": name, "question": "?", "query": "SELECT 1"} for name in (*schema_sizes, "absent")]
     (tmp_path / "train.json").write_text(json.dumps(questions))
     prepare(f"text2sql --output {tmp_path / 'out'} --source {tmp_path} --longest {longest}")
     left = {row["db_id"] for row in pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()}
-    assert left == {name for name, size in made.items() if size <= longest} and 0 < len(left) < len(made)
+    assert left == {name for name, size in schema_sizes.items() if size <= longest} and 0 < len(left) < len(
+        schema_sizes
+    )
 
 
 def test_real_spider_rows(real_data: Path, tmp_path: Path) -> None:
@@ -447,9 +449,9 @@ def test_worked_examples_are_conversations_that_the_environment_would_reward(tmp
     for prompt in prompts:
         assert len(prompt.messages) == 9 and prompt.messages[:8] == prompts[0].messages[:8]
         assert prompt.messages[8] not in (prompt.messages[0], prompt.messages[4])
-    asked, query, seen, told = (message["content"] for message in prompts[0].messages[:4])
-    gold = told.partition("<solution>")[2].removesuffix("</solution>")
+    asked, query, seen, result_text = (message["content"] for message in prompts[0].messages[:4])
+    gold = result_text.partition("<solution>")[2].removesuffix("</solution>")
     name = next(n for n, t in THEMES.items() if f"CREATE TABLE {t[0]} " in asked)
     game = make("text2sql", {"reward_spec": {"ground_truth": gold}, "db_id": name}, config, 6)
     assert game.step(query)["observations"][0]["content"][:30] == seen[:30]
-    assert game.step(told)["reward"] == 1.0
+    assert game.step(result_text)["reward"] == 1.0

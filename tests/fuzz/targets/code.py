@@ -39,11 +39,15 @@ def _python(random: Random) -> Any:
     before = [*without(random, closed, TOOL_TAGS), [" ", 1]]
     match random.randrange(4):
         case 0:
-            said = random.choice((written(random, gold), f" {gold}\n", f"{gold}.0", f"${gold}$"))
-            return case(say=[*texts, [*before, [f"<answer>{said}</answer>", 1], *words(random, TOOL_TAGS)]], reward=1.0)
+            answer = random.choice((written(random, gold), f" {gold}\n", f"{gold}.0", f"${gold}$"))
+            return case(
+                say=[*texts, [*before, [f"<answer>{answer}</answer>", 1], *words(random, TOOL_TAGS)]], reward=1.0
+            )
         case 1:
-            said = random.choice((str(other(random, gold)), "", f"{gold} or 7", f"not {gold}", f"{gold}%", f"{gold}\0"))
-            return case(say=[*texts, [*before, [f"<answer>{said}</answer><answer>{gold}</answer>", 1]]], reward=0.0)
+            answer = random.choice(
+                (str(other(random, gold)), "", f"{gold} or 7", f"not {gold}", f"{gold}%", f"{gold}\0")
+            )
+            return case(say=[*texts, [*before, [f"<answer>{answer}</answer><answer>{gold}</answer>", 1]]], reward=0.0)
         case 2:
             last = [[*before, [f"{gold}</answer><answer>{gold}", 1]]] * (turns - len(texts))
             return case(say=[*texts, *last], reward=0.0)

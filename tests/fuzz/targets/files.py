@@ -47,13 +47,13 @@ def _run_model_files(case: Any, folder: Path) -> None:
 
 
 def _parquet(random: Random) -> Any:
-    said = [value(random) for _ in range(3)]
-    messages = [[{"role": "user", "content": json.dumps(one)}] for one in said]
+    values = [value(random) for _ in range(3)]
+    messages = [[{"role": "user", "content": json.dumps(one)}] for one in values]
     columns: dict[str, Any] = {
-        "prompt": messages if random.random() < 0.8 else [json.dumps(one) for one in said],
-        "env_class": [random.choice(("gsm8k", "math", "", "x\x1b", None)) for _ in said],
-        "reward_spec": [{"ground_truth": random.choice(("1", None))} for _ in said],
-        "extra_info": [{"demonstration": random.choice(("a", None))} for _ in said],
+        "prompt": messages if random.random() < 0.8 else [json.dumps(one) for one in values],
+        "env_class": [random.choice(("gsm8k", "math", "", "x\x1b", None)) for _ in values],
+        "reward_spec": [{"ground_truth": random.choice(("1", None))} for _ in values],
+        "extra_info": [{"demonstration": random.choice(("a", None))} for _ in values],
     }
     kept = {name: column for name, column in columns.items() if random.random() < 0.9}
     buffer = io.BytesIO()

@@ -85,16 +85,16 @@ def _run(case: Any, folder: Path) -> None:
         if workspace is not None:
             workspace.close()
     assert _state(outside) == before, f"{before} → {_state(outside)}"
-    assert not (found := list(_marked(case["mark"]))), f"left: {found}"
+    assert not (leftovers := list(_marked(case["mark"]))), f"left: {leftovers}"
 
 
 def _state(folder: Path) -> list[Any]:
-    found = []
+    parts = []
     for path in (folder, *sorted(folder.rglob("*"))):
         info = path.lstat()
         text = path.read_text() if path.is_file() else None
-        found.append((path.name, info.st_mode, info.st_uid, info.st_gid, info.st_nlink, info.st_ctime_ns, text))
-    return [found, os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))]
+        parts.append((path.name, info.st_mode, info.st_uid, info.st_gid, info.st_nlink, info.st_ctime_ns, text))
+    return [parts, os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))]
 
 
 def _marked(mark: str) -> Any:

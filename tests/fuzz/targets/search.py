@@ -95,7 +95,9 @@ def _search(random: Random) -> Any:
             form = random.choice(
                 (target, target.upper(), f" the {target}!", f"{target}\n", f"“{target}"[1:], target.replace(" ", "  "))
             )
-            made = case(say=[*texts, [*before, [f"<answer>{form}</answer>", 1], *words(random, TAGS)]], reward=1.0)
+            drawn_case = case(
+                say=[*texts, [*before, [f"<answer>{form}</answer>", 1], *words(random, TAGS)]], reward=1.0
+            )
         case 1:
             said_wrong = random.choice(
                 (
@@ -106,15 +108,15 @@ def _search(random: Random) -> Any:
                     "1",
                 )
             )
-            made = case(
+            drawn_case = case(
                 say=[*texts, [*before, [f"<answer>{said_wrong}</answer><answer>{target}</answer>", 1]]], reward=wrong
             )
         case 2:
             last = [[*before, [f"{target}</answer><answer>{target}", 1]]] * (turns - len(texts))
-            made = case(say=[*texts, *last], reward=0.0)
+            drawn_case = case(say=[*texts, *last], reward=0.0)
         case _:
-            made = case(say=[words(random, TAGS) for _ in range(turns)], reward=None)
-    return {**made, "replies": [_reply(random) for _ in range(random.randrange(1, 4))]}
+            drawn_case = case(say=[words(random, TAGS) for _ in range(turns)], reward=None)
+    return {**drawn_case, "replies": [_reply(random) for _ in range(random.randrange(1, 4))]}
 
 
 def _run(case: Any, folder: Path) -> None:

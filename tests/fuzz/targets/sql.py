@@ -111,8 +111,8 @@ def _text2sql(random: Random) -> Any:
         case _:
             solution = random.choice((gold, queries.query(random), *[queries.rewritten(random, gold)] * 4))
             end = without(random, FORBIDDEN)
-            made = case(say=[*texts, [*think, [f"<solution>{solution}</solution>", 1], *end]], reward=None)
-            return {**made, "solution": solution}
+            drawn_case = case(say=[*texts, [*think, [f"<solution>{solution}</solution>", 1], *end]], reward=None)
+            return {**drawn_case, "solution": solution}
 
 
 def _run_text2sql(case: Any, folder: Path) -> None:
