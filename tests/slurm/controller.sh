@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Process 1 of the outer namespaces: the network's switch, munge and Slurm's controller. Everything dies with it.
+# Process 1 of the outer namespaces: the network's switch, munge and Slurm's controller. Its end ends all the rest.
 # From cluster.py: FOLDER, NODES, GPUS, SHARED.
 set -u
 cd "$FOLDER"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Process 1 of a node: its address, a /tmp and a /dev/shm of its own, device files of GPUs that are not there, slurmd.
+# Process 1 of a node: its address, a private /tmp and /dev/shm, device files without GPUs, slurmd.
 set -u
 number=$1
 name=node$number
@@ -10,7 +10,7 @@ ip addr add "10.77.0.$number/24" dev eth0
 ip link set eth0 up
 ip route add default via 10.77.0.254
 
-# What lies below /tmp on a path that all nodes share stays shared.
+# Shared paths below /tmp stay shared.
 mkdir -p "$FOLDER/$name" "$FOLDER/$name.tmp"
 mount -t tmpfs -o mode=1777 tmpfs "$FOLDER/$name.tmp"
 IFS=:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Switches node $1 on, from within the outer namespaces: namespaces of its own, and a cable into the switch.
+# Switches node $1 on from the outer namespaces: private namespaces, and a cable into the switch.
 set -u
 number=$1
 unshare --net --mount --uts --pid --ipc --fork --kill-child=SIGKILL --mount-proc --propagation private \

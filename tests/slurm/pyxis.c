@@ -1,7 +1,7 @@
-/* A stand-in for pyxis: srun takes its options, and each task says what it was given. No container starts.
+/* A stand-in for pyxis: srun accepts the options of pyxis, and each task prints their values. No container starts.
  *
- * The declarations are those of Slurm's <slurm/spank.h>, so that its development package is not needed. VERSION is
- * Slurm's own, (major << 16) + (minor << 8) + micro: it refuses plugins of another.
+ * The declarations copy Slurm's <slurm/spank.h>, so Slurm's development package is not needed. VERSION is Slurm's
+ * own, (major << 16) + (minor << 8) + micro: Slurm rejects plugins of another version.
  */
 #include <stdio.h>
 #include <string.h>
