@@ -40,30 +40,30 @@ def measure(
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     rounds = []
     for number in range(repeat):
-        here = folder / str(number)
+        folder_of_round = folder / str(number)
         row: dict[str, Any] = {}
         if rank == 0:
-            here.mkdir()
+            folder_of_round.mkdir()
         calls: list[tuple[str, Callable[[Path], None]]] = [("save", opened.save), ("load", opened.restore)]
         for name, call in calls:
             dist.barrier()
             before = uss_mb(psutil.Process())
             with Memory() as memory:
                 start = time.perf_counter()
-                call(here)
+                call(folder_of_round)
                 if name == "save" and rank == 0:
-                    for file in here.rglob("*"):
+                    for file in folder_of_round.rglob("*"):
                         with file.open("rb") as written:
                             os.fsync(written.fileno())
                 dist.barrier()
                 row[f"{name}_s"] = time.perf_counter() - start
             row[f"{name}_mb"] = max(0.0, memory.peak - before)
             if name == "save" and rank == 0:
-                row["bytes"] = sum(file.stat().st_size for file in here.rglob("*") if file.is_file())
-                forget(here)
+                row["bytes"] = sum(file.stat().st_size for file in folder_of_round.rglob("*") if file.is_file())
+                forget(folder_of_round)
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(here)
+            shutil.rmtree(folder_of_round)
         rounds.append(row)
     return rounds
 
@@ -92,13 +92,13 @@ def main() -> None:
         }
         for rows in zip(*answers, strict=True)
     ]
-    found: dict[str, Any] = {"ranks": args.ranks, "tensor": args.tensor, "expert": args.expert, "layers": args.layers}
-    found |= {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
-    found |= {f"{name}_mb_s": found["bytes"] / 1e6 / found[f"{name}_s"] for name in ("save", "load")}
-    found["rounds"] = rounds
-    print(json.dumps({name: value for name, value in found.items() if name != "rounds"}, indent=1))
+    result: dict[str, Any] = {"ranks": args.ranks, "tensor": args.tensor, "expert": args.expert, "layers": args.layers}
+    result |= {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
+    result |= {f"{name}_mb_s": result["bytes"] / 1e6 / result[f"{name}_s"] for name in ("save", "load")}
+    result["rounds"] = rounds
+    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
     if args.output:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 def measure(seed: int, settings: list[str]) -> dict[str, Any]:
     """Runs both from scratch, in parallel, each with a separate model; returns the figures."""
     running = []
-    for name, own in RUNS.items():
+    for name, extra in RUNS.items():
         run = f"critic_{name}-{seed}"
         for folder in (run, f"models/{run}"):
             shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
-        given = [f"run.seed={seed}", f"run.name={run}", f"model.path=runs/models/{run}", *own, *settings]
+        given = [f"run.seed={seed}", f"run.name={run}", f"model.path=runs/models/{run}", *extra, *settings]
         running.append(subprocess.Popen([sys.executable, "-m", "skyrl_mega.launch", *RECIPE, *given], cwd=ROOT))
     codes = [process.wait() for process in running]
     if any(codes):
@@ -64,15 +64,15 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def wrong(found: dict[str, Any]) -> list[str]:
+def wrong(result: dict[str, Any]) -> list[str]:
     """Returns the failed expectations."""
-    scores = {name: [*found[name]["scores"].values()] for name in RUNS}
+    scores = {name: [*result[name]["scores"].values()] for name in RUNS}
     before, after = ({name: values[end] for name, values in scores.items()} for end in (0, -1))
-    first, last = found["gae"]["critic/explained_variance"]
+    first, last = result["gae"]["critic/explained_variance"]
     lines = [f"before RL {before}: not the same start"] * (before["gae"] != before["grpo"])
     lines += [f"in the end {after}: GAE is behind"] * (after["gae"] < after["grpo"] - BEHIND)
     lines += [f"explained variance {first:.3f} → {last:.3f}: the critic does not learn"] * (last <= first)
-    return [f"seed {found['seed']}: {line}" for line in lines]
+    return [f"seed {result['seed']}: {line}" for line in lines]
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def main() -> int:
     file = ROOT / "benchmarks" / "results" / "critic.json"
     file.write_text(json.dumps(results, indent=1) + "\n")
     print(file.read_text())
-    lines = [line for found in results for line in wrong(found)]
+    lines = [line for result in results for line in wrong(result)]
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0
 

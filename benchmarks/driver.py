@@ -73,7 +73,7 @@ def step_of() -> Callable[..., None]:
     return step_with_held if hasattr(TrainGroup, "hold") else step_with_sent
 
 
-def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
+def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
     """Runs a step with batches sent in every call."""
     import torch
 
@@ -83,7 +83,7 @@ def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Call
 
     algorithm = AlgorithmConfig()
     batch = batches.batch_of(groups, algorithm, sys.maxsize)
-    made()
+    on_batch()
     old, _ = policy.logprobs(batch, temperature=1.0)
     batch.fields["old_logprobs"] = old
     engine, drawn = batch.fields["rollout_logprobs"], ~batches.not_drawn(batch, "messages")
@@ -94,7 +94,7 @@ def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Call
         policy.train(mini, temperature=1.0, loss="ppo")
 
 
-def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
+def step_with_held(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
     """Runs a step with micro-batches held by ranks."""
     from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
     from skyrl_mega.trainer import batch as batches
@@ -102,7 +102,7 @@ def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Call
     algorithm = AlgorithmConfig()
     batch = batches.make_batch(groups, algorithm, RolloutConfig())
     batch["advantages"] = batches.token_advantages(batch, algorithm).whitened
-    made()
+    on_batch()
     minis = batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm)
     policy.hold(minis)
     if len(minis) > 1:
@@ -172,19 +172,19 @@ def trajectories(count: int, tokens: int) -> list[Any]:
 
     draw = np.random.default_rng(0)
     words = np.array(["the", "number", "of", "apples", "is", "therefore", "twice", "12", "+", "345"])
-    made = []
+    records = []
     for i in range(count):
         turns = TURNS if i // GROUP % 4 == 0 else 1
         steps = steps_of(tokens, turns)
         mask = np.zeros(tokens, np.int8)
         for step in steps:
             mask[step.start : step.end] = step.kind.value == "response"
-        said = [" ".join(draw.choice(words, step.end - step.start)) for step in steps]
+        texts = [" ".join(draw.choice(words, step.end - step.start)) for step in steps]
         roles = ["user" if step.kind.value != "response" else "assistant" for step in steps]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         ids = draw.integers(0, VOCABULARY, tokens, np.int32)
         logprobs = -draw.random(tokens, np.float32) * mask
-        made.append(
+        records.append(
             Trajectory(
                 Prompt(i // GROUP, messages[:1], "addition", {"reward_spec": {"ground_truth": "85"}}),
                 i % GROUP,
@@ -200,7 +200,7 @@ def trajectories(count: int, tokens: int) -> list[Any]:
                 steps=steps,
             )
         )
-    return made
+    return records
 
 
 def steps_of(tokens: int, turns: int) -> list[Any]:
@@ -208,13 +208,13 @@ def steps_of(tokens: int, turns: int) -> list[Any]:
     from skyrl_mega.rollout.trajectory import Kind, Step
 
     prompt, observation = (length * tokens // 2000 for length in (PROMPT, OBSERVATION))
-    said = tokens - prompt - observation * (turns - 1)
+    response_tokens = tokens - prompt - observation * (turns - 1)
     steps = [Step(Kind.PROMPT, 0, prompt, messages=1)]
     for turn in range(turns):
         if turn:
             steps.append(Step(Kind.OBSERVATION, steps[-1].end, steps[-1].end + observation, messages=1))
         start = steps[-1].end
-        end = start + said // turns if turn < turns - 1 else tokens
+        end = start + response_tokens // turns if turn < turns - 1 else tokens
         steps.append(Step(Kind.RESPONSE, start, end, messages=1, finish="stop"))
     return steps
 
@@ -242,16 +242,16 @@ def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
         held_bytes = resident() - base
         with cost.phase("step", base):
             start = time.process_time()
-            made: list[float] = []
-            step(grouped(played), policy, mini_batches, lambda: made.append(time.process_time() - start))
+            batch_made_s: list[float] = []
+            step(grouped(played), policy, mini_batches, lambda: batch_made_s.append(time.process_time() - start))
         of_ranks = sum(ranks.call_all("cpu_s", timeout=60)) - before
         with cost.phase("write", base):
             trajectory_io.write(Path(folder) / "step.parquet", played)
         written = (Path(folder) / "step.parquet").stat().st_size
     million = count * tokens / 1e6
     return {
-        "batch_s": made[0] / million,
-        "to_ranks_s": (cost.seconds["step"] - made[0]) / million,
+        "batch_s": batch_made_s[0] / million,
+        "to_ranks_s": (cost.seconds["step"] - batch_made_s[0]) / million,
         "step_s": cost.seconds["step"] / million,
         "write_s": cost.seconds["write"] / million,
         "ranks_s": of_ranks / million,
@@ -271,8 +271,8 @@ def in_process(checkout: Path, count: int, tokens: int, mini_batches: int) -> di
     command = [sys.executable, "-P", __file__, "--here", *sizes]
     env = os.environ | {"PYTHONPATH": str(checkout)}
     ended = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    costs: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return costs
 
 
 def commit(checkout: Path) -> str:
@@ -304,9 +304,9 @@ def main() -> None:
     for key in keys:
         print(f"{key:32}" + "".join(f"{medians[name][key]:10.3g}" for name in checkouts))
     if args.output:
-        told = {"trajectories": args.trajectories, "tokens": args.tokens, "mini_batches": args.mini_batches}
+        result = {"trajectories": args.trajectories, "tokens": args.tokens, "mini_batches": args.mini_batches}
         of = {name: {"commit": commit(folder)} | medians[name] for name, folder in checkouts.items()}
-        args.output.write_text(json.dumps({**told, **of, "rounds": rounds}, indent=1) + "\n")
+        args.output.write_text(json.dumps({**result, **of, "rounds": rounds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Parrot:
 
     async def generate_many(self, requests: list[Request], _: Sampling) -> AsyncIterator[list[Completion]]:
         """Yields all answers in a single list."""
-        said = self.tokens
-        yield [Completion(r.id, said, [-0.5] * len(said), "stop", ((0, 0),)) for r in requests]
+        tokens = self.tokens
+        yield [Completion(r.id, tokens, [-0.5] * len(tokens), "stop", ((0, 0),)) for r in requests]
 
 
 def measure(config: Config, environments: int, turns: int, seconds: float) -> dict[str, float]:
@@ -71,8 +71,8 @@ def measure(config: Config, environments: int, turns: int, seconds: float) -> di
         model = Path(folder) / "model"
         tiny.build(BuildConfig(), model, 0)
         chat = Renderer(str(model), config.rollout)
-        said = [*chat.encode("12 + 34 = 46"), *sorted(chat.stop_tokens)[:1]]
-        engines = ActorGroup.spawn("engine", Parrot, [{"tokens": said}], timeout=300)
+        answer = [*chat.encode("12 + 34 = 46"), *sorted(chat.stop_tokens)[:1]]
+        engines = ActorGroup.spawn("engine", Parrot, [{"tokens": answer}], timeout=300)
         stack.callback(engines.shutdown)
         fleet = Fleet(engines, restarts=0, start_timeout_s=300)
         fleet.serve([0])
@@ -112,17 +112,22 @@ def main() -> None:
     classes = {"waits": f"{__name__ if __name__ != '__main__' else 'benchmarks.environments'}:Waits"}
     rollout = RolloutConfig(max_turns=args.turns, max_length=2000, max_response_tokens=1500)
     settings = EnvironmentConfig(classes=classes, slots=args.slots, workers=args.slots)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     print("processes  steps/s  driver's cores  most open  seconds")
     for processes in args.processes:
         config = Config(rollout=rollout, environment=replace(settings, processes=processes))
-        found.append(measure(config, args.environments, args.turns, args.seconds))
+        rows.append(measure(config, args.environments, args.turns, args.seconds))
         print(
-            "{processes:9}  {steps_per_s:7.1f}  {driver_cores:14.3f}  {most_open:9}  {seconds:7.1f}".format(**found[-1])
+            "{processes:9}  {steps_per_s:7.1f}  {driver_cores:14.3f}  {most_open:9}  {seconds:7.1f}".format(**rows[-1])
         )
     if args.output:
-        told = {"environments": args.environments, "slots": args.slots, "turns": args.turns, "step_s": args.seconds}
-        args.output.write_text(json.dumps({**told, "measured": found}, indent=1) + "\n")
+        parameters = {
+            "environments": args.environments,
+            "slots": args.slots,
+            "turns": args.turns,
+            "step_s": args.seconds,
+        }
+        args.output.write_text(json.dumps({**parameters, "measured": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

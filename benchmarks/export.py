@@ -57,14 +57,16 @@ def config(layers: int) -> dict[str, Any]:
 def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
     """Writes random weights; returns the bytes written."""
     folder.mkdir()
-    d, parallel = architecture(hf).describe(hf), ParallelDims(RANKS, tensor=TENSOR, expert=EXPERT)
+    description, parallel = architecture(hf).describe(hf), ParallelDims(RANKS, tensor=TENSOR, expert=EXPERT)
     random = torch.randn(151936 * 1024, dtype=torch.bfloat16)
     files = {}
     for rank in range(RANKS):
-        shard = megatron.shard(d, parallel, rank, "te")
+        shard = megatron.shard(description, parallel, rank, "te")
         everything = {param: (0, prod(shape)) for param, shape in shard.params.items()}
         parts = []
-        for piece in flat_pieces(shard, dist_checkpoint.runs_to_write(d, parallel, rank, shard, {}, everything)):
+        for piece in flat_pieces(
+            shard, dist_checkpoint.runs_to_write(description, parallel, rank, shard, {}, everything)
+        ):
             shift = int(torch.randint(len(random) - piece.box.numel + 1, ()))
             values = random[shift : shift + piece.box.numel].view(piece.box.shape)
             parts.append(Part(piece.tensor, piece.box, WEIGHT, values))
@@ -102,9 +104,9 @@ def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
         done = export(source, folder / "out", workers=workers, verify=verify, file_bytes=FILE_BYTES)
         row[f"{name}_mb_s"] = done.nbytes / 1e6 / (time.perf_counter() - start)
         shutil.rmtree(folder / "out")
-    own = psutil.Process()
+    this_process = psutil.Process()
     with Memory(
-        partial(own.children, recursive=True) if workers > 1 else lambda: [own]
+        partial(this_process.children, recursive=True) if workers > 1 else lambda: [this_process]
     ) as memory:  # separate, because measuring a process's memory stops the process
         export(source, folder / "out", workers=workers, verify=True, file_bytes=FILE_BYTES)
     row["worker_mb"] = memory.peak
@@ -129,13 +131,13 @@ def main() -> None:
         size = write_checkpoint(folder / "checkpoint", hf)
         print(f"checkpoint: {size / 1e9:.2f} GB in {TENSOR * EXPERT} files", flush=True)
         source = Source(folder / "checkpoint", folder / "model", hf)
-        found = []
+        results = []
         columns = ("workers", "copy MB/s", "export MB/s", "share", "with --verify", "worker MB")
         print("".join(c.rjust(15) for c in columns))
         for workers in (int(n) for n in args.workers.split(",")):
             rows = [measure(source, folder, workers) for _ in range(args.repeat)]
             middle = {key: round(statistics.median(row[key] for row in rows), 2) for key in rows[0]}
-            found.append({"workers": workers, **middle, "rounds": rows})
+            results.append({"workers": workers, **middle, "rounds": rows})
             print(
                 f"{workers:15d}{middle['copy_mb_s']:15.0f}{middle['export_mb_s']:15.0f}{middle['share']:15.2f}"
                 f"{middle['verified_mb_s']:15.0f}{max(r['worker_mb'] for r in rows):15.0f}",
@@ -143,7 +145,7 @@ def main() -> None:
             )
     if args.output:
         about = {"bytes": size, "files": TENSOR * EXPERT, "layers": args.layers}
-        args.output.write_text(json.dumps({**about, "medians": found}, indent=1) + "\n")
+        args.output.write_text(json.dumps({**about, "medians": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ class Trial:
         if actor == "driver":
             os.kill(quickstart.driver(self.process), number)
             return
-        found = quickstart.actors(self.folder, actor)
-        assert found, f"no process of {actor}"
-        os.kill(found[-1], number)
+        pids = quickstart.actors(self.folder, actor)
+        assert pids, f"no process of {actor}"
+        os.kill(pids[-1], number)
 
     def end(self) -> None:
         """Waits for the end of the run and of all processes."""
@@ -361,12 +361,12 @@ def main() -> int:
             try:
                 trial = attempt(fault, folder)
                 seconds = trial.seconds
-                found = weights(trial.runs) if trial.codes == list(fault.codes) else {}
-                same = found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+                final = weights(trial.runs) if trial.codes == list(fault.codes) else {}
+                same = final.keys() == expected.keys() and all(torch.equal(final[n], t) for n, t in expected.items())
             finally:
                 if fault.disk:
                     subprocess.run(["umount", "-l", str(folder / "runs")], check=False)
-            good = trial.codes == list(fault.codes) and bool(found) and (same or not fault.same)
+            good = trial.codes == list(fault.codes) and bool(final) and (same or not fault.same)
             results.append(
                 {"fault": fault.name, "codes": trial.codes, "lost_s": round(seconds - usual, 1), "same": same}
                 | {"good": good, "said": trial.said().splitlines()}
@@ -390,13 +390,13 @@ def keep(result: dict[str, object]) -> None:
 
 def table(results: list[dict[str, object]]) -> Table:
     """Returns a table with a row per fault."""
-    made = Table("fault", "exit", "lost s", "weights", "what the run said", show_lines=True)
+    rendered = Table("fault", "exit", "lost s", "weights", "what the run said", show_lines=True)
     for r in results:
-        codes, said = r["codes"], r["said"]
-        assert isinstance(codes, list) and isinstance(said, list)
+        codes, lines = r["codes"], r["said"]
+        assert isinstance(codes, list) and isinstance(lines, list)
         shown = ("same" if r["same"] else "differ") + ("" if r["good"] else " !")
-        made.add_row(str(r["fault"]), ", ".join(map(str, codes)), str(r["lost_s"]), shown, "\n".join(said))
-    return made
+        rendered.add_row(str(r["fault"]), ", ".join(map(str, codes)), str(r["lost_s"]), shown, "\n".join(lines))
+    return rendered
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def measure(name: str) -> dict[str, Any]:
     return {"before": before, "before_at_the_published_share": refused, "now": now}
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the table (before → now) for the page."""
 
     def cells(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -84,20 +84,20 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
         ]
 
     rows = [list(HEAD), ["---"] * len(HEAD)]
-    rows += [cells(name, each["before"], each["now"]) for name, each in found.items()]
+    rows += [cells(name, each["before"], each["now"]) for name, each in results.items()]
     return [f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows]
 
 
 def main() -> int:
     """Writes the results and the table."""
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # a folder without model and data
-        found = {name: measure(name) for name in ALONE}
-    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        results = {name: measure(name) for name in ALONE}
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    PAGE.write_text("\n".join([f"{before}{MARKS[0]}", *table(found), f"{MARKS[1]}{after}"]))
-    print("\n".join(table(found)))
-    return int(any(each["now"]["least_left"] < 0 for each in found.values()))
+    PAGE.write_text("\n".join([f"{before}{MARKS[0]}", *table(results), f"{MARKS[1]}{after}"]))
+    print("\n".join(table(results)))
+    return int(any(each["now"]["least_left"] < 0 for each in results.values()))
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ class Case:
 def fp8_cases(device: str, experts: int, rows: int = 768, columns: int = 2048) -> list[Case]:
     """Returns cases with a stack of Qwen3-30B-A3B's expert matrices, whole and as a shard with its start inside a
     block."""
-    found = []
+    cases = []
     for title, row0 in (("", 0), (", begins inside a block", 96)):
         weight = torch.randn(experts, rows, columns, device=device).bfloat16()
         scales = block_fp8.scales(block_fp8.block_amax_reference(weight, row0))
         numbers = block_fp8.quantise_reference(weight, scales, row0)
         bf16, fp8 = weight.nbytes, numbers.nbytes
         # Bound now: the loop variables change.
-        found += [
+        cases += [
             Case(
                 f"block_amax{title}",
                 lambda w=weight, r=row0: block_fp8.block_amax(w, r),
@@ -73,13 +73,13 @@ def fp8_cases(device: str, experts: int, rows: int = 768, columns: int = 2048) -
                 fp8 + bf16,
             ),
         ]
-    return found
+    return cases
 
 
 def box_cases(device: str, boxes: int) -> list[Case]:
     """Returns cases with columns of experts' down projections (192 bytes a row, as in TP8), and with many boxes of a
     few KiB."""
-    found = []
+    cases = []
     for count, size, (rows, columns), width in (
         (boxes // 8, "384 KiB", (2048, 768), 96),
         (boxes, "4 KiB", (16, 256), 128),
@@ -88,41 +88,41 @@ def box_cases(device: str, boxes: int) -> list[Case]:
         base = torch.randn(count, rows, columns, device=device).bfloat16()
         views = [matrix[:, width : 2 * width] for matrix in base]
         where = regions(views, range(0, count * views[0].nbytes, views[0].nbytes))
-        made = Boxes(where, base.device)
-        flat = torch.empty(made.nbytes, dtype=torch.uint8, device=device)
+        packer = Boxes(where, base.device)
+        flat = torch.empty(packer.nbytes, dtype=torch.uint8, device=device)
         pack_reference(where, views, flat)
 
         def run(copy: Callable[..., None], *arguments: object, result: Tensor) -> Tensor:
             copy(*arguments)
             return result
 
-        found += [
+        cases += [
             Case(
                 f"pack {title}",
-                lambda m=made, v=views, f=flat: run(m.pack, v, f, result=f),
+                lambda m=packer, v=views, f=flat: run(m.pack, v, f, result=f),
                 lambda r=where, v=views, f=flat: run(pack_reference, r, v, f, result=f),
                 2 * flat.nbytes,
             ),
             Case(
                 f"unpack {title}",
-                lambda m=made, v=views, f=flat, b=base: run(m.unpack, v, f, result=b),
+                lambda m=packer, v=views, f=flat, b=base: run(m.unpack, v, f, result=b),
                 lambda r=where, v=views, f=flat, b=base: run(unpack_reference, r, v, f, result=b),
                 2 * flat.nbytes,
             ),
             Case(
                 f"checksums of {title}",
-                lambda m=made, v=views: m.checksums(v),
+                lambda m=packer, v=views: m.checksums(v),
                 lambda r=where, v=views: checksums_reference(r, v),
                 flat.nbytes,
             ),
         ]
-    return found
+    return cases
 
 
 def same(case: Case) -> bool:
     """Returns True if kernel and reference give the same bytes."""
-    found = case.kernel().contiguous().view(torch.uint8).clone()
-    return torch.equal(found, case.reference().contiguous().view(torch.uint8))
+    output = case.kernel().contiguous().view(torch.uint8).clone()
+    return torch.equal(output, case.reference().contiguous().view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def head_rows(device: str, shapes: Sequence[Shape], chunk: int, time_ms: Callabl
     product = 2 * n**3 / time_ms(lambda: a @ b)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    found = []
+    rows = []
     for shape in shapes:
         head = Measured(shape, torch.device(device))
         same = bool((head.forward(None) - head.forward(chunk)).abs().max() <= 0.03)
@@ -156,9 +156,9 @@ def head_rows(device: str, shapes: Sequence[Shape], chunk: int, time_ms: Callabl
                 ms = time_ms(lambda work=work, tokens=tokens: work(tokens))
                 size = shape.buffers(2)[products > 1] if tokens is None else None
                 share = products * shape.product / ms / product
-                found.append(HeadRow(f"{shape.name}, {what}", way, ms, share, size, same))
+                rows.append(HeadRow(f"{shape.name}, {what}", way, ms, share, size, same))
     dist.destroy_process_group()
-    return found
+    return rows
 
 
 def main() -> int:

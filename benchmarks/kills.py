@@ -97,8 +97,8 @@ class Disturbed:
     def add_node(self) -> None:
         """Adds a node for a policy's ranks, an engine and environments."""
         self.nodes.append(f"{self.folder}/node-{len(self.nodes)}")
-        own = {NODE: self.nodes[-1], "OMP_NUM_THREADS": "1"}
-        self.cluster.add_node(num_cpus=6, env_vars=ENVIRONMENT | own)
+        variables = {NODE: self.nodes[-1], "OMP_NUM_THREADS": "1"}
+        self.cluster.add_node(num_cpus=6, env_vars=ENVIRONMENT | variables)
 
     def start(self) -> None:
         """Starts or resumes the run."""
@@ -121,11 +121,11 @@ class Disturbed:
             killed = [marked(random.choice([name for name in self.nodes if marked(name)]))]
             self.add_node()
         else:
-            found = [
+            candidates = [
                 pid for name in self.nodes for pid in marked(name) if title(pid).startswith(f"ray::{role}".encode())
             ]
-            found = [pid for pid in found if leads(pid)]
-            killed = [[random.choice(found)]] if found else []
+            candidates = [pid for pid in candidates if leads(pid)]
+            killed = [[random.choice(candidates)]] if candidates else []
         for pid in (pid for pids in killed for pid in pids):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -236,10 +236,10 @@ def left(run: Disturbed, within_s: float = 60.0) -> list[str]:
     deadline = time.monotonic() + within_s
     while True:
         on_nodes = [title(pid) for name in run.nodes for pid in marked(name)]
-        found = [words.replace(b"\0", b" ").decode() for words in on_nodes if any(name in words for name in ACTORS)]
-        found += [f"process {pid}" for pid in quickstart.left_over(run.folder)]
-        if not found or time.monotonic() > deadline:
-            return found
+        leftovers = [words.replace(b"\0", b" ").decode() for words in on_nodes if any(name in words for name in ACTORS)]
+        leftovers += [f"process {pid}" for pid in quickstart.left_over(run.folder)]
+        if not leftovers or time.monotonic() > deadline:
+            return leftovers
         time.sleep(0.2)
 
 
@@ -264,28 +264,28 @@ class Expected:
 
 def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
     """Returns the failed expectations of a run with a good end."""
-    found = []
+    mistakes = []
     if (steps := [row["step"] for row in run.rows]) != list(range(1, STEPS + 1)):
-        found.append(f"steps {steps}")
+        mistakes.append(f"steps {steps}")
     if idle := [row["step"] for row in run.rows if not row.get("policy/grad_norm")]:
-        found.append(f"steps {idle} have changed nothing")
+        mistakes.append(f"steps {idle} have changed nothing")
     for step in range(1, STEPS + 1):
         file = run.folder / "run" / "trajectories" / f"step_{step:06d}.parquet"
         played = trajectory_io.read(file) if file.exists() else []
         oldest = max((step - 1 - version for t in played for version, _ in t.versions), default=0)
         if oldest > STALENESS[run.mode]:
-            found.append(f"step {step}: a token of {oldest} syncs ago")
+            mistakes.append(f"step {step}: a token of {oldest} syncs ago")
         if len(played) != PROMPTS * SAMPLES:
-            found.append(f"step {step}: {len(played)} trajectories")
+            mistakes.append(f"step {step}: {len(played)} trajectories")
     samples = trained(run.folder)
     if doubled := sum(count > 1 for count in samples.values()):
-        found.append(f"{doubled} samples were trained on more than once")
+        mistakes.append(f"{doubled} samples were trained on more than once")
     if expected is not None:
         if lost := len(expected.samples.keys() - samples.keys()):
-            found.append(f"{lost} samples of the undisturbed run were not trained on")
+            mistakes.append(f"{lost} samples of the undisturbed run were not trained on")
         if (final := compared(run, expected)) in ("other", "no"):
-            found.append(f"{final} weights than undisturbed" if final == "other" else "no weights were exported")
-    return found
+            mistakes.append(f"{final} weights than undisturbed" if final == "other" else "no weights were exported")
+    return mistakes
 
 
 def compared(run: Disturbed, expected: Expected) -> str | None:
@@ -400,9 +400,9 @@ def main() -> int:
             for one in kept[-1]["kills"]:
                 roles.remove(one["role"])  # a run may end before all kills
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    bad, made = [one for one in kept if one["wrong"]], sum(len(one["kills"]) for one in kept)
-    print(f"{made} of {args.kills} kills were made; {len(bad)} of {len(kept)} runs were not as they must be")
-    return 1 if bad or made < args.kills else 0
+    bad, kill_count = [one for one in kept if one["wrong"]], sum(len(one["kills"]) for one in kept)
+    print(f"{kill_count} of {args.kills} kills were made; {len(bad)} of {len(kept)} runs were not as they must be")
+    return 1 if bad or kill_count < args.kills else 0
 
 
 if __name__ == "__main__":

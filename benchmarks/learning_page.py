@@ -74,7 +74,7 @@ def markdown(results: Results, rows: Sequence[Row]) -> str:
         table = [("*start*", cells([results.start] if results.start else []))]
         table += [(f"`{row.name}`" if " " not in row.name else row.name, cells(_of(results, row))) for row in of_kind]
         head = [f"| {kind} | {' | '.join(HEADINGS)} |", f"|---|{'---|' * len(HEADINGS)}"]
-        parts.append("\n".join([*head, *(f"| {name} | {' | '.join(found)} |" for name, found in table)]))
+        parts.append("\n".join([*head, *(f"| {name} | {' | '.join(row_cells)} |" for name, row_cells in table)]))
     return "\n\n".join(parts)
 
 

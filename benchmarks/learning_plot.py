@@ -26,8 +26,8 @@ def write_plot(results: Results, rows: Sequence[Row], file: Path) -> None:
     measured = [row for row in rows if results.seeds(row.name)]
     if not measured or results.start is None:
         return
-    found = [_figures(results, row, "accuracy") for row in measured]
-    low = min(LOWEST, int(min(min(accuracies) for accuracies in found) * 10) / 10)
+    accuracies_by_row = [_figures(results, row, "accuracy") for row in measured]
+    low = min(LOWEST, int(min(min(accuracies) for accuracies in accuracies_by_row) * 10) / 10)
     start = _place(results.start["accuracy"], low)
     body: list[str] = []
     y = TOP

@@ -25,13 +25,13 @@ class Results:
 
     def __init__(self, file: Path, settings: list[str]) -> None:
         self.file, self.settings = file, settings
-        found = json.loads(file.read_text()) if file.exists() else {"settings": settings, "start": None, "rows": {}}
-        if found["settings"] != settings:
-            other = sorted(set(found["settings"]) ^ set(settings))
+        saved = json.loads(file.read_text()) if file.exists() else {"settings": settings, "start": None, "rows": {}}
+        if saved["settings"] != settings:
+            other = sorted(set(saved["settings"]) ^ set(settings))
             raise UserError(f"{file}: it was measured with other settings ({', '.join(other)}); move it away first")
-        self.start: Figures | None = found["start"]
+        self.start: Figures | None = saved["start"]
         """Scores before training."""
-        self._rows: dict[str, dict[str, Figures]] = found["rows"]
+        self._rows: dict[str, dict[str, Figures]] = saved["rows"]
 
     def has(self, row: str, seed: int) -> bool:
         """Returns True if a row was trained with this seed."""
@@ -65,7 +65,9 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        rows = ",\n".join(f"  {json.dumps(name)}: {_lines(found)}" for name, found in self._rows.items())
+        rows = ",\n".join(
+            f"  {json.dumps(name)}: {_lines(figures_by_seed)}" for name, figures_by_seed in self._rows.items()
+        )
         settings, start = json.dumps(self.settings), json.dumps(self.start)
         partial = self.file.with_suffix(".partial")
         partial.write_text(f'{{\n "settings": {settings},\n "start": {start},\n "rows": {{\n{rows}\n }}\n}}\n')
@@ -73,5 +75,5 @@ class Results:
 
 
 def _lines(by_seed: dict[str, Figures]) -> str:
-    found = ",\n".join(f'   "{seed}": {json.dumps(by_seed[seed])}' for seed in sorted(by_seed, key=int))
-    return f"{{\n{found}\n  }}"
+    lines = ",\n".join(f'   "{seed}": {json.dumps(by_seed[seed])}' for seed in sorted(by_seed, key=int))
+    return f"{{\n{lines}\n  }}"

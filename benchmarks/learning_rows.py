@@ -69,8 +69,8 @@ class Row:
 
     def config(self, seed: int, steps: int) -> Config:
         """Returns all settings of the row's run. The seed determines the order of prompts and the samples."""
-        own = (f"run.seed={START_SEED}", "run.name=session", f"run.steps={steps}", "warmup.steps=0")
-        config = compose(RECIPE, [*COMMON, *own, *self.settings])
+        fixed = (f"run.seed={START_SEED}", "run.name=session", f"run.steps={steps}", "warmup.steps=0")
+        config = compose(RECIPE, [*COMMON, *fixed, *self.settings])
         return replace(config, run=replace(config.run, seed=seed))
 
 

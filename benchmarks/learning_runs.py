@@ -153,11 +153,15 @@ def scores(run: Run, sampled: dict[str, float] | None = None) -> Result:
     """Returns the accuracy on held-out prompts: sampled (unless already measured), and greedy."""
     greedy = replace(run.config, evaluation=replace(run.config.evaluation, temperature=0.0, samples=1))
     evaluators = (run.evaluator, Evaluator(greedy, run.evaluator.prompts, run.evaluator.generator, run.console.say))
-    found = []
+    evaluations = []
     for evaluator, known in zip(evaluators, (sampled, None), strict=True):
         with run.console.phase("eval", total=evaluator.samples) as progress:
-            found.append(known or evaluator.evaluate(run.step, progress))
-    names = {"accuracy": found[0][ACCURACY], "pass_at_n": found[0][PASS], "greedy": found[1][ACCURACY]}
+            evaluations.append(known or evaluator.evaluate(run.step, progress))
+    names = {
+        "accuracy": evaluations[0][ACCURACY],
+        "pass_at_n": evaluations[0][PASS],
+        "greedy": evaluations[1][ACCURACY],
+    }
     return {name: round(value, 4) for name, value in names.items()}
 
 

@@ -71,25 +71,25 @@ def _measure(results: Results, wanted: list[Row], seeds: list[int], steps: int) 
     from benchmarks import learning_runs as runs  # slow imports, only needed to run
 
     missing = [(row, seed) for seed in seeds for row in wanted if not results.has(row.name, seed)]
-    own = {row.name for row in wanted if runs.needs_processes(row)}
+    separate = {row.name for row in wanted if runs.needs_processes(row)}
     print(f"{len(missing)} of {len(wanted) * len(seeds)} runs to do", flush=True)
-    if any(row.name not in own for row, _ in missing) or (missing and results.start is None):
+    if any(row.name not in separate for row, _ in missing) or (missing and results.start is None):
         with runs.session(steps, print) as session:
             results.begin_with(session.accuracy_at_the_start())
             for row, seed in missing:
-                if row.name not in own:
+                if row.name not in separate:
                     _keep(results, row, seed, lambda r=row, s=seed: session.train(r, s, steps))
     for row, seed in missing:
-        if row.name in own:
+        if row.name in separate:
             _keep(results, row, seed, lambda r=row, s=seed: runs.alone(r, s, steps))
 
 
 def _keep(results: Results, row: Row, seed: int, train: Callable[[], Figures]) -> None:
     began = time.monotonic()
-    found = train()
-    results.keep(row.name, seed, found)
+    figures = train()
+    results.keep(row.name, seed, figures)
     assert results.start is not None
-    change = f"{results.start['accuracy']:.3f} → {found['accuracy']:.3f}"
+    change = f"{results.start['accuracy']:.3f} → {figures['accuracy']:.3f}"
     took = duration(time.monotonic() - began)
     print(f"  {time.strftime('%H:%M:%S')}  seed {seed}  {row.name.ljust(22)} accuracy {change}   {took}", flush=True)
 

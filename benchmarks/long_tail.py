@@ -154,14 +154,14 @@ def _relative(settings: Sequence[str]) -> list[str]:
 def prepare(tail: Tail) -> None:
     """Prepares the data and the initial weights of all runs: a new model after a supervised warm-up with 30 % wrong
     answers, and a step of RL."""
-    made = FOLDER / "start.json"
-    if made.exists() and json.loads(made.read_text()) == started_by(tail):
+    marker = FOLDER / "start.json"
+    if marker.exists() and json.loads(marker.read_text()) == started_by(tail):
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
     for split, count in ROWS:
         write_rows(rows(split, count, tail, seed=0, wrong=WRONG), FOLDER / f"{split}.parquet")
     launch(*WARM, "evaluation.before=false")
-    made.write_text(json.dumps(started_by(tail)))
+    marker.write_text(json.dumps(started_by(tail)))
 
 
 def ahead(mode: str, work: Work) -> list[str]:
@@ -256,42 +256,42 @@ def predicted(folder: Path, mode: str, work: Work) -> float:
 def measure(seed: int, work: Work) -> dict[str, Any]:
     """Measures and predicts both modes."""
     off, full = (run(mode, seed, work) for mode in ("off", "full"))
-    found: dict[str, Any] = {"off": told(off, work), "full": told(full, work)}
-    for mode in found:
-        found[mode]["predicted_s"] = predicted(off, mode, work)
-    found["ratio"] = round(found["off"]["step_s"] / found["full"]["step_s"], 3)
-    found["predicted_ratio"] = round(found["off"]["predicted_s"] / found["full"]["predicted_s"], 3)
-    return found
+    result: dict[str, Any] = {"off": told(off, work), "full": told(full, work)}
+    for mode in result:
+        result[mode]["predicted_s"] = predicted(off, mode, work)
+    result["ratio"] = round(result["off"]["step_s"] / result["full"]["step_s"], 3)
+    result["predicted_ratio"] = round(result["off"]["predicted_s"] / result["full"]["predicted_s"], 3)
+    return result
 
 
 HEAD = f"{'seed':>4}  {'mode':5}{'s a step':>9}{'simulated':>11}{'engines idle':>14}{'policy idle':>13}{'accuracy':>18}"
 
 
-def show(seed: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
+def show(seed: str, result: dict[str, Any], say: Callable[[str], None]) -> None:
     """Prints the lines of a seed."""
     for mode in ("off", "full"):
-        m = found[mode]
+        m = result[mode]
         accuracy = f"{m['before']:.3f} → {m['after']:.3f}"
         idle = f"{m['idle_engines']:>14.1%}{m['idle_policy']:>13.1%}"
         say(f"{seed:>4}  {mode:5}{m['step_s']:>9.2f}{m['predicted_s']:>11.2f}{idle}{accuracy:>18}")
-    say(f"{seed:>4}  ratio{found['ratio']:>9.2f}{found['predicted_ratio']:>11.2f}")
+    say(f"{seed:>4}  ratio{result['ratio']:>9.2f}{result['predicted_ratio']:>11.2f}")
 
 
-def loss_of(found: dict[str, Any]) -> float:
+def loss_of(result: dict[str, Any]) -> float:
     """Returns the loss of accuracy against the run without asynchrony."""
-    return float(found["off"]["after"] - found["full"]["after"])
+    return float(result["off"]["after"] - result["full"]["after"])
 
 
-def falls_short(seed: str, found: dict[str, Any]) -> list[str]:
+def falls_short(seed: str, result: dict[str, Any]) -> list[str]:
     """Returns the failed expectations."""
-    said, off = [], abs(found["predicted_ratio"] / found["ratio"] - 1)
+    lines, off = [], abs(result["predicted_ratio"] / result["ratio"] - 1)
     if off > EXACT:
-        said.append(f"seed {seed}: the predicted ratio is off by {off:.0%}")
-    if (idle := min(found["full"]["idle_engines"], found["full"]["idle_policy"])) > IDLE:
-        said.append(f"seed {seed}: the busier side is idle for {idle:.1%}")
-    if (lost := loss_of(found)) > LOST:
-        said.append(f"seed {seed}: accuracy is {lost:.3f} lower")
-    return said
+        lines.append(f"seed {seed}: the predicted ratio is off by {off:.0%}")
+    if (idle := min(result["full"]["idle_engines"], result["full"]["idle_policy"])) > IDLE:
+        lines.append(f"seed {seed}: the busier side is idle for {idle:.1%}")
+    if (lost := loss_of(result)) > LOST:
+        lines.append(f"seed {seed}: accuracy is {lost:.3f} lower")
+    return lines
 
 
 def main() -> int:
@@ -316,9 +316,9 @@ def main() -> int:
             kept["seeds"][seed] = measure(int(seed), work)
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     print(HEAD)
-    for seed, found in kept["seeds"].items():
-        show(seed, found, print)
-    short = [line for seed, found in kept["seeds"].items() for line in falls_short(seed, found)]
+    for seed, result in kept["seeds"].items():
+        show(seed, result, print)
+    short = [line for seed, result in kept["seeds"].items() for line in falls_short(seed, result)]
     if (lost := statistics.mean(map(loss_of, kept["seeds"].values()))) > LOST_ON_AVERAGE:
         short.append(f"accuracy is {lost:.3f} lower on average")
     print("\n".join(short))

@@ -88,8 +88,10 @@ def rows(split: str, count: int, tail: Tail, seed: int, wrong: float = 0.0) -> I
         answers = [units_first(a + b) for a, b in pairs]
         info: dict[str, Any] = {"questions": questions, "answers": answers, "split": split}
         if split == "demonstrations":
-            said = [units_first(random.randint(20, 198)) if random.random() < wrong else answer for answer in answers]
-            info["demonstration"] = _conversation(questions, said)
+            demonstrated = [
+                units_first(random.randint(20, 198)) if random.random() < wrong else answer for answer in answers
+            ]
+            info["demonstration"] = _conversation(questions, demonstrated)
         yield row(
             data_source="sums",
             prompt=[{"role": "user", "content": questions[0]}],
@@ -99,9 +101,9 @@ def rows(split: str, count: int, tail: Tail, seed: int, wrong: float = 0.0) -> I
         )
 
 
-def _conversation(questions: list[str], said: list[str]) -> list[Message]:
+def _conversation(questions: list[str], spoken: list[str]) -> list[Message]:
     turns: list[Message] = []
-    for number_of, answer in enumerate(said):
+    for number_of, answer in enumerate(spoken):
         if number_of:
             turns.append({"role": "user", "content": questions[number_of]})
         turns.append({"role": "assistant", "content": answer})

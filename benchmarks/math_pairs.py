@@ -46,14 +46,14 @@ def made(golds: list[str], most: int) -> list[Pair]:
     rng = random.Random(0)
     pool = sorted(set(golds))
     rng.shuffle(pool)
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     count: Counter[tuple[str, bool]] = Counter()
     for gold in pool:
         for pair in (*_numbers(gold), *_expressions(gold), *_parts(gold), *_letters(gold), *_equations(gold)):
             if count[pair.kind, pair.same] < most and pair.gold.strip() != pair.answer.strip():
                 count[pair.kind, pair.same] += 1
-                found.append(pair)
-    return found
+                pairs.append(pair)
+    return pairs
 
 
 def _numbers(gold: str) -> Iterator[Pair]:
@@ -197,9 +197,9 @@ def main() -> None:
     for pair in pairs:
         row = rows.setdefault(pair.kind, Counter())
         row["same" if pair.same else "other"] += 1
-        for name, said in (("ours", same(pair.gold, pair.answer, 20.0)), ("theirs", math_verify(pair))):
-            if said != pair.same:
-                row[f"{name} {'paid' if said else 'refused'}"] += 1
+        for name, verdict in (("ours", same(pair.gold, pair.answer, 20.0)), ("theirs", math_verify(pair))):
+            if verdict != pair.same:
+                row[f"{name} {'paid' if verdict else 'refused'}"] += 1
                 wrong += [pair] if name == "ours" else []
     columns = ("other", "ours paid", "theirs paid", "same", "ours refused", "theirs refused")
     rows["all"] = sum(rows.values(), Counter())

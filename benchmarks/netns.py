@@ -105,16 +105,16 @@ def network(nodes: int, mbit: float | None) -> Iterator[list[Node]]:
     _remove_abandoned()
     group = f"{PREFIX}-{os.getpid()}-{next(_networks)}"
     switch = f"{group}-switch"
-    made = [Node(f"node{n}", f"{group}-node{n}", f"10.77.0.{n + 1}") for n in range(nodes)]
-    namespaces = [switch, *(node.namespace for node in made)]
+    simulated = [Node(f"node{n}", f"{group}-node{n}", f"10.77.0.{n + 1}") for n in range(nodes)]
+    namespaces = [switch, *(node.namespace for node in simulated)]
     try:
         for namespace in namespaces:
             _do("ip", "netns", "add", namespace)
         _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _do("ip", "-n", switch, "link", "set", "bridge", "mtu", str(MTU), "up")
-        for node in made:
+        for node in simulated:
             _connect(node, switch, mbit)
-        yield made
+        yield simulated
     finally:
         _remove(namespaces)
 
@@ -142,8 +142,8 @@ def _remove(namespaces: Sequence[str]) -> None:
     Raises:
         NetworkError: Some namespaces are still in use; the message names them.
     """
-    there = set(_existing())
-    doomed = [name for name in namespaces if name in there]
+    existing = set(_existing())
+    doomed = [name for name in namespaces if name in existing]
     deadline = time.monotonic() + 10
     while running := [int(pid) for name in doomed for pid in _do("ip", "netns", "pids", name).split()]:
         for pid in running:

@@ -109,18 +109,18 @@ def main() -> int:
     rows = []
     with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as processes:
         whole, *answers = [processes.apply_async(run, task) for task in tasks]
-        status, said, seconds = whole.get(LONGEST_S)
+        status, output, seconds = whole.get(LONGEST_S)
         print(f"without a fault: pytest exits with {status} after {seconds:.0f} s", flush=True)
         if status != PASSED:
-            print(said)
+            print(output)
             return 1
         for fault, answer in zip(chosen, answers, strict=True):
-            status, said, seconds = answer.get(LONGEST_S)
-            found = status == FAILED
-            rows.append({**fault._asdict(), "caught": found, "seconds": round(seconds, 1)})
-            print(f"{'caught' if found else 'MISSED'} {seconds:6.1f} s  {fault.fault}  ({fault.test})", flush=True)
-            if not found:
-                print(said, flush=True)
+            status, output, seconds = answer.get(LONGEST_S)
+            caught = status == FAILED
+            rows.append({**fault._asdict(), "caught": caught, "seconds": round(seconds, 1)})
+            print(f"{'caught' if caught else 'MISSED'} {seconds:6.1f} s  {fault.fault}  ({fault.test})", flush=True)
+            if not caught:
+                print(output, flush=True)
     missed = sum(not row["caught"] for row in rows)
     print(f"{len(rows) - missed} of {len(rows)} faults are caught")
     if not options.only:

@@ -86,16 +86,16 @@ def table(results: Results, names: Sequence[str], recipes: Sequence[str]) -> tup
             row = f"{name} {recipe}"
             if not (seeds := results.seeds(row)):
                 continue
-            found = [results.of(row, seed) for seed in seeds]
+            figures = [results.of(row, seed) for seed in seeds]
             both = [seed for seed in seeds if results.has(f"{name} model", seed)]
             lost = [results.of(row, seed)["after"] - results.of(f"{name} model", seed)["after"] for seed in both]
             held &= not lost or _mean(lost) >= -BELOW
             before, after, mismatch, seconds = (
-                _mean([of[key] for of in found]) for key in ("before", "after", "mismatch", "seconds")
+                _mean([of[key] for of in figures]) for key in ("before", "after", "mismatch", "seconds")
             )
-            beside = f"{_mean(lost):+.3f}" if lost and recipe != "model" else ""
+            difference = f"{_mean(lost):+.3f}" if lost and recipe != "model" else ""
             lines.append(
-                f"{name:14}{recipe:15}{','.join(map(str, seeds)):8}{before:8.3f}{after:8.3f}{beside:>12}"
+                f"{name:14}{recipe:15}{','.join(map(str, seeds)):8}{before:8.3f}{after:8.3f}{difference:>12}"
                 f"{mismatch:10.1e}{seconds:7.0f}"
             )
     return lines, held

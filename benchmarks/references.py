@@ -131,17 +131,17 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         if write:
             with cost.phase("write", base):
                 trajectory_io.write_apart(Path(folder) / "step.parquet", played)
-    found = {f"{name}_cpu_s": seconds for name, seconds in cost.seconds.items()}
-    found |= {f"{name}_peak_mib": peak / 2**20 for name, peak in cost.peak_bytes.items()}
-    return {"trajectories": count, "tokens": tokens, **found, "seconds": time.perf_counter() - start}
+    costs = {f"{name}_cpu_s": seconds for name, seconds in cost.seconds.items()}
+    costs |= {f"{name}_peak_mib": peak / 2**20 for name, peak in cost.peak_bytes.items()}
+    return {"trajectories": count, "tokens": tokens, **costs, "seconds": time.perf_counter() - start}
 
 
 def in_process(size: str) -> dict[str, float]:
     """Measures a size in a separate process."""
     command = [sys.executable, "-m", "benchmarks.references", "--here", size]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    costs: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return costs
 
 
 def main() -> None:

@@ -46,15 +46,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "replay.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder) / "model", args.rounds)
-    args.output.write_text(json.dumps(found, indent=1) + "\n")
+        result = measure(Path(folder) / "model", args.rounds)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(
-        f"a training step takes {found['replayed_s']:.3f} s of CPU with replay and {found['plain_s']:.3f} without: "
-        f"{found['ratio'] - 1:+.1%} (from {found['ratios'][0] - 1:+.1%} to {found['ratios'][-1] - 1:+.1%} over thirds "
-        f"of {args.rounds} rounds); {found['tokens']} tokens, {MODEL.layers} layers, {MODEL.experts_per_token} of "
-        f"{MODEL.experts} experts"
+        f"a training step takes {result['replayed_s']:.3f} s of CPU with replay and {result['plain_s']:.3f} without: "
+        f"{result['ratio'] - 1:+.1%} (from {result['ratios'][0] - 1:+.1%} to {result['ratios'][-1] - 1:+.1%} over "
+        f"thirds of {args.rounds} rounds); {result['tokens']} tokens, {MODEL.layers} layers, "
+        f"{MODEL.experts_per_token} of {MODEL.experts} experts"
     )
-    return int(found["ratio"] > MOST)
+    return int(result["ratio"] > MOST)
 
 
 def measure(path: Path, rounds: int) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def opened(path: Path, parallel: ParallelDims, replay: str) -> ModelWorker:
     policy = PolicyConfig(micro_tokens=MICRO, optimizer=OptimizerConfig(lr=1e-6), moe=MoeConfig(aux_loss=0.0))
     policy = replace(policy, moe=replace(policy.moe, replay=replay))
     hf = json.loads((path / "config.json").read_text())
-    made = ModelWorker(hf, policy, parallel, dtype=torch.float32, device=CPU)
-    made.load(path)
-    return made
+    worker = ModelWorker(hf, policy, parallel, dtype=torch.float32, device=CPU)
+    worker.load(path)
+    return worker
 
 
 def batches() -> list[Sequences]:

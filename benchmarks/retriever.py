@@ -112,7 +112,7 @@ def recall(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         builder.save(Path(folder) / "dense.faiss")
         built = DenseIndex(Path(folder) / "dense.faiss", args.faiss_search, args.threads)
-    found: dict[str, object] = {"passages": index.size, "queries": len(queries)}
+    result: dict[str, object] = {"passages": index.size, "queries": len(queries)}
     for name, searched in ((index.recipe.faiss, index.dense), (args.faiss, built)):
         start = time.perf_counter()
         _, rows = searched.search(asked, 10)
@@ -126,8 +126,8 @@ def recall(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
             )
             for k in (1, 3, 10)
         }
-        found[name] = {**shares, "ms_per_query": round(1000 * took / len(queries), 3)}
-    return found
+        result[name] = {**shares, "ms_per_query": round(1000 * took / len(queries), 3)}
+    return result
 
 
 if __name__ == "__main__":

@@ -50,19 +50,19 @@ def measure(kind: Callable[[], Iterator[Step]], seconds: float, at_once: int) ->
         start = time.perf_counter()
 
         def work(_: int) -> list[float]:
-            taken = []
+            durations = []
             while (begin := time.perf_counter()) < start + seconds:
                 step()
-                taken.append(time.perf_counter() - begin)
-            return taken
+                durations.append(time.perf_counter() - begin)
+            return durations
 
-        taken = sorted(one for some in pool.map(work, range(at_once)) for one in some)
+        durations = sorted(one for some in pool.map(work, range(at_once)) for one in some)
         whole = time.perf_counter() - start
     return {
-        "steps": len(taken),
-        "steps_per_second": round(len(taken) / whole, 2),
-        "median_ms": round(1000 * statistics.median(taken), 1),
-        "p99_ms": round(1000 * taken[int(0.99 * (len(taken) - 1))], 1),
+        "steps": len(durations),
+        "steps_per_second": round(len(durations) / whole, 2),
+        "median_ms": round(1000 * statistics.median(durations), 1),
+        "p99_ms": round(1000 * durations[int(0.99 * (len(durations) - 1))], 1),
     }
 
 
@@ -79,12 +79,12 @@ def _python() -> Iterator[Step]:
 def _sql() -> Iterator[Step]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "shop.sqlite"
-        with sqlite3.connect(file) as made:
-            made.execute("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT)")
-            made.execute("CREATE TABLE sale (id INTEGER, price REAL)")
-            made.executemany("INSERT INTO item VALUES (?, ?)", ((i, f"item {i}") for i in range(100)))
-            made.executemany("INSERT INTO sale VALUES (?, ?)", ((i % 100, i / 7) for i in range(10_000)))
-        made.close()
+        with sqlite3.connect(file) as connection:
+            connection.execute("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT)")
+            connection.execute("CREATE TABLE sale (id INTEGER, price REAL)")
+            connection.executemany("INSERT INTO item VALUES (?, ?)", ((i, f"item {i}") for i in range(100)))
+            connection.executemany("INSERT INTO sale VALUES (?, ?)", ((i % 100, i / 7) for i in range(10_000)))
+        connection.close()
         database = Database(file, Sandbox(Limits(processes=4)))
 
         def step() -> None:

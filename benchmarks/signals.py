@@ -46,8 +46,8 @@ def isolated(arguments: list[str]) -> list[str]:
     """Returns the command to run this program with these arguments, isolated from other processes."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     spaces = ["unshare", *user, "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-    own = [sys.executable, "-m", "benchmarks.signals", "--inside", *arguments]
-    return [*spaces, "sh", "-c", INSIDE, "sh", *own]
+    command = [sys.executable, "-m", "benchmarks.signals", "--inside", *arguments]
+    return [*spaces, "sh", "-c", INSIDE, "sh", *command]
 
 
 def left(work: Path) -> list[str]:
@@ -107,10 +107,14 @@ def attempt(work: Path, name: str, number: signal.Signals, moment_s: float) -> d
         errors += f"no end within {LIMIT_S:g} s"
     seconds, remains = time.monotonic() - sent, left(work)
     # Data preparation prints its progress there.
-    told = "".join(line for line in errors.splitlines(True) if not line.endswith(" rows\n"))
-    good = process.returncode == 75 and told == LINE.format(number.name) and "Traceback" not in out and not remains
-    said = out.strip().splitlines()
-    result = {"signal": number.name, "moment_s": round(moment_s, 2), "during": said[-1].strip() if said else "start-up"}
+    messages = "".join(line for line in errors.splitlines(True) if not line.endswith(" rows\n"))
+    good = process.returncode == 75 and messages == LINE.format(number.name) and "Traceback" not in out and not remains
+    output_lines = out.strip().splitlines()
+    result = {
+        "signal": number.name,
+        "moment_s": round(moment_s, 2),
+        "during": output_lines[-1].strip() if output_lines else "start-up",
+    }
     result |= {"code": process.returncode, "seconds": round(seconds, 2), "left": remains, "good": good}
     return result if good else result | {"errors": errors, "out": out}
 

@@ -138,9 +138,9 @@ def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | No
         ended = subprocess.run([*command, *case.settings, *more], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     if ended.returncode:
         sys.exit(f"ours ended with {ended.returncode}:\n{(folder / 'log').read_text()}")
-    found = [row for row in read(folder / "run" / "metrics.jsonl") if row["step"]]
-    assert all(row["rollout/tokens"] == case.tokens for row in found), "a response has another length"
-    return found[WARM:]
+    step_rows = [row for row in read(folder / "run" / "metrics.jsonl") if row["step"]]
+    assert all(row["rollout/tokens"] == case.tokens for row in step_rows), "a response has another length"
+    return step_rows[WARM:]
 
 
 def trls(case: Case, folder: Path, python: Path) -> list[float]:
@@ -167,18 +167,18 @@ def compare(case: Case, rounds: int, python: Path | None, more: list[str]) -> di
             rows += ours(case, Path(folder), more)
             peer += trls(case, Path(folder), python) if python else []
     steps = [row["time/step"] or 0.0 for row in rows]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "tokens": case.tokens,
         "settings": [*case.settings, *more],
         "ours_s": statistics.median(steps),
         "ours_steps_s": steps,
         "phases_s": {name: statistics.median(row.get(f"time/{name}") or 0.0 for row in rows) for name in PHASES},
     }
-    found["ours_tokens_s"] = case.tokens / found["ours_s"]
+    result["ours_tokens_s"] = case.tokens / result["ours_s"]
     if peer:
-        found |= {"trl_s": statistics.median(peer), "trl_steps_s": peer, "trl_micro": case.trl_micro}
-        found |= {"trl_tokens_s": case.tokens / found["trl_s"], "ratio": found["trl_s"] / found["ours_s"]}
-    return found
+        result |= {"trl_s": statistics.median(peer), "trl_steps_s": peer, "trl_micro": case.trl_micro}
+        result |= {"trl_tokens_s": case.tokens / result["trl_s"], "ratio": result["trl_s"] / result["ours_s"]}
+    return result
 
 
 def main() -> None:
@@ -196,12 +196,12 @@ def main() -> None:
         for name in args.only:
             model = str(make_model(name, Path(folder)))
             case = Case(**{**vars(CASES[name]), "model": model, "steps": args.steps})
-            results[name] = found = compare(case, args.rounds, args.trl and args.trl.absolute(), args.set)
-            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases_s"].items())
-            print(f"{name}: ours {found['ours_s']:.2f} s a step ({phases}), {found['ours_tokens_s']:.0f} tokens/s")
+            results[name] = result = compare(case, args.rounds, args.trl and args.trl.absolute(), args.set)
+            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items())
+            print(f"{name}: ours {result['ours_s']:.2f} s a step ({phases}), {result['ours_tokens_s']:.0f} tokens/s")
             if args.trl:
-                print(f"{name}: TRL {found['trl_s']:.2f} s a step, {found['trl_tokens_s']:.0f} tokens/s")
-                print(f"{name}: {found['ratio']:.2f}x TRL's tokens a second", flush=True)
+                print(f"{name}: TRL {result['trl_s']:.2f} s a step, {result['trl_tokens_s']:.0f} tokens/s")
+                print(f"{name}: {result['ratio']:.2f}x TRL's tokens a second", flush=True)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 

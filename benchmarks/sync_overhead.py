@@ -214,19 +214,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds of Python in a weight sync.")
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
-    found = {}
+    overheads = {}
     for where, shared in (("GPUs of their own", False), ("the same GPUs", True)):
-        made = Sync.make(shared)
-        found[f"policy rank, {where}"] = made.measure(source=0)
-        found[f"engine worker, {where}"] = made.measure(target=0)
+        sync = Sync.make(shared)
+        overheads[f"policy rank, {where}"] = sync.measure(source=0)
+        overheads[f"engine worker, {where}"] = sync.measure(target=0)
     columns = ("parts", "buckets", "first s", "later s", "with checksums s", "moved s", "launches", "tables MB")
     print(f"{'':33} {'  '.join(columns)}")
-    for name, o in found.items():
+    for name, o in overheads.items():
         seconds = (f"{s:.3f}" for s in (o.first, o.later, o.checksums, o.moved))
         cells = (str(o.parts), str(o.buckets), *seconds, str(o.launches), f"{o.table_bytes / 1e6:.2f}")
         print(f"{name:33} {'  '.join(cell.rjust(len(c)) for cell, c in zip(cells, columns, strict=True))}")
     if args.json:
-        args.json.write_text(json.dumps({name: asdict(o) for name, o in found.items()}, indent=1) + "\n")
+        args.json.write_text(json.dumps({name: asdict(o) for name, o in overheads.items()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,25 +117,25 @@ class Ranks:
 
     def answers(self) -> list[dict[str, Any]]:
         """Returns an answer of each process."""
-        found: dict[int, dict[str, Any]] = {}
+        by_process: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.scenario.timeout_s + 10
         with selectors.DefaultSelector() as selector:
             for number, process in enumerate(self.processes):
                 assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, number)
-            while len(found) < len(self.processes):
+            while len(by_process) < len(self.processes):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    silent = next(n for n in range(len(self.processes)) if n not in found)
+                    silent = next(n for n in range(len(self.processes)) if n not in by_process)
                     raise self._failed(silent, f"did not answer within {self.scenario.timeout_s + 10:g} s")
                 for key, _ in ready:
                     pipe: IO[str] = key.fileobj  # type: ignore[assignment]
                     line = pipe.readline()
                     if not line:
                         raise self._failed(key.data, "ended without an answer")
-                    found[key.data] = json.loads(line)
+                    by_process[key.data] = json.loads(line)
                     selector.unregister(key.fileobj)
-        return [found[number] for number in range(len(self.processes))]
+        return [by_process[number] for number in range(len(self.processes))]
 
     def _failed(self, number: int, what: str) -> RuntimeError:
         words = self.logs[number].read_text(errors="replace").strip().splitlines()[-5:]
@@ -152,17 +152,17 @@ def link_bound_bytes(scenario: Scenario, source: Layout, target: Layout, nodes: 
     needs = np.zeros(nodes, dtype=np.int64)
     alone = np.zeros(nodes, dtype=np.int64)
     for name, shape in source.tensors.items():
-        here = np.zeros((nodes, *shape), dtype=bool)
+        held = np.zeros((nodes, *shape), dtype=bool)
         for first, layout in ((0, source), (scenario.policy_ranks, target)):
             for rank, shard in enumerate(layout.shards):
                 for piece in shard.pieces:
                     if piece.tensor == name:
-                        here[scenario.node(first + rank)][piece.box.slices()] = True
-        holders = here[:policy_nodes].sum(0)
+                        held[scenario.node(first + rank)][piece.box.slices()] = True
+        holders = held[:policy_nodes].sum(0)
         for node in range(policy_nodes, nodes):
-            needs[node] += here[node].sum()
+            needs[node] += held[node].sum()
             for holder in range(policy_nodes):
-                alone[holder] += (here[node] & here[holder] & (holders == 1)).sum()
+                alone[holder] += (held[node] & held[holder] & (holders == 1)).sum()
     fair = -(-int(needs.sum()) // policy_nodes)
     return max(int(needs.max()), int(alone.max()), fair) * DTYPE.itemsize
 
@@ -233,11 +233,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
         for repeat in range(options.repeats):
             for turn, (way, title) in enumerate(WAYS.items()):
-                found = measure(ranks, nodes, way, seed=1 + repeat * len(WAYS) + turn)
-                runs[way].append(found)
-                wrong = f", {found['wrong_bytes']} BYTES WRONG" if found["wrong_bytes"] else ""
-                say(f"{title} {repeat + 1}/{options.repeats}: {found['seconds']:.2f} s{wrong}")
-    ways = {way: summary(found, bound_s, options.mbit) for way, found in runs.items()}
+                measurement = measure(ranks, nodes, way, seed=1 + repeat * len(WAYS) + turn)
+                runs[way].append(measurement)
+                wrong = f", {measurement['wrong_bytes']} BYTES WRONG" if measurement["wrong_bytes"] else ""
+                say(f"{title} {repeat + 1}/{options.repeats}: {measurement['seconds']:.2f} s{wrong}")
+    ways = {way: summary(measurements, bound_s, options.mbit) for way, measurements in runs.items()}
     return {
         "mbit": options.mbit,
         "policy": parallel,

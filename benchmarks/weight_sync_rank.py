@@ -280,8 +280,8 @@ class Baseline:
         """Runs another policy rank's part: sends parts of a bucket while parts of the previous bucket are in flight."""
         works: list[Any] = []
         for names in self._buckets:
-            if mine := self._brought(self._process.number, names):
-                packed = torch.cat([self._local(part.piece).reshape(-1) for part in mine])
+            if parts := self._brought(self._process.number, names):
+                packed = torch.cat([self._local(part.piece).reshape(-1) for part in parts])
                 works.append((dist.isend(packed.view(torch.uint8), 0), packed))
             if len(works) > 1:
                 works.pop(0)[0].wait()
@@ -316,12 +316,12 @@ class Baseline:
 
     def _views(self, buffer: Tensor, names: list[str]) -> dict[str, Tensor]:
         """Returns a bucket's tensors, consecutive in the buffer."""
-        at, found = 0, {}
+        at, tensors = 0, {}
         for name in names:
             size = _numel(self._layout, name)
-            found[name] = buffer[at : at + size].view(self._layout.tensors[name])
+            tensors[name] = buffer[at : at + size].view(self._layout.tensors[name])
             at += size
-        return found
+        return tensors
 
     def _size(self, names: list[str]) -> int:
         """Returns the number of elements of a bucket."""
@@ -355,13 +355,13 @@ def _whole_tensors(layout: Layout, bucket_bytes: int) -> list[list[str]]:
 
 def _distinct_parts(layout: Layout) -> dict[str, list[_Part]]:
     """Returns every tensor as disjoint boxes, each from the lowest rank that holds the box."""
-    found: dict[str, dict[Box, _Part]] = {name: {} for name in layout.tensors}
+    parts_by_tensor: dict[str, dict[Box, _Part]] = {name: {} for name in layout.tensors}
     for rank, shard in enumerate(layout.shards):
         for piece in shard.pieces:
-            found[piece.tensor].setdefault(piece.box, _Part(piece.tensor, piece.box, rank, piece))
-    for name, parts in found.items():
+            parts_by_tensor[piece.tensor].setdefault(piece.box, _Part(piece.tensor, piece.box, rank, piece))
+    for name, parts in parts_by_tensor.items():
         assert sum(box.numel for box in parts) == _numel(layout, name), f"{name}: parts overlap or are missing"
-    return {name: list(parts.values()) for name, parts in found.items()}
+    return {name: list(parts.values()) for name, parts in parts_by_tensor.items()}
 
 
 def shard_bytes(shard: Shard) -> int:

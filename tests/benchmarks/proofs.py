@@ -85,8 +85,8 @@ def results(path: Path) -> Results:
 
 
 def kept(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())["proofs"]
-    return found
+    saved: dict[str, Any] = json.loads(path.read_text())["proofs"]
+    return saved
 
 
 def rehearsed(path: Path) -> dict[str, Any]:

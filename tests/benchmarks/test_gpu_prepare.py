@@ -80,15 +80,15 @@ def test_preparing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(command, "WORK", tmp_path / "work")
     monkeypatch.setattr(command, "_download", download)
     monkeypatch.setattr(command, "_bring_extension", compiled)
-    said: list[str] = []
-    command.prepare(tmp_path / "wheels", said.append)
+    lines: list[str] = []
+    command.prepare(tmp_path / "wheels", lines.append)
     assert len(asked) == len(command.PACKAGES) + 2 and asked[-1] == "compile"
     (core,) = (tmp_path / "wheels").glob("transformer_engine_cu13-*")
     assert "-1sm90-py3-none-any.whl" in core.name
-    assert " in all, of 64 that a call can carry" in said[-1]
+    assert " in all, of 64 that a call can carry" in lines[-1]
     asked.clear()
     next((tmp_path / "wheels").glob("pydantic-*")).unlink()
-    command.prepare(tmp_path / "wheels", said.append)
+    command.prepare(tmp_path / "wheels", lines.append)
     assert [package.split("==")[0] for package in asked] == ["pydantic"]
 
 

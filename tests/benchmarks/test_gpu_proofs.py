@@ -26,21 +26,21 @@ from tests.conftest import ROOT
 def test_what_goes_wrong_is_kept_and_the_next_proof_runs(path: Path) -> None:
     proofs = [proof(name) for name in ("raises", "dies", "wrong", "not_a_number", "good")]
     assert not run(proofs, results(path), quiet())
-    found = kept(path)
-    assert {name: found[name]["status"] for name in found} == {**dict.fromkeys(found, FAILED), "good": PASSED}
-    assert found["raises"]["figures"] == [{"name": "before it", "value": 1.0, "unit": "s"}]
-    assert found["raises"]["why"] == "RuntimeError: the root cause"
-    assert "in raises" in found["raises"]["traceback"]
-    assert "code 7" in found["dies"]["why"] and "last words" in found["dies"]["log"]
-    assert found["wrong"]["wrong"] == [
+    saved = kept(path)
+    assert {name: saved[name]["status"] for name in saved} == {**dict.fromkeys(saved, FAILED), "good": PASSED}
+    assert saved["raises"]["figures"] == [{"name": "before it", "value": 1.0, "unit": "s"}]
+    assert saved["raises"]["why"] == "RuntimeError: the root cause"
+    assert "in raises" in saved["raises"]["traceback"]
+    assert "code 7" in saved["dies"]["why"] and "last words" in saved["dies"]["log"]
+    assert saved["wrong"]["wrong"] == [
         "error: 0.5 nats, at most 0.1 is allowed",
         "not so: water is dry; seen: water",
     ]
-    assert "nan" in found["not_a_number"]["wrong"][0]
-    (figure,) = found["good"]["figures"]
+    assert "nan" in saved["not_a_number"]["wrong"][0]
+    (figure,) = saved["good"]["figures"]
     assert (figure["value"], figure["limit"], figure["ratio"]) == (30.0, 40.0, 0.75)
-    told = table(proofs, results(path))
-    header, *rows = told.splitlines()
+    lines = table(proofs, results(path))
+    header, *rows = lines.splitlines()
     assert header.split() == ["proof", "status", "figure", "limit", "ratio", "seconds"]
     assert next(row for row in rows if row.startswith("good")).split()[1:7] == [
         *("passed", "speed", "30", "GB/s", "40", "0.750")
@@ -52,13 +52,13 @@ def test_a_proof_that_hangs_ends_with_all_it_started(path: Path) -> None:
     start = time.monotonic()
     assert not run([proof("hangs", limit_s=12.0), proof("good")], results(path), quiet())
     assert time.monotonic() - start < 150
-    found = kept(path)
-    assert (found["hangs"]["status"], found["good"]["status"]) == (TIMEOUT, PASSED)
-    assert found["hangs"]["figures"]
+    saved = kept(path)
+    assert (saved["hangs"]["status"], saved["good"]["status"]) == (TIMEOUT, PASSED)
+    assert saved["hangs"]["figures"]
     deadline = time.monotonic() + 60
-    while _runs(found["hangs"]["notes"]["other"]) and time.monotonic() < deadline:
+    while _runs(saved["hangs"]["notes"]["other"]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(found["hangs"]["notes"]["other"])
+    assert not _runs(saved["hangs"]["notes"]["other"])
 
 
 def _runs(pid: int) -> bool:
@@ -76,11 +76,11 @@ def test_figures_are_on_disk_while_the_proof_runs(path: Path) -> None:
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            found = kept(path)["hangs"] if path.exists() else {}
-            if found.get("figures"):
+            saved = kept(path)["hangs"] if path.exists() else {}
+            if saved.get("figures"):
                 break
             time.sleep(0.05)
-        assert (found["status"], found["figures"][0]["name"]) == (RUNNING, "before it")
+        assert (saved["status"], saved["figures"][0]["name"]) == (RUNNING, "before it")
     finally:
         thread.join()
     assert kept(path)["hangs"]["status"] == TIMEOUT
@@ -264,8 +264,8 @@ def rehearse(path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
-    found = rehearse(path, "--only", "device", "kernels")
-    assert [found[name]["status"] for name in ("device", "kernels")] == [PASSED, PASSED]
+    saved = rehearse(path, "--only", "device", "kernels")
+    assert [saved[name]["status"] for name in ("device", "kernels")] == [PASSED, PASSED]
 
 
 @pytest.mark.slow
@@ -276,9 +276,9 @@ def test_every_proof_but_vllms_is_rehearsed(path: Path) -> None:
     on_cuda |= {"exchange_segments", "fragmentation"}
     command = [sys.executable, "-m", "tests.benchmarks.rehearsal", str(path.parent), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
-    found = rehearsed(path)
-    went_wrong = {name: found[name].get("why") or found[name].get("wrong") for name in found}
-    assert {name: found[name]["status"] for name in names} == {
+    saved = rehearsed(path)
+    went_wrong = {name: saved[name].get("why") or saved[name].get("wrong") for name in saved}
+    assert {name: saved[name]["status"] for name in names} == {
         name: CUDA_ONLY if name in on_cuda else PASSED for name in names
     }, (went_wrong, done.stderr[-2000:])
 
@@ -287,5 +287,5 @@ def test_every_proof_but_vllms_is_rehearsed(path: Path) -> None:
 @pytest.mark.nightly
 def test_an_engine_is_rehearsed(path: Path) -> None:
     pytest.importorskip("vllm")
-    found = rehearse(path, "--stage", "3")
-    assert found["vllm"]["status"] == PASSED
+    saved = rehearse(path, "--stage", "3")
+    assert saved["vllm"]["status"] == PASSED

@@ -19,20 +19,20 @@ NORMS = np.array([2.3e-3, 7.6e-3, 1.1e-2])
 def _told(rng: np.random.Generator, exact: dict[str, Any] | None = None, norm: float = 1.0) -> dict[str, Any]:
     """Returns simulated measurements: exact values, or `exact` with bfloat16's errors."""
     if exact is None:
-        told: dict[str, Any] = {name: rng.normal(size=4000) for name in ("log-probs", "entropy")}
-        return told | {"gradients": {"w": rng.normal(size=4000)}, "losses": [5.0] * 3, "gradient norms": [1.0] * 3}
-    told = {name: exact[name] + rng.normal(size=4000) * 0.1 for name in ("log-probs", "entropy")}
-    told["gradients"] = {"w": exact["gradients"]["w"] + rng.normal(size=4000) * 0.1}
-    told["losses"] = list(5.0 * (1 + rng.normal(size=3) * LOSSES))
-    return told | {"gradient norms": list(norm * (1 + rng.normal(size=3) * NORMS))}
+        simulated: dict[str, Any] = {name: rng.normal(size=4000) for name in ("log-probs", "entropy")}
+        return simulated | {"gradients": {"w": rng.normal(size=4000)}, "losses": [5.0] * 3, "gradient norms": [1.0] * 3}
+    simulated = {name: exact[name] + rng.normal(size=4000) * 0.1 for name in ("log-probs", "entropy")}
+    simulated["gradients"] = {"w": exact["gradients"]["w"] + rng.normal(size=4000) * 0.1}
+    simulated["losses"] = list(5.0 * (1 + rng.normal(size=3) * LOSSES))
+    return simulated | {"gradient norms": list(norm * (1 + rng.normal(size=3) * NORMS))}
 
 
-def _wrong(path: Path, here: dict[str, Any], cpu: dict[str, Any], exact: dict[str, Any]) -> list[str]:
+def _wrong(path: Path, device: dict[str, Any], cpu: dict[str, Any], exact: dict[str, Any]) -> list[str]:
     events = path / "events"
     events.write_text("")
-    compare(Bench(events, path, tiny=False), {"bfloat16": here}, {"bfloat16": cpu, "float32": exact})
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    return [event["wrong"] for event in told if "wrong" in event]
+    compare(Bench(events, path, tiny=False), {"bfloat16": device}, {"bfloat16": cpu, "float32": exact})
+    recorded = [json.loads(line) for line in events.read_text().splitlines()]
+    return [event["wrong"] for event in recorded if "wrong" in event]
 
 
 def test_a_device_that_rounds_as_well_as_a_cpu_passes(tmp_path: Path) -> None:
@@ -45,5 +45,5 @@ def test_a_device_that_rounds_as_well_as_a_cpu_passes(tmp_path: Path) -> None:
 def test_a_gradient_norm_that_is_a_seventh_too_large_fails(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     exact = _told(rng)
-    (said,) = _wrong(tmp_path, _told(rng, exact, norm=1.15), _told(rng, exact), exact)
-    assert "gradient norms" in said
+    (mistake,) = _wrong(tmp_path, _told(rng, exact, norm=1.15), _told(rng, exact), exact)
+    assert "gradient norms" in mistake

@@ -96,9 +96,9 @@ def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
 
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
-        told = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "RECORD": ""}
-        told["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        for path, text in {**files, **{f"{info}/{key}": value for key, value in told.items()}}.items():
+        metadata = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "RECORD": ""}
+        metadata["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        for path, text in {**files, **{f"{info}/{key}": value for key, value in metadata.items()}}.items():
             file.writestr(path, text)
 
 
@@ -144,12 +144,12 @@ def test_transformer_engine_comes_whole_or_not_at_all(
         assert main(["--rehearse", "--results", str(path.parent), "--wheels", str(brought), "--again"]) == 0
         return rehearsed(path)
 
-    found = call(before, build, after)
-    assert [(name, p["status"], p.get("wrong")) for name, p in found.items()] == [
+    saved = call(before, build, after)
+    assert [(name, p["status"], p.get("wrong")) for name, p in saved.items()] == [
         (name, PASSED, None) for name in ("imports", "te_build", "after")
     ]
     (site,) = (folder.name for folder in (brought.parent / "temporary").glob("skyrl-mega-gpu-*"))
-    assert [found[name]["notes"]["Transformer Engine"] for name in ("imports", "after")] == ["absent", site]
+    assert [saved[name]["notes"]["Transformer Engine"] for name in ("imports", "after")] == ["absent", site]
     assert call(before)["imports"]["notes"]["Transformer Engine"] == site
 
 
@@ -165,9 +165,9 @@ def test_transformer_engine_that_cannot_be_imported_stays_out(
     monkeypatch.setattr(command, "PROOFS", (build, proof("imports")))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["--rehearse", "--results", str(path.parent), "--wheels", str(brought)]) == 1
-    found = rehearsed(path)
-    assert found["te_build"]["status"] == FAILED and "shared object" in found["te_build"]["wrong"][0]
-    assert (found["imports"]["status"], found["imports"]["notes"]) == (PASSED, {"Transformer Engine": "absent"})
+    saved = rehearsed(path)
+    assert saved["te_build"]["status"] == FAILED and "shared object" in saved["te_build"]["wrong"][0]
+    assert (saved["imports"]["status"], saved["imports"]["notes"]) == (PASSED, {"Transformer Engine": "absent"})
 
 
 def test_what_a_proof_made_is_made_again_where_it_is_gone(

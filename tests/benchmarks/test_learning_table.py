@@ -31,11 +31,11 @@ def figures(accuracy: float, **more: float) -> Figures:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
-    found = Results(tmp_path / "table.json", ["a=1"])
-    found.begin_with({"accuracy": 0.5, "pass_at_n": 0.9, "greedy": 1.0})
+    new_results = Results(tmp_path / "table.json", ["a=1"])
+    new_results.begin_with({"accuracy": 0.5, "pass_at_n": 0.9, "greedy": 1.0})
     for seed, accuracy in enumerate((0.7, 0.75, 0.86)):
-        found.keep("grpo", seed, figures(accuracy, mismatch=(seed + 1) * 1e-05))
-    return found
+        new_results.keep("grpo", seed, figures(accuracy, mismatch=(seed + 1) * 1e-05))
+    return new_results
 
 
 GRPO = {
@@ -115,8 +115,8 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def test_the_first_row_is_grpo_with_ppos_clip_alone() -> None:
-    found = settings_of("grpo")
-    assert {name: found[name] for name in GRPO} == GRPO
+    settings = settings_of("grpo")
+    assert {name: settings[name] for name in GRPO} == GRPO
 
 
 def test_every_advantage_and_loss_is_a_row_of_its_own() -> None:
@@ -125,8 +125,8 @@ def test_every_advantage_and_loss_is_a_row_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", rows())
 def test_a_row_has_the_settings_that_it_names_and_no_others(name: str) -> None:
-    found, common = settings_of(name), settings_of("grpo")
-    changed = {setting: value for setting, value in found.items() if value != common.get(setting)}
+    settings, common = settings_of(name), settings_of("grpo")
+    changed = {setting: value for setting, value in settings.items() if value != common.get(setting)}
     assert changed == CHANGES[name]
 
 
@@ -140,8 +140,8 @@ def test_a_row_can_be_run(name: str) -> None:
 
 
 def test_every_row_is_on_the_page() -> None:
-    told = set(re.findall(r"^\| `?([^`|*]+?)`? \|", learning_table.PAGE.read_text(), re.MULTILINE))
-    missing = sorted(set(rows()) - told)
+    names = set(re.findall(r"^\| `?([^`|*]+?)`? \|", learning_table.PAGE.read_text(), re.MULTILINE))
+    missing = sorted(set(rows()) - names)
     assert missing == [], f"train them with: python -m benchmarks.learning_table --only {' '.join(missing)}"
 
 

@@ -53,12 +53,12 @@ def earned(output: BaseTextEnvStepOutput) -> float:
 def test_a_demonstration_without_mistakes_earns_everything() -> None:
     seen = set()
     for row in rows("demonstrations", 200, TAIL, seed=1):
-        env, said = opened(row), row["extra_info"]["demonstration"]
-        given = [env.step(message["content"]) for message in said if message["role"] == "assistant"]
+        env, demonstration = opened(row), row["extra_info"]["demonstration"]
+        given = [env.step(message["content"]) for message in demonstration if message["role"] == "assistant"]
         assert sum(earned(output) for output in given) == pytest.approx(1)
         assert [output["done"] for output in given] == [False] * (len(given) - 1) + [True]
-        told = [message for output in given for message in output["observations"]]
-        assert told == [message for message in said if message["role"] == "user"]
+        messages = [message for output in given for message in output["observations"]]
+        assert messages == [message for message in demonstration if message["role"] == "user"]
         seen.add(len(given))
     assert {1, 2, 3, MOST_SUMS} <= seen
 
@@ -67,8 +67,10 @@ def test_wrong_answers_earn_nothing_and_are_as_many_as_was_asked_for() -> None:
     right = []
     for row in rows("demonstrations", 500, TAIL, seed=2, wrong=0.4):
         env = opened(row)
-        said = [message["content"] for message in row["extra_info"]["demonstration"] if message["role"] == "assistant"]
-        right += [earned(env.step(text)) > 0 for text in said]
+        demonstrated = [
+            message["content"] for message in row["extra_info"]["demonstration"] if message["role"] == "assistant"
+        ]
+        right += [earned(env.step(text)) > 0 for text in demonstrated]
     assert sum(right) / len(right) == pytest.approx(0.6, abs=0.05)
 
 
@@ -85,8 +87,8 @@ def test_the_tool_takes_its_time_in_training_alone(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("mode", ["off", "full"])
 def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
     check(compose(ROOT / RECIPE, [*SETTINGS, *WARM]))
-    own = ["model.build=null", "environment.options.sums={mean_s: 0.3, sigma: 1.0, seed: 0}"]
-    check(compose(ROOT / RECIPE, [*SETTINGS, *own, *ahead(mode, Work(24, 2, TAIL))]))
+    run_settings = ["model.build=null", "environment.options.sums={mean_s: 0.3, sigma: 1.0, seed: 0}"]
+    check(compose(ROOT / RECIPE, [*SETTINGS, *run_settings, *ahead(mode, Work(24, 2, TAIL))]))
 
 
 def test_how_many_answers_were_under_way() -> None:

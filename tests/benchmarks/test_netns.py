@@ -149,8 +149,10 @@ def test_a_user_without_rights_gets_the_reason() -> None:
         "import os; from benchmarks.netns import unavailable\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); print(unavailable())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    assert "CAP_NET_ADMIN" in told
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert "CAP_NET_ADMIN" in output
 
 
 @pytest.mark.parametrize("nodes, mbit", [(0, 100.0), (251, 100.0), (1, 0.0), (1, -1.0)])

@@ -30,6 +30,6 @@ def test_a_recipe_is_held_against_the_same_seeds(tmp_path: Path, after: float, h
     for seed, score in ((0, 0.9), (1, 0.1)):
         results.keep("quickstart model", seed, {"before": 0.5, "after": score, "mismatch": 1e-6, "seconds": 10})
     results.keep("quickstart mxfp8", 0, {"before": 0.5, "after": after, "mismatch": 2e-3, "seconds": 20})
-    lines, found = precision.table(results, ["quickstart"], ["model", "fp8_current", "mxfp8"])
-    assert found is held
+    lines, all_held = precision.table(results, ["quickstart"], ["model", "fp8_current", "mxfp8"])
+    assert all_held is held
     assert len(lines) == 3 and f"{after - 0.9:+.3f}" in lines[2] and "2.0e-03" in lines[2]

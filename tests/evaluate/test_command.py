@@ -76,10 +76,10 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 def lines(output: Path) -> list[dict[str, Any]]:
     """Returns all complete lines of all sets."""
-    found = []
+    samples = []
     for file in sorted((output / "samples").glob("*.jsonl")):
-        found += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return found
+        samples += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return samples
 
 
 def seed_of(line: dict[str, Any]) -> int:
@@ -209,9 +209,9 @@ def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path
     assert code == 0
     assert f"{42 * SAMPLES} samples; 50 are there already" in out
     assert len(fake.bodies) == 42 * SAMPLES - 50
-    there = {seed_of(k) for k in kept}
-    assert there < set(every)
-    assert {seed for _, seed in fake.asked} == set(every) - there, "what is there is not asked again"
+    saved_seeds = {seed_of(k) for k in kept}
+    assert saved_seeds < set(every)
+    assert {seed for _, seed in fake.asked} == set(every) - saved_seeds, "what is there is not asked again"
     assert said(output) == said(tmp_path / "whole")
     assert len(said(output)) == 42 * SAMPLES
     assert (output / "table.md").read_text() == (tmp_path / "whole" / "table.md").read_text()

@@ -133,8 +133,8 @@ def test_an_answer_without_end_is_not_read(fake: Fake, monkeypatch: pytest.Monke
 
 
 def test_an_error_shows_neither_the_key_nor_what_steers_a_terminal(fake: Fake) -> None:
-    for said in ("your key s3cret is wrong", '{"error": {"message": "s3cret\\u001b[2J"}}', "[" * 100_000):
-        fake.script.append((401, {}, said))
+    for body in ("your key s3cret is wrong", '{"error": {"message": "s3cret\\u001b[2J"}}', "[" * 100_000):
+        fake.script.append((401, {}, body))
         with pytest.raises(UserError, match="HTTP 401") as caught:
             talk(fake, key="s3cret")
         assert "s3cret" not in str(caught.value) and str(caught.value).isprintable()
@@ -194,8 +194,8 @@ def test_budgets_end_it_by_name(fake: Fake) -> None:
 
 
 def test_a_conversation_beyond_the_endpoints_context_is_truncated(fake: Fake) -> None:
-    said = {"error": {"message": "This model's maximum context length is 16 tokens.", "code": 400}}
-    fake.script.append((400, {}, json.dumps(said)))
+    body = {"error": {"message": "This model's maximum context length is 16 tokens.", "code": 400}}
+    fake.script.append((400, {}, json.dumps(body)))
     [t] = talk(fake)
     assert (t.status, t.reward, len(fake.bodies)) == (Status.TRUNCATED_TOKENS, 0.0, 1)
 

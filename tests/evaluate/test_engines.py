@@ -54,8 +54,14 @@ def command(inputs: Path, output: Path, *more: str) -> list[str]:
 
 def engines(inputs: Path, output: Path, concurrency: int) -> subprocess.Popen[str]:
     """Starts the command with an engine; processes are marked for `left_over`."""
-    own = ["--model", str(inputs / "model"), "model.dtype=float32", "cluster.device=cpu", "rollout.kv_cache_gib=0.1"]
-    arguments = command(inputs, output, *own, f"rollout.concurrency={concurrency}")
+    engine_settings = [
+        "--model",
+        str(inputs / "model"),
+        "model.dtype=float32",
+        "cluster.device=cpu",
+        "rollout.kv_cache_gib=0.1",
+    ]
+    arguments = command(inputs, output, *engine_settings, f"rollout.concurrency={concurrency}")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(output)}
     return subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

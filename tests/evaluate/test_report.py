@@ -22,12 +22,12 @@ def of(name: str, prompts: int, accuracy: float, **more: float) -> SetScores:
 
 def cells(text: str) -> dict[str, list[str]]:
     """Returns the lines of Markdown tables by first cell."""
-    found = {}
+    by_name = {}
     for line in text.splitlines():
         if line.startswith("| "):
             first, *rest = (cell.strip() for cell in line.strip("| ").split("|"))
-            found.setdefault(first, rest)
-    return found
+            by_name.setdefault(first, rest)
+    return by_name
 
 
 def test_published_figures_are_those_of_the_recipes(real_data: Path) -> None:
@@ -96,8 +96,8 @@ def test_all_tables_line_up_and_name_both_means() -> None:
     for block in blocks:
         assert len({len(line) for line in block.splitlines()}) == 1, block
         assert SETS in block and EXAMPLES in block
-    own = cells(blocks[0])
-    assert own["set"] == [
+    own_table = cells(blocks[0])
+    assert own_table["set"] == [
         "examples",
         "reward mean@2",
         "accuracy mean@2",
@@ -107,8 +107,8 @@ def test_all_tables_line_up_and_name_both_means() -> None:
         "failed",
         "tokens",
     ]
-    assert own["openai/gsm8k"] == ["10", *["0.100 ± 0.010"] * 3, "–", "0.250", "0.000", "33.3"]
-    assert own[EXAMPLES][1].startswith("0.340")
+    assert own_table["openai/gsm8k"] == ["10", *["0.100 ± 0.010"] * 3, "–", "0.250", "0.000", "33.3"]
+    assert own_table[EXAMPLES][1].startswith("0.340")
     figures = values(sets, names)
     assert figures[SETS]["accuracy"]["value"] == pytest.approx(0.25)
     assert figures["published"]["searchr1"][0]["rows"]["TriviaQA†"]["this run"]["value"] == 0.4

@@ -49,15 +49,15 @@ def test_samples_whose_environment_failed_have_no_score() -> None:
     samples = samples_of([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     for key in ((0, 0), (3, 0), (3, 1)):
         samples[key] = samples[key]._replace(status=Status.ERROR_ENV, reward=0.0, accuracy=0.0, metrics={"f1": 0.0})
-    found = set_scores("s", samples)
-    assert found.scores["accuracy"].value == pytest.approx(0.5) and found.scores["pass"].value == pytest.approx(2 / 3)
-    assert (found.prompts, found.samples, found.failed, found.unjudged) == (4, 2, 3 / 8, 1)
+    scores = set_scores("s", samples)
+    assert scores.scores["accuracy"].value == pytest.approx(0.5) and scores.scores["pass"].value == pytest.approx(2 / 3)
+    assert (scores.prompts, scores.samples, scores.failed, scores.unjudged) == (4, 2, 3 / 8, 1)
     other = set_scores("t", samples_of([[0.0]]))
-    over_examples = mean_over_examples([found, other], "accuracy")
+    over_examples = mean_over_examples([scores, other], "accuracy")
     assert over_examples is not None and over_examples.value == pytest.approx(1.5 / 4)
     lost = set_scores("u", {key: one._replace(status=Status.ERROR_ENV) for key, one in samples.items()})
     assert lost.scores == {} and lost.failed == 1
-    assert mean_over_sets([found, lost], "accuracy") is mean_over_examples([found, lost], "accuracy") is None
+    assert mean_over_sets([scores, lost], "accuracy") is mean_over_examples([scores, lost], "accuracy") is None
 
 
 def test_the_error_of_single_samples_is_the_binomial_one() -> None:

@@ -39,11 +39,11 @@ def one(chat: Renderer, env: str, lines: list[str], extra: dict[str, Any] | None
 def tiles(t: Trajectory) -> bool:
     """Returns True if the steps' spans and messages tile the trajectory, and the mask covers exactly the responses."""
     ends = [0, *(step.end for step in t.steps)]
-    own = [k for step in t.steps for k in [step.kind is Kind.RESPONSE] * (step.end - step.start)]
+    is_response = [k for step in t.steps for k in [step.kind is Kind.RESPONSE] * (step.end - step.start)]
     return (
         [step.start for step in t.steps] == ends[:-1]
         and ends[-1] == len(t.tokens) == len(t.logprobs)
-        and list(t.mask) == [int(k) for k in own]
+        and list(t.mask) == [int(k) for k in is_response]
         and sum(step.messages for step in t.steps) == len(t.messages)
     )
 
@@ -106,8 +106,8 @@ def test_whatever_a_step_gives_ends_its_own_trajectory(
             assert (t.status, t.reward, t.turns) == (Status.COMPLETED, 3.0, 3)
             continue
         assert (t.status, t.reward) == (Status.ERROR_ENV, 0.0), fault
-        said = t.metadata["error"]
-        assert said.startswith("environment garbage: ") and SAYS[fault] in said, (fault, said)
+        error = t.metadata["error"]
+        assert error.startswith("environment garbage: ") and SAYS[fault] in error, (fault, error)
         assert "user_envs.py, line " in t.metadata["at"], "the place in the user's own file"
         # All generated tokens are kept: two turns, or none if `init` failed.
         assert t.turns == sum(t.mask) / 2 == (0 if fault.startswith("init") else 2)
@@ -221,8 +221,8 @@ def test_a_rewritten_conversation_begins_anew(characters_chat: Renderer) -> None
             go_on,
         ]
 
-    said = {"role": "assistant", "content": "line 2"}
-    expected = [t.prompt.messages, told(0), told(1), [*told(1), said, go_on], told(3), told(4)]
+    message = {"role": "assistant", "content": "line 2"}
+    expected = [t.prompt.messages, told(0), told(1), [*told(1), message, go_on], told(3), told(4)]
     template = characters_chat.tokenizer.apply_chat_template
     assert [characters_chat.tokenizer.decode(list(request.tokens)) for request, _ in policy.turns] == [
         template(messages, tokenize=False, add_generation_prompt=True) for messages in expected

@@ -39,9 +39,9 @@ def test_the_longest_sequence_bounds_what_the_policy_sees_and_not_all_that_it_ha
     characters_chat: Renderer,
 ) -> None:
     """Computes the longest of six contexts (the fourth turn's), and allows 20 more tokens."""
-    told = len(["<user>", *"so far: line 1", "<assistant>", *"yes", EOS, "<user>", *"go on", "<assistant>"])
+    prompt_length = len(["<user>", *"so far: line 1", "<assistant>", *"yes", EOS, "<user>", *"go on", "<assistant>"])
     turn = len([*"line 2", EOS])
-    longest = told + turn + len(["<user>", *"go on", "<assistant>"]) + turn
+    longest = prompt_length + turn + len(["<user>", *"go on", "<assistant>"]) + turn
     script = Scripted(characters_chat, [f"line {i}{EOS}" for i in range(6)])
     t = played(script, "rewriting", turns=9, rewrites=True, length=longest + 20)
     assert (t.status, t.turns) == (Status.COMPLETED, 6)
@@ -64,9 +64,9 @@ class Synced(Scripted):
     """A policy with new weights after two tokens of the first turn."""
 
     async def generate(self, request: Request) -> Completion:
-        said = await super().generate(request)
+        completion = await super().generate(request)
         versions = ((4, 0), (5, 2)) if len(self.turns) == 1 else ((5, 0),)
-        return Completion(said.id, said.tokens, said.logprobs, said.finish, versions)
+        return Completion(completion.id, completion.tokens, completion.logprobs, completion.finish, versions)
 
 
 def test_tokens_after_a_sync_are_of_the_new_weights(characters_chat: Renderer) -> None:

@@ -108,9 +108,9 @@ def test_the_mark_of_a_break_is_no_way_in(characters_chat: Renderer) -> None:
 def test_what_the_policy_spells_stays_text(characters_chat: Renderer) -> None:
     """Reads a spelled control token as plain characters with `text`, and renders the same text without control tokens
     in a rewritten conversation."""
-    said = characters_chat.encode("a <eos> b")  # here the tokenizer reads the control token
-    assert END in said
-    text = characters_chat.text([*said, END])
+    tokens = characters_chat.encode("a <eos> b")  # here the tokenizer reads the control token
+    assert END in tokens
+    text = characters_chat.text([*tokens, END])
     assert text == "a <eos> b"
     again = characters_chat.first([user("q"), {"role": "assistant", "content": text}])
     assert again.count(END) == 1  # the template's end token only

@@ -26,7 +26,7 @@ def under_way(engines: Engines) -> list[int]:
     return [sum(not task.done() for task in engine.calls) for engine in engines.engines]
 
 
-async def play(engines: Engines, router: Router, told: Counter[int], random: Random) -> int:
+async def play(engines: Engines, router: Router, counts: Counter[int], random: Random) -> int:
     """Sends ninety requests to three engines, some of which crash; returns the number of comparisons during
     activity."""
     looked = 0
@@ -35,8 +35,8 @@ async def play(engines: Engines, router: Router, told: Counter[int], random: Ran
         nonlocal looked
         while True:
             await asyncio.sleep(0.37)  # a moment between all other events
-            assert [told[e] for e in range(3)] == under_way(engines)
-            looked += any(told.values())
+            assert [counts[e] for e in range(3)] == under_way(engines)
+            looked += any(counts.values())
 
     async def ask(i: int) -> None:
         await asyncio.sleep(random.choice([0, 0, 5, 20]))
@@ -65,24 +65,24 @@ async def play(engines: Engines, router: Router, told: Counter[int], random: Ran
 @pytest.mark.parametrize("kind", [Router, ServiceRouter])
 @pytest.mark.parametrize("seed", range(6))
 def test_an_engine_has_what_a_router_says(kind: type[Router], seed: int) -> None:
-    told: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     random = Random(seed)
     with VirtualLoop() as loop:
         engines = Engines(3, random)
         engines.revive(0)
         router = kind(engines, Sampling(), 4, 600.0)
-        router.count = lambda engine, change: told.update({engine: change})
-        looked = loop.run(play(engines, router, told, random))
-    assert looked > 20 and not any(told.values())
+        router.count = lambda engine, change: counts.update({engine: change})
+        looked = loop.run(play(engines, router, counts, random))
+    assert looked > 20 and not any(counts.values())
 
 
 def test_what_is_abandoned_is_under_way_no_longer() -> None:
-    told: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
 
     async def leave(router: Router) -> None:
         asked = [asyncio.create_task(router.generate(Request(f"r{i}", [1], 6, i))) for i in range(8)]
         await asyncio.sleep(0.1)
-        assert told[0] == 8
+        assert counts[0] == 8
         router.close()
         for task in asked:
             task.cancel()
@@ -92,18 +92,18 @@ def test_what_is_abandoned_is_under_way_no_longer() -> None:
         engines = Engines(1, Random(0))
         engines.revive(0)
         router = Router(engines, Sampling(), 4, 600.0)
-        router.count = lambda engine, change: told.update({engine: change})
+        router.count = lambda engine, change: counts.update({engine: change})
         loop.run(leave(router))
-    assert told[0] == 0
+    assert counts[0] == 0
 
 
 def test_a_pool_tells_of_calls_that_have_a_place() -> None:
     """Counts running calls however they end; waiting calls and calls given up are not counted."""
     lock, running, most, late = threading.Lock(), 0, 0, threading.Event()
-    told: list[int] = []
+    counts: list[int] = []
 
     def count(change: int) -> None:
-        told.append((told[-1] if told else 0) + change)
+        counts.append((counts[-1] if counts else 0) + change)
 
     def work(fails: bool) -> None:
         nonlocal running, most
@@ -124,7 +124,7 @@ def test_a_pool_tells_of_calls_that_have_a_place() -> None:
     outcomes = asyncio.run(everything())
     late.set()
     assert [type(o) for o in outcomes[:3]] == [Abandoned, Raised, type(None)]
-    assert told[-1] == 0 and max(told) == 3 and min(told) == 0 and most <= 3
+    assert counts[-1] == 0 and max(counts) == 3 and min(counts) == 0 and most <= 3
 
 
 def test_a_request_and_a_call_cost_microseconds() -> None:

@@ -27,21 +27,21 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
     workers. Isolation costs no restart in the end."""
 
     async def phase() -> None:
-        player, group, workers, _, said = player_of(count, 10, seed=count)
+        player, group, workers, _, lines = player_of(count, 10, seed=count)
         group.dies_of = {*guilty}
         for worker in group.actors:
             worker.dies_of = {*guilty}
         played = await asyncio.gather(*(player.play(PROMPT, i, f"name {i}") for i in range(60)))
         assert [t.sample for t in played if t.status is Status.ERROR_INFRASTRUCTURE] == guilty
         assert all(t.status is Status.COMPLETED for t in played if t.sample not in guilty)
-        told = [played[i].metadata["error"] for i in guilty]
-        assert all("with nothing else, the last one: its process died" in error for error in told)
-        assert sum(" 3 of them with nothing" in error for error in told) >= 1, "the first one; then two are enough"
+        errors = [played[i].metadata["error"] for i in guilty]
+        assert all("with nothing else, the last one: its process died" in error for error in errors)
+        assert sum(" 3 of them with nothing" in error for error in errors) >= 1, "the first one; then two are enough"
         assert played[13].remote_arrays.ref.good, "the others go on"
-        assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // PROBES_PER_RESTART, (
+        assert workers.restarts == 10 - sum(" is lost: " in line for line in lines) // PROBES_PER_RESTART, (
             "all is explained"
         )
-        assert sum(" has failed: environment : " in line for line in said) == len(guilty)
+        assert sum(" has failed: environment : " in line for line in lines) == len(guilty)
         player.close()
         workers.close()
 
@@ -132,16 +132,16 @@ def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
     """Restarts workers outside the restart budget while suspects exist, except with `restarts` 0."""
 
     async def phase() -> None:
-        player, group, workers, _, said = player_of(4, restarts)
+        player, group, workers, _, lines = player_of(4, restarts)
         group.dies_of = {*range(4)}
         for worker in group.actors:
             worker.dies_of = group.dies_of
         asked = (player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(40))
         ended = await asyncio.gather(*asked, return_exceptions=True)
-        lent = [line for line in said if "though no restart is left" in line]
+        lent = [line for line in lines if "though no restart is left" in line]
         if restarts:
-            found = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
-            assert lent and found == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
+            failed = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
+            assert lent and failed == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
         else:
             assert any(isinstance(t, ActorFailed) for t in ended) and len(group.every) == 4, "nobody is started again"
             assert not lent
@@ -156,13 +156,13 @@ def test_starts_that_fail_are_tried_again() -> None:
     """Repeats failed starts, as often as restarts are left."""
 
     async def phase() -> None:
-        player, group, workers, _, said = player_of(2, 10)
+        player, group, workers, _, lines = player_of(2, 10)
         group.dies_of, group.starts_fail = {3}, 2
         for worker in group.actors:
             worker.dies_of = group.dies_of
         played = await asyncio.gather(*(player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(20)))
         assert [t.sample for t in played if t.status.failed] == [3]
-        assert sum("it did not start" in line for line in said) == 2
+        assert sum("it did not start" in line for line in lines) == 2
         player.close()
         workers.close()
 

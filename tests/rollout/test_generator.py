@@ -167,9 +167,9 @@ def test_turns_are_those_of_the_chat_template_and_the_policys_tokens_stay(engine
         assert t.turns == 2
         assert t.reward == 2.0
         assert t.metadata == {"turns": 2}
-        policy = [token for token, mine in zip(t.tokens, t.mask, strict=True) if mine]
+        policy = [token for token, is_policy in zip(t.tokens, t.mask, strict=True) if is_policy]
         assert policy.count(END) == 2
-        assert all((logprob != 0.0) == bool(mine) for logprob, mine in zip(t.logprobs, t.mask, strict=True))
+        assert all((logprob != 0.0) == bool(is_policy) for logprob, is_policy in zip(t.logprobs, t.mask, strict=True))
         # The last message is an unread observation, and not part of the tokens.
         rendered = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
         assert chat.tokenizer.decode(list(t.tokens)) == rendered

@@ -63,10 +63,10 @@ class Story:
             assert message.outputs, "a message that says nothing"
             for output in message.outputs:
                 rows = output.new_logprobs
-                told = [] if rows is None else list(zip(*rows[:3], strict=True))
-                assert [int(ids[0]) for ids, _, _ in told] == output.new_token_ids
-                assert all(rank == ids[0] % 7 for ids, _, rank in told)
-                self.told[output.request_id] += [(int(ids[0]), float(values[0])) for ids, values, _ in told]
+                rows_of_tokens = [] if rows is None else list(zip(*rows[:3], strict=True))
+                assert [int(ids[0]) for ids, _, _ in rows_of_tokens] == output.new_token_ids
+                assert all(rank == ids[0] % 7 for ids, _, rank in rows_of_tokens)
+                self.told[output.request_id] += [(int(ids[0]), float(values[0])) for ids, values, _ in rows_of_tokens]
                 seen.append(output.request_id)
         assert len(seen) == len(set(seen)), "a request is told twice in a step"
         return set(seen)
@@ -106,12 +106,12 @@ def test_every_token_is_told_once_in_order_and_in_time(story: Story, seed: int) 
         ended = {o.request_id for _, o in outputs if o.finish_reason is not None}
         story.scheduler._pause_state = draw.choice([PauseState.UNPAUSED] * 9 + [PauseState.PAUSED_ALL])
         paused = story.scheduler._pause_state is PauseState.PAUSED_ALL
-        told = story.step(outputs)
-        for name in told:
+        updated = story.step(outputs)
+        for name in updated:
             assert story.told[name] == spoken[name]
             first.pop(name, None)
-        assert ended <= told
-        assert {o.request_id for _, o in outputs if not may_hold[o.request_id]} <= told
+        assert ended <= updated
+        assert {o.request_id for _, o in outputs if not may_hold[o.request_id]} <= updated
         assert not paused or (not first and not story.scheduler.has_requests())
         assert all(story.now - since < HOLD_S for since in first.values())
     assert max(len(t) for t in spoken.values()) > 10
@@ -163,13 +163,13 @@ def test_seeds_drawn_ahead_draw_the_same_tokens(mode: Any, cut: tuple[int | None
         order = shuffle.sample(range(rows), len(pairs))
         logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(step))
         torch.manual_seed(step)
-        theirs, own = ({r: p[side] for r, p in zip(order, pairs, strict=True)} for side in (0, 1))
-        expected, seen = vllm.forward_cpu(logits.clone(), theirs, top_k, top_p)
+        vllm_generators, ahead_generators = ({r: p[side] for r, p in zip(order, pairs, strict=True)} for side in (0, 1))
+        expected, seen = vllm.forward_cpu(logits.clone(), vllm_generators, top_k, top_p)
         torch.manual_seed(step)
-        tokens, ours = ahead(logits.clone(), own, top_k, top_p)
+        tokens, ahead_logprobs = ahead(logits.clone(), ahead_generators, top_k, top_p)
         assert torch.equal(tokens, expected)
-        assert (ours is None) == (seen is None)
-        assert ours is None or torch.equal(ours, seen)
+        assert (ahead_logprobs is None) == (seen is None)
+        assert ahead_logprobs is None or torch.equal(ahead_logprobs, seen)
     assert len(ahead.streams) == len(pairs), "streams of requests that are gone are kept"
 
 

@@ -84,9 +84,9 @@ def test_routes_come_back_with_the_turns_that_they_are_of(tmp_path: Path) -> Non
     assert kinds.pop("routes") == "UNCOMPRESSED" and set(kinds.values()) == {"SNAPPY"}, "no two routes are alike"
     back = Journal()
     back.add(journal.read(tmp_path / "turns.parquet"))
-    found = back.answer(request)
-    assert found is not None and found.routes is not None and found.routes.dtype == np.uint16
-    np.testing.assert_array_equal(found.routes, routes)
+    answer = back.answer(request)
+    assert answer is not None and answer.routes is not None and answer.routes.dtype == np.uint16
+    np.testing.assert_array_equal(answer.routes, routes)
     assert back.answer(replace(request, routes_from=0)) is None
     plain = back.answer(Request("b/0", [7], 9, seed=0))
     assert plain is not None and plain.routes is None

@@ -42,7 +42,7 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chat, "encode", lambda text: encoded.append(len(text)) or [])
     endless = [{"role": "user", "content": "x" * 200_000}]
     assert chat.prompt(endless, "here", most=50) is None
-    for said in (lambda: chat.first(endless), lambda: chat.following(5, endless)):
+    for render in (lambda: chat.first(endless), lambda: chat.following(5, endless)):
         with pytest.raises(TooLong):
-            said()
+            render()
     assert sum(encoded) < 1000

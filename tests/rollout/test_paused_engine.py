@@ -34,6 +34,6 @@ def test_a_request_in_a_sync_waits_for_its_end(tmp_path: Path) -> None:
         await engine.resume()
         return computed, await asyncio.wait_for(asking, 5)
 
-    computed, found = asyncio.run(asked_while_paused())
+    computed, completions = asyncio.run(asked_while_paused())
     assert computed == 0, "it computed while weights were written"
-    assert [len(completion.tokens) for completion in found] == [3]
+    assert [len(completion.tokens) for completion in completions] == [3]

@@ -79,14 +79,14 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
     async def played(engine: VllmEngine) -> list[Trajectory]:
         agent = Agent(Direct(engine), Renderer(str(model)), users, Limits.of(ROLLOUT), EnvPool(8))  # type: ignore[arg-type]
         opened = [await agent.open(prompt, sample) for prompt in prompts for sample in range(4)]
-        found = list(await asyncio.gather(*(agent.play(one, str(i)) for i, one in enumerate(opened))))
+        trajectories = list(await asyncio.gather(*(agent.play(one, str(i)) for i, one in enumerate(opened))))
         await engine.workers("routes_version", 5)  # simulates a sync without dropping the cached prefixes
         await engine.llm.update_weight_version("5")
-        again = Request("stale", found[0].tokens, 4, 0)
+        again = Request("stale", trajectories[0].tokens, 4, 0)
         stale = r"at position 0 are of weight version 0; the request was drawn with \[5\]"
         with pytest.raises(WrongRoutes, match=stale):
             await Direct(engine).generate(again)
-        return found
+        return trajectories
 
     return asyncio.run(all_of_it())
 
@@ -121,8 +121,8 @@ def distance(
 
 def mismatch(path: Path, batch: Sequences, replay: str, ranks: int = 1, **sizes: int) -> tuple[float, dict[str, float]]:
     answers = run_ranks(ranks, distance, path, layouts.layout(ranks, **sizes), batch, replay)
-    found: list[dict[str, Any]] = [answer for answer in answers if answer]
-    return sum(a["sum"] for a in found) / sum(a["tokens"] for a in found), found[0]
+    measured: list[dict[str, Any]] = [answer for answer in answers if answer]
+    return sum(a["sum"] for a in measured) / sum(a["tokens"] for a in measured), measured[0]
 
 
 @pytest.mark.slow

@@ -55,11 +55,11 @@ def empty() -> Trajectory:
 
 
 def say(t: Trajectory, kind: Kind, tokens: list[int]) -> None:
-    own = int(kind is Kind.RESPONSE)
+    is_policy = int(kind is Kind.RESPONSE)
     t.steps.append(Step(kind, len(t.tokens), len(t.tokens) + len(tokens)))
     t.tokens.extend(tokens)
-    t.mask.extend([own] * len(tokens))
-    t.logprobs.extend([-1.0 * own] * len(tokens))
+    t.mask.extend([is_policy] * len(tokens))
+    t.logprobs.extend([-1.0 * is_policy] * len(tokens))
 
 
 def speak(t: Trajectory, routes: TurnRoutes, tokens: list[int], version: int = 3, shift: int = 0) -> None:
@@ -91,8 +91,8 @@ def test_every_turn_brings_the_routes_of_what_is_new(rewritten: bool) -> None:
     column = t.columns[COLUMN]
     assert column.aligned == "input" and column.values.dtype == torch.uint8
     unread = {9, 12} if rewritten else {9}
-    for position, (token, found) in enumerate(zip(t.tokens, column.values.tolist(), strict=True)):
-        assert found == ([[0, 0], [0, 0]] if position in unread else route_of(token)), position
+    for position, (token, route) in enumerate(zip(t.tokens, column.values.tolist(), strict=True)):
+        assert route == ([[0, 0], [0, 0]] if position in unread else route_of(token)), position
 
 
 def test_an_engine_that_gives_none_leaves_no_column() -> None:
@@ -129,8 +129,8 @@ def read(tokens: list[int], version: int = 3) -> TokenRoutes:
     return TokenRoutes(routes_of(tokens), np.array(tokens, np.int32), np.full(len(tokens), version, np.int32))
 
 
-def check(found: TokenRoutes | None, tokens: list[int], first: int = 0) -> np.ndarray:
-    return verified_routes(found, np.array(tokens, np.int32), first, {3}, shape=SHAPE, name="r")
+def check(routes: TokenRoutes | None, tokens: list[int], first: int = 0) -> np.ndarray:
+    return verified_routes(routes, np.array(tokens, np.int32), first, {3}, shape=SHAPE, name="r")
 
 
 def test_the_routes_of_a_request_are_cut_to_what_is_wanted() -> None:
@@ -179,7 +179,7 @@ def test_planted_faults_of_an_engine_are_refused() -> None:
     beyond.routes[2, 0, 1] = 5
     stale = read(tokens)
     stale.versions[:3] = 2
-    for found, why in (
+    for routes, why in (
         (None, "routes of 0 tokens for 5"),
         (read(tokens[:-1]), "routes of 4 tokens for 5"),
         (read([2, 3, 4, 5, 6]), "at position 0 are token 2's; token 1 is there"),
@@ -190,7 +190,7 @@ def test_planted_faults_of_an_engine_are_refused() -> None:
         (beyond, r"token 2 in layer 0 has experts \[2, 4\]|token 2 in layer 0 has experts \[3, 4\]"),
     ):
         with pytest.raises(WrongRoutes, match=why):
-            check(found, tokens)
+            check(routes, tokens)
 
 
 def test_vllms_own_routes_lose_the_layers_without_experts() -> None:
@@ -222,8 +222,8 @@ def test_an_engine_on_cuda_reads_the_routes_that_vllm_gives(tmp_path: Path) -> N
         weight_versions=None,
         routed_experts=given,
     )
-    found = engine._completion(Request("r", [1, 2, 3], 4, 0, routes_from=2), result)
-    assert found.routes is not None and found.routes.tolist() == (given + 1).tolist()
+    completion = engine._completion(Request("r", [1, 2, 3], 4, 0, routes_from=2), result)
+    assert completion.routes is not None and completion.routes.tolist() == (given + 1).tolist()
     with pytest.raises(WrongRoutes, match=r"request r: routes are \[2, 2, 2\]; \[4, 2, 2\] are needed"):
         engine._completion(Request("r", [1, 2, 3], 4, 0), result)
 
@@ -248,7 +248,7 @@ def test_a_batch_needs_the_routes_of_all_that_a_token_was_drawn_after(step_wise:
     rewritten = step_wise != "off"
     batch = batch_of(played(rewritten), step_wise=step_wise)
     check_routes(batch)
-    own = batch["mask"] != 0
+    is_policy = batch["mask"] != 0
     for at in range(len(batch.tokens)):
         for layer in range(2):
             lost = batch[COLUMN].clone()
@@ -259,7 +259,7 @@ def test_a_batch_needs_the_routes_of_all_that_a_token_was_drawn_after(step_wise:
             start, end = int(batch.starts[sample]), int(batch.starts[sample] + batch.lengths[sample])
             planted = batch.part(0, len(batch))
             planted.columns = {**batch.columns, COLUMN: Column(lost, "input")}
-            if own[at + 1 : end].any():
+            if is_policy[at + 1 : end].any():
                 with pytest.raises(WrongRoutes, match=f"sample {sample} .* position {at - start} in MoE layer {layer}"):
                     check_routes(planted)
             else:
@@ -280,8 +280,8 @@ def test_metrics_are_shares_of_the_whole_step() -> None:
     # From a later optimizer step, whose weights generated nothing
     moved = {"replay_differs_0": 8, "replay_differs_2": 10}
     updates = [{**one, **two, "loss": 1.0}, {**one, **two, **moved}]
-    found = replay_metrics(updates, updates[:1])
-    assert found == {
+    metrics = replay_metrics(updates, updates[:1])
+    assert metrics == {
         "replay/replayed_fraction": 36 / 40,
         "replay/route_mismatch": 14 / 36,
         "replay/mismatched": 0,

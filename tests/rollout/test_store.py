@@ -67,11 +67,14 @@ def test_columns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     trajectory_io.write(path, [routed, trajectory()])
     assert trajectory_io.read(path) == [trajectory(), trajectory()]
     trajectory_io.write(path, [routed, trajectory()], columns=True)
-    found, none = trajectory_io.read(path)
-    assert none == trajectory() and sorted(found.columns) == ["routes", "wide"]
+    routed_again, none = trajectory_io.read(path)
+    assert none == trajectory() and sorted(routed_again.columns) == ["routes", "wide"]
     for name, column in routed.columns.items():
-        assert found.columns[name].aligned == "input" and found.columns[name].values.dtype == column.values.dtype
-        assert torch.equal(found.columns[name].values, column.values)
+        assert (
+            routed_again.columns[name].aligned == "input"
+            and routed_again.columns[name].values.dtype == column.values.dtype
+        )
+        assert torch.equal(routed_again.columns[name].values, column.values)
     pq.write_table(pq.read_table(path).drop_columns(["columns"]), path)
     assert trajectory_io.read(path) == [trajectory(), trajectory()]
 

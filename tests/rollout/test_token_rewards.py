@@ -35,10 +35,10 @@ def bytes_and_more() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(a, b) for a, b in zip("abcdĠ", "bcdea", strict=True)]
     tokens = [*letters, *(a + b for a, b in merges)]
-    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    return found
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 @given(answer=st.text(alphabet="abcde 😀漢€\u0301ñ", min_size=1, max_size=40))
@@ -77,8 +77,8 @@ def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, t
     (t,) = play(characters_chat, ENVIRONMENT, [(PROMPT, script)])
     # Parts: 0.5 for "a" and 0.25 for "abc" of the first answer, -1 for "d" of the second; each answer earns 1 besides.
     assert [step.reward for step in t.steps if step.kind is Kind.RESPONSE] == [1.75, 0.0] and t.reward == 1.75
-    own = [i for i, said in enumerate(t.mask) if said]
-    assert t.columns[TOKEN_REWARDS].values[own].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0, 0.0, 0.0]
+    policy_positions = [i for i, is_policy in enumerate(t.mask) if is_policy]
+    assert t.columns[TOKEN_REWARDS].values[policy_positions].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0, 0.0, 0.0]
     trajectory_io.write(tmp_path / "t.parquet", [t], columns=True)
     (back,) = trajectory_io.read(tmp_path / "t.parquet")
     assert torch.equal(back.columns[TOKEN_REWARDS].values, t.columns[TOKEN_REWARDS].values)
@@ -86,8 +86,8 @@ def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, t
     algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:returns")
     batch = make_batch([Group(PROMPT, [t])], algorithm, RolloutConfig())
     assert TOKEN_REWARDS not in batch, "nothing that ranks have to be sent"
-    told = token_advantages(batch, algorithm).whitened[own]
-    assert told.tolist() == [1.75, 1.25, 1.25, 1.0, 0.0, 1.0, 1.0]
+    advantages = token_advantages(batch, algorithm).whitened[policy_positions]
+    assert advantages.tolist() == [1.75, 1.25, 1.25, 1.0, 0.0, 1.0, 1.0]
 
 
 @per_token()
@@ -112,26 +112,28 @@ def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) ->
     for seed in range(20):
         rng = random.Random(seed)
         played = [walks.played(rng, 0, sample, step_wise != "off") for sample in range(4)]
-        told = iter(walks.expected([Group(PROMPT, played)], [t.reward for t in played]))
+        walk = iter(walks.expected([Group(PROMPT, played)], [t.reward for t in played]))
         wanted = []
         for t in played:
-            own = [i for i, said in enumerate(t.mask) if said]
-            parts = {i: rng.choice([0.0, 0.5, -2.0]) for i in own} if rng.random() < 0.7 else {}
+            policy_positions = [i for i, is_policy in enumerate(t.mask) if is_policy]
+            parts = {i: rng.choice([0.0, 0.5, -2.0]) for i in policy_positions} if rng.random() < 0.7 else {}
             if parts:
                 values = [parts.get(i, 0.0) for i in range(len(t.tokens))]
                 t.columns[TOKEN_REWARDS] = Column(torch.tensor(values, dtype=torch.float64))
             if t.status.failed:
                 continue
-            walked = [(turn, reward) for _, turn, reward in (next(told) for _ in own)]
+            walked = [(turn, reward) for _, turn, reward in (next(walk) for _ in policy_positions)]
             for place, (turn, reward) in enumerate(walked):
                 last = place + 1 == len(walked) or walked[place + 1][0] != turn
-                of_answer = [parts.get(i, 0.0) for i, (other, _) in zip(own, walked, strict=True) if other == turn]
-                wanted.append(reward + parts.get(own[place], 0.0) - (sum(of_answer) if last else 0.0))
+                of_answer = [
+                    parts.get(i, 0.0) for i, (other, _) in zip(policy_positions, walked, strict=True) if other == turn
+                ]
+                wanted.append(reward + parts.get(policy_positions[place], 0.0) - (sum(of_answer) if last else 0.0))
         batch = make_batch([Group(PROMPT, played)], algorithm, rollout)
-        found = token_advantages(batch, algorithm).whitened
+        advantages = token_advantages(batch, algorithm).whitened
         judged = batch.judged.repeat_interleave(batch.trajectory_tokens)
-        assert found[batch.trained_here & judged].tolist() == pytest.approx(wanted)
-        assert not found[~(batch.trained_here & judged)].any()
+        assert advantages[batch.trained_here & judged].tolist() == pytest.approx(wanted)
+        assert not advantages[~(batch.trained_here & judged)].any()
         counted += len(wanted)
     assert counted > 100
 

@@ -154,8 +154,8 @@ def check_environments_words(phase: Phase) -> Counter[str]:
             if last in chat.stop_tokens and text.startswith(end := chat.tokenizer.decode([last])):
                 text, templates = text.removeprefix(end), templates[1:]
                 counted["turns that end themselves"] += 1
-            found = [chat.control[token] for token in between if token in chat.control and token != unknown]
-            assert found == templates, (observations, chat.tokenizer.decode(between))
+            controls = [chat.control[token] for token in between if token in chat.control and token != unknown]
+            assert controls == templates, (observations, chat.tokenizer.decode(between))
             if unknown is None or (text.isascii() and "\0" not in text):
                 assert chat.tokenizer.decode(between) == text
                 counted["texts compared"] += 1
@@ -193,18 +193,18 @@ def check_training(phase: Phase, model: Path, context: int, **layout: int) -> No
         for t, turns in zip(phase.trajectories, phase.turns, strict=True)
         if not t.status.failed
     )
-    found = policy_logprobs(model, batch, ranks=2, **layout)
+    logprobs = policy_logprobs(model, batch, ranks=2, **layout)
     compared = 0
     for row, (t, turns) in enumerate(zip(phase.trajectories, phase.turns, strict=True)):
         whole = turns[-1].given + turns[-1].produced
-        own = {len(turn.given) + i: value for turn in turns for i, value in enumerate(turn.logprobs)}
+        by_position = {len(turn.given) + i: value for turn in turns for i, value in enumerate(turn.logprobs)}
         for i in range(len(whole) - 1):
             given, target, weight = trained[row, i]
             assert (given, target) == (whole[i], whole[i + 1])
-            expected = 1 / learned if i + 1 in own and not t.status.failed else 0.0
+            expected = 1 / learned if i + 1 in by_position and not t.status.failed else 0.0
             assert weight == pytest.approx(expected, rel=1e-6, abs=0), (row, i)
             if weight:
-                assert found[batch.starts[row] + i + 1] == pytest.approx(own[i + 1], abs=1e-4), (row, i)
+                assert logprobs[batch.starts[row] + i + 1] == pytest.approx(by_position[i + 1], abs=1e-4), (row, i)
                 compared += 1
     assert compared == learned > 300
 
@@ -251,13 +251,13 @@ def test_characters(tmp_path: Path) -> None:
     context parallelism."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3, max_length=LONGEST)
     rollout = rollout_of([*"Ze4#tqK(", "?", "xy"])
-    own, chatml = Renderer(str(model)), characters(tmp_path / "chatml", CHATML)
+    default_chat, chatml = Renderer(str(model)), characters(tmp_path / "chatml", CHATML)
     engine = engine_of(model, tmp_path, rollout)
     try:
         phases = [
-            play(engine, own, "own", 60, rollout),
+            play(engine, default_chat, "own", 60, rollout),
             play(engine, chatml, "chatml", 50, rollout),
-            play(engine, own, "response", 16, replace(rollout, max_response_tokens=60)),
+            play(engine, default_chat, "response", 16, replace(rollout, max_response_tokens=60)),
             play(engine, chatml, "length", 14, replace(rollout, max_length=110)),
         ]
     finally:
@@ -267,13 +267,14 @@ def test_characters(tmp_path: Path) -> None:
         check_tokens(phase)
         counted += check_environments_words(phase)
     assert min(counted.values()) >= 10 and len(counted) == 4, counted
-    everything = Phase(own, [t for p in phases for t in p.trajectories], [t for p in phases for t in p.turns])
+    everything = Phase(default_chat, [t for p in phases for t in p.trajectories], [t for p in phases for t in p.turns])
     check_variety(everything.trajectories, everything.turns)
     for phase, limit in ((phases[2], 60), (phases[3], 110)):
         assert any(t.status is Status.TRUNCATED_TOKENS and t.turns > 1 for t in phase.trajectories)
         assert all((t.response_length if limit == 60 else len(t.tokens)) <= limit for t in phase.trajectories)
     spelled = [k for t in everything.trajectories for k, m in zip(t.tokens, t.mask, strict=True) if m]
-    assert own.tokenizer.convert_tokens_to_ids("<user>") in spelled  # control tokens written by the policy are kept
+    # Control tokens written by the policy are kept.
+    assert default_chat.tokenizer.convert_tokens_to_ids("<user>") in spelled
     check_training(everything, model, context=2)
 
 

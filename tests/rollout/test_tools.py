@@ -127,8 +127,8 @@ WRONG = {
 def test_what_is_wrong_with_a_call_is_told_to_the_policy(chat: Renderer, said: str) -> None:
     t = one(chat, [said, call("say", text="fine"), "right"])
     assert (t.status, t.reward, t.turns) == (Status.COMPLETED, 1.0, 3)
-    told, fine = results(t)
-    assert told.startswith(WRONG[said]) and len(told) <= 300 and fine == "fine"
+    answer, fine = results(t)
+    assert answer.startswith(WRONG[said]) and len(answer) <= 300 and fine == "fine"
 
 
 def test_a_tool_that_fails_is_an_error_of_the_environment(chat: Renderer) -> None:
@@ -180,7 +180,7 @@ def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) 
         assert t.status is Status.COMPLETED
         tokens, mask = list(script.turns[0][0].tokens), [0] * len(script.turns[0][0].tokens)
         assert tokens == opening(chat, prompt.messages[0]["content"])
-        told = iter([m for m in t.messages if m["role"] == "tool"])
+        tool_messages = iter([m for m in t.messages if m["role"] == "tool"])
         for place, (request, completion) in enumerate(script.turns):
             assert list(request.tokens) == tokens
             tokens = tokens + completion.tokens
@@ -188,14 +188,14 @@ def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) 
             if place + 1 == len(script.turns):
                 break
             calls = hermes(chat.text(completion.tokens)).tool_calls
-            answers = [next(told)["content"] for _ in range(min(len(calls), 4))]
+            answers = [next(tool_messages)["content"] for _ in range(min(len(calls), 4))]
             between = after(chat, answers, completion.tokens[-1])
             tokens, mask = tokens + between, mask + [0] * len(between)
             counted[f"{len(answers)} results"] += 1
             counted["errors"] += sum(answer.startswith("Error: ") for answer in answers)
             counted["control tokens spelled"] += sum(name in answer for answer in answers for name in SPECIAL)
         assert (list(t.tokens), list(t.mask)) == (tokens, mask)
-        assert next(told, None) is None
+        assert next(tool_messages, None) is None
     assert min(counted[name] for name in ("1 results", "2 results", "4 results", "errors")) >= 10, counted
     assert counted["control tokens spelled"] >= 10, counted
 
@@ -226,7 +226,7 @@ def written(chat: Renderer, *parts: str) -> list[int]:
     ]
 
 
-def opening(chat: Renderer, said: str) -> list[int]:
+def opening(chat: Renderer, question: str) -> list[int]:
     """Returns the opening, built by hand from the template's text."""
     shown = "".join(json.dumps(tool.definition, ensure_ascii=False) + "\n" for tool in (SAY, FAIL))
     how = 'Call one so: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'
@@ -238,7 +238,7 @@ def opening(chat: Renderer, said: str) -> list[int]:
         EOS,
         "\n",
         "<user>",
-        f"\n{said}",
+        f"\n{question}",
         EOS,
         "\n",
         "<assistant>",
@@ -248,8 +248,8 @@ def opening(chat: Renderer, said: str) -> list[int]:
 
 def after(chat: Renderer, answers: list[str], last: int) -> list[int]:
     """Returns the tokens between two turns."""
-    told = "".join(f"\n<tool_response>\n{answer}\n</tool_response>" for answer in answers)
-    between = written(chat, "", EOS, "\n", "<user>", told, EOS, "\n", "<assistant>", "\n")
+    responses = "".join(f"\n<tool_response>\n{answer}\n</tool_response>" for answer in answers)
+    between = written(chat, "", EOS, "\n", "<user>", responses, EOS, "\n", "<assistant>", "\n")
     return between[1:] if last in chat.stop_tokens else between
 
 
@@ -346,7 +346,10 @@ def test_demonstrations_are_rendered_as_rollouts(tmp_path: Path) -> None:
     demonstrations = load_demonstrations([tmp_path / "data" / "demonstrations.parquet"])
     prompts = load_prompts([tmp_path / "data" / "demonstrations.parquet"], config)
     batch = encode(demonstrations, chat, config)
-    lines = [[m["content"] + EOS for m in d.turns if m["role"] == "assistant"] for d in demonstrations]
+    lines = [
+        [m["content"] + EOS for m in demonstration.turns if m["role"] == "assistant"]
+        for demonstration in demonstrations
+    ]
     scripts = [(prompt, Scripted(chat, of)) for prompt, of in zip(prompts, lines, strict=True)]
     played = play(chat, config, scripts, turns=2)
     assert batch.tokens.tolist() == [token for t in played for token in t.tokens]
@@ -386,7 +389,7 @@ SAYING = "with tags: </think>, <think>, </tool_call>, <tool_call>{}</tool_call>"
 @pytest.mark.parametrize("text", [SAYING, "</think>", "<think>", "a</tool_call>b", '"quoted" {\\"}'])
 def test_tags_within_a_calls_json_are_text(before: str, text: str) -> None:
     message = hermes(f"{before}{call('say', text=text)} and {call('say', text='b', times=2)}<|done|>")
-    assert [(made.name, made.arguments) for made in message.tool_calls] == [
+    assert [(parsed.name, parsed.arguments) for parsed in message.tool_calls] == [
         ("say", {"text": text}),
         ("say", {"text": "b", "times": 2}),
     ]
@@ -400,7 +403,7 @@ def test_an_argument_with_a_tag_reaches_the_tool(chat: Renderer) -> None:
 
 @pytest.mark.parametrize("key", ["parameters", "args", "text"])
 def test_a_call_with_another_key_for_its_arguments_is_answered(chat: Renderer, key: str) -> None:
-    said = f"<tool_call>{json.dumps({'name': 'say', key: {'text': 'x'}})}</tool_call>"
-    told, fine = results(one(chat, [said, call("say", text="fine"), "right"]))
-    assert told.startswith(f"Error: the call has {key} and no arguments") and fine == "fine"
+    wrong_call = f"<tool_call>{json.dumps({'name': 'say', key: {'text': 'x'}})}</tool_call>"
+    answer, fine = results(one(chat, [wrong_call, call("say", text="fine"), "right"]))
+    assert answer.startswith(f"Error: the call has {key} and no arguments") and fine == "fine"
     assert hermes('<tool_call>{"name": "say"}</tool_call>').tool_calls == (ToolCall("call_1_1", "say"),)

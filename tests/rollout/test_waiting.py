@@ -83,18 +83,18 @@ def test_an_engine_that_stands_still_is_found_and_others_take_its_requests(
 ) -> None:
     """Stops an engine before the first token, or later, with all other requests waiting."""
     group = simulated(tmp_path, tokens, None, token_s=0.02)
-    said: list[tuple[float, str]] = []
+    timed_lines: list[tuple[float, str]] = []
     fleet = serving(group, restarts=1)
-    fleet.say = lambda text: said.append((time.monotonic(), text))
+    fleet.say = lambda text: timed_lines.append((time.monotonic(), text))
     try:
         (tmp_path / "well").touch()
         start = time.monotonic()
         answers = route(fleet, requests(8 * CACHE))
         assert len(answers) == 8 * CACHE
         assert fleet.serving == [1]
-        found, text = said[0]
+        found_at, text = timed_lines[0]
         assert f"got a token for {LIMIT_S:g} s" in text
-        assert found - start < 2 * LIMIT_S + SLOW_S
+        assert found_at - start < 2 * LIMIT_S + SLOW_S
     finally:
         fleet.close()
         group.shutdown()

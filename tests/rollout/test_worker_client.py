@@ -25,7 +25,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
     chance, slots = Random(seed), Slots(8)
 
     async def phase() -> None:
-        player, group, workers, _, said = player_of(3, 12, seed)
+        player, group, workers, _, lines = player_of(3, 12, seed)
         agent = SlotAgent(player, slots)
         playing = [asyncio.create_task(agent.play(await agent.open(PROMPT, i), f"name {i}")) for i in range(150)]
         for _ in range(12):
@@ -39,7 +39,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
         names = Counter(name for worker in group.every for name in worker.names)
         assert set(names) == {f"name {i}" for i in range(150)}, "the same names, however often"
         assert sum(names.values()) > 150, "some were played again"
-        assert any("is lost: its process died" in line and "started again" in line for line in said)
+        assert any("is lost: its process died" in line and "started again" in line for line in lines)
         player.close()
         workers.close()
 
@@ -50,12 +50,12 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
 
 def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:
     async def phase() -> None:
-        player, group, workers, _, said = player_of(2, 0)
+        player, group, workers, _, lines = player_of(2, 0)
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(20)]
         await asyncio.sleep(0.5)
         group.actors[0].die()
         assert len(await asyncio.gather(*playing)) == 20
-        assert "no restart is left (rollout.restarts)" in said[-1]
+        assert "no restart is left (rollout.restarts)" in lines[-1]
         group.actors[1].die()
         with pytest.raises(ActorFailed, match=r"rollout-1 .*its process died .*rollout-1\.log"):
             await player.play(PROMPT, 0, "0")

@@ -61,9 +61,9 @@ def engines(model: Path) -> Iterator[ActorGroup]:
 def workers(model: Path, engines: ActorGroup) -> Iterator[Workers]:
     with ExitStack() as stack:
         config = Config(rollout=ROLLOUT, environment=THERE)
-        found = start_workers(Setup(config, {}, model, device="cpu", folder=model.parent, stack=stack, say=print))
-        assert found is not None
-        yield found
+        started = start_workers(Setup(config, {}, model, device="cpu", folder=model.parent, stack=stack, say=print))
+        assert started is not None
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +83,20 @@ def told(t: Trajectory) -> tuple[object, ...]:
 
 def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
     with Generator(serving(engines), chat, ROLLOUT, HERE) as generator:
-        here = [t for group in generator.generate(prompts(12), 4, SAMPLING, seed="0/1") for t in group.trajectories]
+        local = [t for group in generator.generate(prompts(12), 4, SAMPLING, seed="0/1") for t in group.trajectories]
     with Generator(serving(engines), chat, ROLLOUT, THERE, workers=workers) as generator:
         generator.spans = []
         asked = prompts(12)
-        there = [t for group in generator.generate(asked, 4, SAMPLING, seed="0/1") for t in group.trajectories]
+        remote = [t for group in generator.generate(asked, 4, SAMPLING, seed="0/1") for t in group.trajectories]
         assert len(generator.spans) >= 3 * 48, "init, steps and close of each, for the profiler"
         assert all(isinstance(span, Span) for span in generator.spans)
-    assert [told(t) for t in there] == [told(t) for t in here]
+    assert [told(t) for t in remote] == [told(t) for t in local]
     assert (
-        max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True))
+        max(abs(a - b) for x, y in zip(local, remote, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True))
         < 1e-4
     )
-    assert all(t.prompt is asked[i // 4] for i, t in enumerate(there)), "the driver's own prompts"
-    assert max(t.seconds["slot"] for t in there) > 0, "48 over 16 slots"
+    assert all(t.prompt is asked[i // 4] for i, t in enumerate(remote)), "the driver's own prompts"
+    assert max(t.seconds["slot"] for t in remote) > 0, "48 over 16 slots"
 
 
 def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
@@ -104,7 +104,7 @@ def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, ch
     engines again after a sync."""
     asked = prompts(6)
     tickets = [Ticket(i, i, 0, tuple(f"0/1/0/{i}/{s}" for s in range(2))) for i in range(6)]
-    found = {}
+    by_processes = {}
     for environment, players in ((HERE, None), (THERE, workers)):
         loop, done = BackgroundLoop(), []
         with Generator(serving(engines), chat, ROLLOUT, environment, loop=loop, workers=players) as generator:
@@ -115,8 +115,8 @@ def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, ch
             while len(done) < 6:
                 assert service.served
                 done += service.done(60.0)
-        found[environment.processes] = {one.ticket.number: [*map(told, one.group.trajectories)] for one in done}
-    assert found[2] == found[0]
+        by_processes[environment.processes] = {one.ticket.number: [*map(told, one.group.trajectories)] for one in done}
+    assert by_processes[2] == by_processes[0]
 
 
 def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
@@ -126,15 +126,15 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
     tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
-    said: dict[str, list[journal.RecordedTurn]] = {}
+    turns_by_name: dict[str, list[journal.RecordedTurn]] = {}
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
         service.submit(tickets, asked)
-        while len(said) < 4:
+        while len(turns_by_name) < 4:
             assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
             service.write_turns(tmp_path)
-            said = journal.read_all(tmp_path)
-    again = [replace(t, recorded=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
+            turns_by_name = journal.read_all(tmp_path)
+    again = [replace(t, recorded=[marked(one) for name in t.names for one in turns_by_name[name]]) for t in tickets]
     loop, done = BackgroundLoop(), []
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
@@ -159,17 +159,17 @@ def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path
     """Restores trajectories by reference if other processes play: a single trajectory held by the driver would bring
     all others there."""
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"reward_spec": {}})
-    own = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
-    made = Trajectory(prompt, 0, *own, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
+    arrays = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
+    trajectory = Trajectory(prompt, 0, *arrays, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
     config, stream = Config(), PromptStream(1, batch=1)
     for processes in (0, 2):
         config.environment.processes = processes
-        saved_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
-        found = saved_rollouts.read(tmp_path, config, stream, [prompt])
-        assert isinstance(found, tuple)
-        (t,) = found[1]
+        saved_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [trajectory])
+        restored = saved_rollouts.read(tmp_path, config, stream, [prompt])
+        assert isinstance(restored, tuple)
+        (t,) = restored[1]
         assert (t.remote_arrays is not None) == bool(processes) and t.prompt is prompt
-        assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)
+        assert (t.tokens, t.logprobs) == (trajectory.tokens, trajectory.logprobs)
 
 
 def test_a_killed_process_loses_nothing_and_doubles_nothing(

@@ -185,8 +185,8 @@ class Rewriting(BaseTextEnv):
         self.turns += 1
         if self.turns % 3 == 0:
             return good(done=self.turns == 6, reward=0.25)
-        told = [{"role": "user", "content": f"so far: {action}"}, {"role": "assistant", "content": "yes"}, TALK]
-        return good(observations=[], messages=told, reward=0.5)
+        conversation = [{"role": "user", "content": f"so far: {action}"}, {"role": "assistant", "content": "yes"}, TALK]
+        return good(observations=[], messages=conversation, reward=0.5)
 
 
 class Slow(BaseTextEnv):

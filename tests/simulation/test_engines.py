@@ -44,9 +44,9 @@ def brute_force(arrivals: list[tuple[float, int]]) -> list[float]:
     order = sorted(range(len(arrivals)), key=lambda i: (arrivals[i][0], i))
     done: dict[int, float] = {}
     while len(done) < len(arrivals):
-        here = [i for i in order if arrivals[i][0] <= now + 1e-12 and i not in done][: len(SECONDS) - 1]
-        for i in here:
-            left[i] -= step / SECONDS[len(here)]
+        active = [i for i in order if arrivals[i][0] <= now + 1e-12 and i not in done][: len(SECONDS) - 1]
+        for i in active:
+            left[i] -= step / SECONDS[len(active)]
             if left[i] <= 1e-9:
                 done[i] = now + step
         now += step
@@ -78,12 +78,12 @@ def outcome(mode: str, most: int, workload: Synthetic = ALIKE, rates: Rates = RA
 
 def test_a_synchronous_step_is_all_its_parts() -> None:
     """Runs 16 sequences of 640 tokens per engine at once."""
-    found = outcome("off", 0)
+    result = outcome("off", 0)
     generate = 640 * RATES.speed.seconds[16]
-    assert found.seconds == pytest.approx(generate + 10 + 2, rel=3e-3)
-    assert found.policy_waits == pytest.approx(generate / found.seconds, rel=3e-3)
-    assert found.engines_idle == pytest.approx(10 / found.seconds, rel=3e-3)
-    assert (found.staleness, found.staleness_max) == (0, 0)
+    assert result.seconds == pytest.approx(generate + 10 + 2, rel=3e-3)
+    assert result.policy_waits == pytest.approx(generate / result.seconds, rel=3e-3)
+    assert result.engines_idle == pytest.approx(10 / result.seconds, rel=3e-3)
+    assert (result.staleness, result.staleness_max) == (0, 0)
 
 
 def test_samples_of_a_recorded_prompt_stay_together() -> None:
@@ -91,19 +91,19 @@ def test_samples_of_a_recorded_prompt_stay_together() -> None:
     nearly all steps would wait for a slow trajectory."""
     groups = [[[Turn(0, 640, wait_s)]] * 4 for wait_s in (0.0, 0.0, 0.0, 30.0)]
     config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=2))
-    found = simulate(config, RATES, Recorded(groups), steps=6)
-    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[4] + 30 / 2 + 10 / 4 + 2, rel=1e-2)
+    result = simulate(config, RATES, Recorded(groups), steps=6)
+    assert result.seconds == pytest.approx(640 * RATES.speed.seconds[4] + 30 / 2 + 10 / 4 + 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])
 def test_the_slower_side_decides(mode: str) -> None:
     """Runs engines with 640 tokens in 23 s, next to a policy with 10 s of training, and with 100 s."""
-    found = outcome(mode, 1)
-    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[16] + 2, rel=0.02)
+    result = outcome(mode, 1)
+    assert result.seconds == pytest.approx(640 * RATES.speed.seconds[16] + 2, rel=0.02)
     slow = replace(RATES, train_s=10 * RATES.train_s)
-    found = outcome(mode, 1, rates=slow)
-    assert found.seconds == pytest.approx(102, rel=3e-3) and found.policy_waits < 1e-6
-    assert found.staleness == pytest.approx(1) and found.staleness_max == 1
+    result = outcome(mode, 1, rates=slow)
+    assert result.seconds == pytest.approx(102, rel=3e-3) and result.policy_waits < 1e-6
+    assert result.staleness == pytest.approx(1) and result.staleness_max == 1
 
 
 def test_a_long_tail_is_hidden_by_staleness() -> None:

@@ -38,51 +38,51 @@ def played(
     return simulate(config, Rates(1, speed, train / prompts / 220, SYNC), workload, steps=4)
 
 
-def check(found: Outcome, *, seconds: float, waits: float, idle: float, runs: float) -> None:
+def check(result: Outcome, *, seconds: float, waits: float, idle: float, runs: float) -> None:
     """Compares the seconds of a step, and within a step the seconds of a waiting policy, of an idle engine, and of a
     busy engine."""
-    assert found.seconds == pytest.approx(seconds, rel=1e-3)
-    shares = found.policy_waits, found.engines_idle, found.engines_filled
+    assert result.seconds == pytest.approx(seconds, rel=1e-3)
+    shares = result.policy_waits, result.engines_idle, result.engines_filled
     assert shares == pytest.approx((waits / seconds, idle / seconds, runs / seconds), abs=2e-3)
 
 
 def test_synchronous() -> None:
     """Runs: read 1, write 10 | train 4 | sync 2."""
-    found = played("off", 1, train=4)
-    check(found, seconds=17, waits=11, idle=4, runs=11)
-    assert (found.staleness, found.staleness_max) == (0, 0)
+    result = played("off", 1, train=4)
+    check(result, seconds=17, waits=11, idle=4, runs=11)
+    assert (result.staleness, result.staleness_max) == (0, 0)
 
 
 def test_one_step_that_waits_for_its_engine() -> None:
     """Runs: train 4, wait 7 | sync 2; meanwhile read 1, write 10."""
-    found = played("one_step", 1, train=4)
-    check(found, seconds=13, waits=7, idle=0, runs=11)
-    assert (found.staleness, found.staleness_max) == (1, 1)
+    result = played("one_step", 1, train=4)
+    check(result, seconds=13, waits=7, idle=0, runs=11)
+    assert (result.staleness, result.staleness_max) == (1, 1)
 
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])
 def test_ahead_of_a_slow_policy(mode: str) -> None:
     """Runs: train 20 | sync 2; meanwhile read 1, write 10, idle 9."""
-    found = played(mode, 1, train=20)
-    check(found, seconds=22, waits=0, idle=9, runs=11)
-    assert (found.staleness, found.staleness_max) == (1, 1)
+    result = played(mode, 1, train=20)
+    check(result, seconds=22, waits=0, idle=9, runs=11)
+    assert (result.staleness, result.staleness_max) == (1, 1)
 
 
 def test_full_reads_again_what_a_sync_has_interrupted() -> None:
     """Runs: train 4 | sync 2 | wait 11; meanwhile read 1, write 3 | – | read 1 + 3 again, write 7. Meanwhile the next
     trajectory waits for a place: 60 of the 200 tokens are older than the weights in training."""
-    found = played("full", 1, train=4)
-    check(found, seconds=17, waits=11, idle=0, runs=15)
-    assert found.staleness == pytest.approx(0.3, abs=1e-2) and found.staleness_max == 1
+    result = played("full", 1, train=4)
+    check(result, seconds=17, waits=11, idle=0, runs=15)
+    assert result.staleness == pytest.approx(0.3, abs=1e-2) and result.staleness_max == 1
 
 
 def test_full_has_groups_of_all_steps_under_way() -> None:
     """Runs: wait 3 | train 4 | sync 2; meanwhile a trajectory from the step before writes for 3, and a new trajectory
     for 7."""
     two = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
-    found = played("full", 1, train=4, speed=two)
-    check(found, seconds=9, waits=3, idle=0, runs=(3 + 7) / 2)
-    assert found.staleness == pytest.approx(0.7, abs=1e-2)
+    result = played("full", 1, train=4, speed=two)
+    check(result, seconds=9, waits=3, idle=0, runs=(3 + 7) / 2)
+    assert result.staleness == pytest.approx(0.7, abs=1e-2)
 
 
 def test_turns_go_on_from_what_is_cached() -> None:
@@ -108,18 +108,18 @@ BOTH = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
 def test_one_call_of_an_environment_at_a_time() -> None:
     """Runs: both write for 10; call 100, and call 100 | train 4 | sync 2."""
     for workers, seconds in ((2, 116), (1, 216)):
-        found = played(
+        result = played(
             "off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(workers=workers)
         )
-        assert found.seconds == pytest.approx(seconds, rel=1e-3)
-        assert found.calls_filled == pytest.approx(200 / seconds / workers, rel=1e-3)
+        assert result.seconds == pytest.approx(seconds, rel=1e-3)
+        assert result.calls_filled == pytest.approx(200 / seconds / workers, rel=1e-3)
 
 
 def test_one_environment_open_at_a_time() -> None:
     """Runs: write 10, call 100; write 10, call 100 | train 4 | sync 2."""
-    found = played("off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(slots=1))
-    assert found.seconds == pytest.approx(226, rel=1e-3)
-    assert found.calls_filled == pytest.approx(200 / 226, rel=1e-3), "a second call has no environment that is open"
+    result = played("off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(slots=1))
+    assert result.seconds == pytest.approx(226, rel=1e-3)
+    assert result.calls_filled == pytest.approx(200 / 226, rel=1e-3), "a second call has no environment that is open"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -127,6 +127,6 @@ def test_fewer_trajectories_have_as_many_calls_done(workers: int, monkeypatch: p
     """Plays 3 of 8 trajectories; the calls take as long as those of all 8: 8 · 100 / workers."""
     monkeypatch.setattr("skyrl_mega.simulation.rates.MAX_TRAJECTORIES", 3)
     environment = EnvironmentConfig(workers=workers)
-    found = played("full", 4, train=4, workload=TOOL, speed=BOTH, prompts=8, environment=environment)
-    assert found.seconds * found.calls_filled == pytest.approx(800 / workers, rel=0.05)
-    assert found.calls_filled > 0.9
+    result = played("full", 4, train=4, workload=TOOL, speed=BOTH, prompts=8, environment=environment)
+    assert result.seconds * result.calls_filled == pytest.approx(800 / workers, rel=0.05)
+    assert result.calls_filled > 0.9

@@ -35,20 +35,22 @@ def search() -> tuple[Config, Decoder]:
 
 
 def planned(length: Length, asynchrony: AsynchronyConfig | None = None) -> Rates:
-    config, d = search()
+    config, decoder = search()
     return Rates.planned(
-        replace(config, asynchrony=asynchrony or AsynchronyConfig()), d, parallel_of(config)[0], length
+        replace(config, asynchrony=asynchrony or AsynchronyConfig()), decoder, parallel_of(config)[0], length
     )
 
 
 def test_with_the_settings_lengths_they_are_the_planners() -> None:
-    config, d = search()
+    config, decoder = search()
     parallel, _ = parallel_of(config)
-    made, times = batch(config, parallel), step_time(config, d, parallel)
-    found = planned(Length(made.mean - made.generated, made.generated, 1))
-    assert found.train_s * made.sequences * made.mean == pytest.approx(times.logprobs + times.critic + times.train)
-    assert found.speed.seconds[3] == pytest.approx(decoding(config, d, made.mean)(3))
-    assert found.sync_s == pytest.approx(times.sync + times.residency) and times.residency
+    planned_batch, times = batch(config, parallel), step_time(config, decoder, parallel)
+    rates = planned(Length(planned_batch.mean - planned_batch.generated, planned_batch.generated, 1))
+    assert rates.train_s * planned_batch.sequences * planned_batch.mean == pytest.approx(
+        times.logprobs + times.critic + times.train
+    )
+    assert rates.speed.seconds[3] == pytest.approx(decoding(config, decoder, planned_batch.mean)(3))
+    assert rates.sync_s == pytest.approx(times.sync + times.residency) and times.residency
 
 
 def test_lengths_are_those_of_the_workload() -> None:

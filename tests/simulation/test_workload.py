@@ -41,9 +41,9 @@ def recorded(folder: Path) -> Path:
 
 
 def test_turns_are_read_from_a_run(tmp_path: Path) -> None:
-    found = Recorded.of_run(recorded(tmp_path))
-    assert found.groups == [[[Turn(3, 2, 1.5), Turn(3, 2, 0.5)]] * 2]
-    assert found.length == Length(6, 4, 2)
+    recording = Recorded.of_run(recorded(tmp_path))
+    assert recording.groups == [[[Turn(3, 2, 1.5), Turn(3, 2, 0.5)]] * 2]
+    assert recording.length == Length(6, 4, 2)
 
 
 def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
@@ -60,11 +60,13 @@ def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path
     played = [of(10 * group + sample, max(1, group), sample) for group in range(3) for sample in range(2)]
     trajectory_io.write(tmp_path / "trajectories" / "step_000001.parquet", [*played, of(99, 1, GREEDY)])
     trajectory_io.write(tmp_path / "trajectories" / "step_000002.parquet", [of(30 + s, 2, s) for s in range(2)])
-    found = Recorded.of_run(tmp_path)
-    told = sorted([turns[0].env_s for turns in group] for group in found.groups)
-    assert told == [[0, 1], [10, 11], [20, 21], [30, 31]]
-    drawn = [[found.sample_turns(Random(0), group, sample)[0].env_s for sample in range(2)] for group in range(8)]
-    assert sorted(drawn[:4]) == told and [[b, a] for a, b in drawn[4:]] == drawn[:4], "others come first then"
+    recording = Recorded.of_run(tmp_path)
+    seconds_by_group = sorted([turns[0].env_s for turns in group] for group in recording.groups)
+    assert seconds_by_group == [[0, 1], [10, 11], [20, 21], [30, 31]]
+    drawn = [[recording.sample_turns(Random(0), group, sample)[0].env_s for sample in range(2)] for group in range(8)]
+    assert sorted(drawn[:4]) == seconds_by_group and [[b, a] for a, b in drawn[4:]] == drawn[:4], (
+        "others come first then"
+    )
 
 
 FOREIGN = {
@@ -101,17 +103,19 @@ def test_a_broken_or_foreign_file_is_told(name: str, tmp_path: Path) -> None:
         file.write_bytes(content)
     else:
         pq.write_table(content, file)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         Recorded.of_run(tmp_path)
-    assert "step_000002.parquet" in str(told.value) and "\n" not in str(told.value)
+    assert "step_000002.parquet" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_the_mean_is_that_of_what_is_drawn() -> None:
     workload = Synthetic(100, LogNormal(1000, 1.0), LogNormal(3, 1.0), 3, max_tokens=2000, max_env_s=10)
     random = Random(0)
     drawn = [workload.sample_turns(random, 0, 0) for _ in range(6000)]
-    assert workload.length == Length(100, pytest.approx(mean(sum(t.written for t in d) for d in drawn), rel=0.02), 3)
-    assert max(turn.env_s for d in drawn for turn in d) == 10
+    assert workload.length == Length(
+        100, pytest.approx(mean(sum(t.written for t in turns) for turns in drawn), rel=0.02), 3
+    )
+    assert max(turn.env_s for turns in drawn for turn in turns) == 10
     assert LogNormal(1000, 0).capped_mean(300) == 300 and LogNormal(0, 1).capped_mean(300) == 0
 
 

@@ -112,10 +112,10 @@ def complete(
 
     async def collect() -> list[Completion]:
         method = engines.actors[rank].generate_many.options(num_returns="streaming")
-        found: list[Completion] = []
+        completions: list[Completion] = []
         async for reference in method.remote(requests, sampling):
-            found += await reference
-        return found
+            completions += await reference
+        return completions
 
     return {c.id: c for c in asyncio.run(collect())}
 

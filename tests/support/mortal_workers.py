@@ -127,12 +127,12 @@ class Worker:
 
     async def _events(self, session: str) -> list[WorkerEvent]:
         assert session in self.begun
-        found = [await self.said.get()]
+        events = [await self.said.get()]
         if not self.alive:
             raise ray.exceptions.RayActorError
         while not self.said.empty():
-            found.append(self.said.get_nowait())
-        return found
+            events.append(self.said.get_nowait())
+        return events
 
     async def _rejoin(self, session: str, engines: EngineView) -> None:
         self.engines.append(engines)
@@ -211,12 +211,12 @@ class Engines:
 
 
 def player_of(count: int, restarts: int, seed: int = 0) -> tuple[WorkerClient, Group, Workers, Engines, list[str]]:
-    group, engines, said = Group(count, Random(seed)), Engines(), []
+    group, engines, lines = Group(count, Random(seed)), Engines(), []
     any_group: Any = group
     any_engines: Any = engines
-    workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=said.append)
+    workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=lines.append)
     workers._threads.shutdown()
-    there: Any = workers
-    there._threads = InVirtualTime(group.random)
+    untyped_workers: Any = workers
+    untyped_workers._threads = InVirtualTime(group.random)
     player = WorkerClient(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
-    return player, group, workers, engines, said
+    return player, group, workers, engines, lines

@@ -42,9 +42,9 @@ class Scripted:
         line = self.chat.encode(next(self.lines))
         tokens = line[: request.max_tokens]
         finish = self.finish if tokens == line else "length"
-        said = Completion(request.id, tokens, [-1 - i / 8 for i in range(len(tokens))], finish, ((0, 0),))
-        self.turns.append((request, said))
-        return said
+        completion = Completion(request.id, tokens, [-1 - i / 8 for i in range(len(tokens))], finish, ((0, 0),))
+        self.turns.append((request, completion))
+        return completion
 
 
 def play(

@@ -161,16 +161,16 @@ class Player:
             Status.COMPLETED, 0,
         )  # fmt: skip
         t.metadata["name"] = name
-        own = Random(name)
-        for turn in range(own.randint(1, 4)):
-            request = Request(f"{name}/{turn}", list(t.tokens), 6, own.getrandbits(30))
+        random = Random(name)
+        for turn in range(random.randint(1, 4)):
+            request = Request(f"{name}/{turn}", list(t.tokens), 6, random.getrandbits(30))
             completion = await self.router.generate(request)
             t.versions += [(version, len(t.tokens) + at) for version, at in completion.versions]
             t.tokens.extend(completion.tokens)
             t.mask.extend([1] * len(completion.tokens))
             t.logprobs.extend(completion.logprobs)
             await asyncio.sleep(self.random.choice([0.0, 1.0, 1.0, 40.0]))
-        t.turns, t.reward = turn + 1, float(own.random() < 0.5)
+        t.turns, t.reward = turn + 1, float(random.random() < 0.5)
         return t
 
 

@@ -24,7 +24,7 @@ class Chance(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         time.sleep(LONGEST_S * random.SystemRandom().random())
-        found = crc32(action.encode())
-        done = found % 4 == 0 or self.turns == self.max_turns
-        answer = [] if done else [{"role": "user", "content": f"{found % 1000}"}]
-        return BaseTextEnvStepOutput(observations=answer, reward=float(found % 2), done=done, metadata={})
+        checksum = crc32(action.encode())
+        done = checksum % 4 == 0 or self.turns == self.max_turns
+        answer = [] if done else [{"role": "user", "content": f"{checksum % 1000}"}]
+        return BaseTextEnvStepOutput(observations=answer, reward=float(checksum % 2), done=done, metadata={})

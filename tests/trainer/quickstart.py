@@ -85,8 +85,8 @@ def actors(folder: Path, kind: str) -> list[int]:
     """Returns the process ids of a class's actors, in runs below `folder`; children with the same process name are left
     out."""
     name = f"ray::{kind}".encode()
-    found = [pid for pid in left_over(folder) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name)]
-    return [pid for pid in found if os.getpgid(pid) == pid]
+    pids = [pid for pid in left_over(folder) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name)]
+    return [pid for pid in pids if os.getpgid(pid) == pid]
 
 
 def left_over(folder: Path) -> list[int]:
@@ -97,11 +97,11 @@ def left_over(folder: Path) -> list[int]:
 def marked(variable: str, value: str) -> list[int]:
     """Returns the other processes with this environment variable."""
     mark = f"{variable}={value}".encode()
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:  # the process ended meanwhile, or belongs to another user
             continue
-    return [pid for pid in found if pid != os.getpid()]
+    return [pid for pid in pids if pid != os.getpid()]

@@ -26,8 +26,8 @@ CLOCK = ("time", "perf", "memory", "idle", "asynchrony")
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Returns a run's metrics without speed and memory."""
-    found = read(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k.split("/")[0] not in CLOCK} for row in found]
+    all_rows = read(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k.split("/")[0] not in CLOCK} for row in all_rows]
 
 
 def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
@@ -56,9 +56,9 @@ def test_staleness_0_is_what_a_synchronous_run_does(undisturbed: Path, tmp_path:
     assert rows(tmp_path / "ahead") == expected
     assert expected[-1]["policy/grad_norm"] > 0
     quickstart.finish(tmp_path, "run.name=apart", *quickstart.THREE_STEPS, "environment.processes=2")
-    for here, elsewhere in zip(expected, rows(tmp_path / "apart"), strict=True):
-        assert elsewhere.pop("environment/slot_wait_s", 0.0) >= 0
-        assert elsewhere == pytest.approx(here, rel=1e-3, abs=1e-4, nan_ok=True)
+    for local, remote in zip(expected, rows(tmp_path / "apart"), strict=True):
+        assert remote.pop("environment/slot_wait_s", 0.0) >= 0
+        assert remote == pytest.approx(local, rel=1e-3, abs=1e-4, nan_ok=True)
     whole, apart = (
         [(t.tokens, t.messages) for t in trajectory_io.read(run / "trajectories" / "step_000001.parquet")]
         for run in (undisturbed, tmp_path / "apart")
@@ -92,8 +92,8 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     """
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
     ahead += ["policy.moe.replay=rollout"]
-    said = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
-    assert "resuming after step" in said and "taken up again: " in said
+    output = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
+    assert "resuming after step" in output and "taken up again: " in output
     folder = tmp_path / "killed"
     steps = {n: trajectory_io.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
     groups = Counter(t.prompt.uid for step in steps.values() for t in step)
@@ -105,8 +105,8 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     for version in sorted({version for step in steps.values() for t in step for version, _ in t.versions}):
         model = tmp_path / f"version-{version}"
         assert export.main([str(folder), "--step", str(version), "--output", str(model), "--workers", "1"]) == 0
-        found = [t for step in steps.values() for t in step if version in dict(t.versions)][:40]
-        assert differences(model, found, version) < 1e-4
+        trajectories = [t for step in steps.values() for t in step if version in dict(t.versions)][:40]
+        assert differences(model, trajectories, version) < 1e-4
 
 
 def differences(path: Path, trajectories: list[Trajectory], version: int) -> float:

@@ -117,10 +117,10 @@ def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -
 def test_the_kl_term_may_have_a_mean_of_its_own() -> None:
     groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(3)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
-    for mean, coefficient, there in (("sequences", 0.1, True), ("loss", 0.1, False), ("sequences", 0.0, False)):
+    for mean, coefficient, has_weights in (("sequences", 0.1, True), ("loss", 0.1, False), ("sequences", 0.0, False)):
         algorithm = AlgorithmConfig(kl=KlConfig(coefficient=coefficient, mean=mean))
         (mini,) = mini_batches(batch, 3, algorithm)
-        assert ("kl_weights" in mini) is there
+        assert ("kl_weights" in mini) is has_weights
     (mini,) = mini_batches(batch, 3, AlgorithmConfig(kl=KlConfig(coefficient=0.1, mean="sequences")))
     each = [mini["kl_weights"][mini.index([row])].sum() for row in range(6)]
     np.testing.assert_allclose(each, 1 / 6, rtol=1e-6)

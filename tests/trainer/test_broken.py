@@ -113,15 +113,15 @@ def test_an_evaluation_says_where_a_set_has_no_figures() -> None:
                     t.prompt = group.prompt
             return groups
 
-    said: list[str] = []
+    lines: list[str] = []
     generator: Any = Sets(Status.COMPLETED, Status.ERROR_ENV)
     progress: Any = None
-    found = Evaluator(Config(), [of("a"), of("hard")], generator, said.append).evaluate(3, progress)
-    assert found["eval/a/mean"] == 0.0 and found["eval/hard/failed"] == 1.0 and "eval/hard/mean" not in found
-    assert said[1:] == ["evaluation after step 3: all samples of hard failed, so no mean over all sets"]
-    said.clear()
+    scores = Evaluator(Config(), [of("a"), of("hard")], generator, lines.append).evaluate(3, progress)
+    assert scores["eval/a/mean"] == 0.0 and scores["eval/hard/failed"] == 1.0 and "eval/hard/mean" not in scores
+    assert lines[1:] == ["evaluation after step 3: all samples of hard failed, so no mean over all sets"]
+    lines.clear()
     generator = Sets(Status.COMPLETED)
-    assert Evaluator(Config(), [of("a"), of("hard")], generator, said.append).evaluate(3, progress) and not said
+    assert Evaluator(Config(), [of("a"), of("hard")], generator, lines.append).evaluate(3, progress) and not lines
 
 
 def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:

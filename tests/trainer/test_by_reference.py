@@ -116,9 +116,9 @@ def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str)
     for given in MEANS + OTHERS:
         config = settings(step_wise, **given)
         expected, share = as_ever(groups, config)
-        found = remote_batch.make_remote_batch(away(groups), config)
-        minis = remote_batch.mini_batches(found, config)
-        assert found.advantage_fraction == pytest.approx(share), given
+        remote = remote_batch.make_remote_batch(away(groups), config)
+        minis = remote_batch.mini_batches(remote, config)
+        assert remote.advantage_fraction == pytest.approx(share), given
         assert len(minis) == len(expected) == 2
         for mini, other in zip(minis, expected, strict=True):
             ours = read_samples(*mini.take(torch.arange(len(mini.parts))), STORE)
@@ -187,8 +187,8 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
     assert fetch_arrays(gone[2]).remote_arrays is None and fetch_arrays(gone[2]).mask == played_here[2].mask
     for name, all_of in (("here", played_here), ("away", gone)):
         trajectory_io.write(tmp_path / name / "file.parquet", all_of)
-    here, there = (trajectory_io.read(tmp_path / name / "file.parquet") for name in ("here", "away"))
-    for t, other in zip(here, there, strict=True):
+    local, remote = (trajectory_io.read(tmp_path / name / "file.parquet") for name in ("here", "away"))
+    for t, other in zip(local, remote, strict=True):
         np.testing.assert_array_equal(np.asarray(t.logprobs), np.asarray(other.logprobs))
         assert replace(t, logprobs=other.logprobs) == other
 

@@ -68,15 +68,15 @@ def test_a_save_that_breaks_off_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
-    said: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, say=lines.append)
     for step in (1, 2, 3):
         checkpoints.save(step, {"step": step}, {"policy": write})
     (tmp_path / "step_000003" / "policy" / "weights").write_text("")
     (tmp_path / "step_000002" / "policy" / "weights").unlink()
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
-    assert said == [
+    assert lines == [
         f"{tmp_path}/step_000003 is left out: policy/weights has 0 bytes of 1",
         f"{tmp_path}/step_000002 is left out: policy/weights is missing",
     ]
@@ -116,8 +116,8 @@ def exported(policy: Path) -> None:
 )
 def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: Path, damage: str, named: str) -> None:
     """Swaps or damages a file of the newest checkpoint without changing lengths, and expects the one before."""
-    said: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, say=lines.append)
     for step in (1, 2, 3):
         groups = str(step).encode() * 100
         parts = {"policy": boxes(step), "rollouts": lambda folder, g=groups: (folder / "groups").write_bytes(g)}
@@ -138,7 +138,7 @@ def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: P
             (new / "state.json").write_text((new / "state.json").read_text().replace("74", "75"))
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000002"
-    assert len(said) == 1 and f"{new} is left out: " in said[0] and named in said[0]
+    assert len(lines) == 1 and f"{new} is left out: " in lines[0] and named in lines[0]
     assert newest_intact(tmp_path) == newest
     if "state" not in damage and "generated" not in damage:
         with pytest.raises(Damaged, match=named):
@@ -146,15 +146,15 @@ def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: P
 
 
 def test_one_whose_tensors_are_damaged_is_left_out_once_the_ranks_say_so(tmp_path: Path) -> None:
-    said: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, say=lines.append)
     for step in (1, 2):
         checkpoints.save(step, {"step": step}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None
     checkpoints.mark_damaged(newest, Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0"))
     older = checkpoints.newest()
-    assert older is not None and older.name == "step_000001" and "w[0:9].master" in said[0]
+    assert older is not None and older.name == "step_000001" and "w[0:9].master" in lines[0]
 
 
 def test_a_run_goes_on_from_the_one_before_the_one_that_ranks_found_damaged(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_copies_of_a_user_are_neither_resumed_from_nor_counted_nor_removed(tmp_p
 
 
 def test_files_of_a_user_in_a_checkpoint_keep_it(tmp_path: Path) -> None:
-    said: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, say=said.append)
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, say=lines.append)
     checkpoints.save(1, {"step": 1}, {"policy": write})
     export = tmp_path / "step_000001" / "hf" / "model.safetensors"
     export.parent.mkdir()
@@ -213,7 +213,7 @@ def test_files_of_a_user_in_a_checkpoint_keep_it(tmp_path: Path) -> None:
     for step in (2, 3):
         checkpoints.save(step, {"step": step}, {"policy": write})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000003"] and export.read_text() == "mine"
-    assert said == [f"{tmp_path}/step_000001 is kept: no save wrote {export}; move it elsewhere"]
+    assert lines == [f"{tmp_path}/step_000001 is kept: no save wrote {export}; move it elsewhere"]
     with pytest.raises(FileExistsError, match=r"model\.safetensors"):
         checkpoints.save(1, {"step": 1}, {"policy": write})
     assert export.read_text() == "mine"
@@ -246,9 +246,9 @@ def test_a_runs_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
 def test_an_earlier_versions_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, {"step": 1}, {"policy": lambda folder: (folder / ".metadata").touch()})
-    with pytest.raises(UserError, match=r"step_000001/policy: is a distributed checkpoint .* model\.path") as told:
+    with pytest.raises(UserError, match=r"step_000001/policy: is a distributed checkpoint .* model\.path") as raised:
         checkpoints.newest()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 class Evil:
@@ -294,7 +294,7 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
 def test_nothing_in_the_package_can_unpickle_a_file() -> None:
     """Searches the package for every known way of unpickling."""
     ways = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "torch.distributed.checkpoint"}
-    found = []
+    uses = []
     for file in Path(skyrl_mega.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -305,8 +305,8 @@ def test_nothing_in_the_package_can_unpickle_a_file() -> None:
                 call = ast.unparse(node)
                 names = set()
                 if call.startswith("torch.load(") or "allow_pickle=True" in call or "weights_only=False" in call:
-                    found.append(f"{file.name}: {call}")
+                    uses.append(f"{file.name}: {call}")
             else:
                 continue
-            found += [f"{file.name}: {name}" for name in names & ways]
-    assert found == []
+            uses += [f"{file.name}: {name}" for name in names & ways]
+    assert uses == []

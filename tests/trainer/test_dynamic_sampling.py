@@ -60,11 +60,11 @@ class Plays:
         reward, right, status = judged(seed, prompt.uid, sample, self.chance)
         named = {} if status.failed else {"right": right}
         reward = 0.0 if status.failed else reward
-        made = Trajectory(
+        trajectory = Trajectory(
             prompt, sample, array("i", [5, 6]), array("b", [0, 1]), array("f", [0, -1]), 1, reward, status, 1
         )
-        made.rewards, made.metadata = named, {"seed": seed}
-        return made
+        trajectory.rewards, trajectory.metadata = named, {"seed": seed}
+        return trajectory
 
 
 def config_of(dynamic: DynamicSamplingConfig, wanted: int) -> Config:
@@ -91,13 +91,13 @@ def reference(
     """Returns the first step's groups with a signal (without copies), the step's figures, and the number of drawn
     prompts."""
     at = rounds = out = 0
-    found: list[tuple[str, int]] = []
+    chosen: list[tuple[str, int]] = []
     anything = False
     while rounds < dynamic.max_rounds:
         enough = wanted if dynamic.mode == "filter" else max(1.0, dynamic.replace_from * wanted)
-        if len(found) >= enough:
+        if len(chosen) >= enough:
             break
-        missing = wanted - len(found)
+        missing = wanted - len(chosen)
         count = missing
         while count < dynamic.oversample * missing - 1e-6 and count < prompts - at:
             count += 1
@@ -114,14 +114,14 @@ def reference(
                     lowest = value if lowest is None or value < lowest else lowest
                     highest = value if highest is None or value > highest else highest
             if lowest is not None and highest is not None and highest - lowest > dynamic.tolerance:
-                found.append((seed, uid))
+                chosen.append((seed, uid))
             else:
                 out += 1
         at, rounds = at + count, rounds + 1
         if not anything:
             break
-    figures = {"rounds": rounds, "groups_left_out": out, "groups_surplus": max(0, len(found) - wanted)}
-    return found[:wanted], {name: float(value) for name, value in figures.items()}, at
+    figures = {"rounds": rounds, "groups_left_out": out, "groups_surplus": max(0, len(chosen) - wanted)}
+    return chosen[:wanted], {name: float(value) for name, value in figures.items()}, at
 
 
 @given(
@@ -133,17 +133,17 @@ def test_a_step_has_what_plain_loops_choose(
 ) -> None:
     source, step = source_of(config_of(dynamic, wanted), prompts, chance), Step(1, Console())
     groups = source.next_groups(step)
-    found, figures, drawn = reference(dynamic, wanted, prompts, chance)
+    expected, figures, drawn = reference(dynamic, wanted, prompts, chance)
     got = {name.removeprefix("rollout/"): value for name, value in step.metrics.items() if name.startswith("rollout/")}
     assert source.stream.position == drawn == len(step.trajectories) / SAMPLES
     assert {name: got.get(name, 0.0) for name in figures} == figures
-    filled = dynamic.mode == "replace" and found and len(found) >= dynamic.replace_from * wanted
+    filled = dynamic.mode == "replace" and expected and len(expected) >= dynamic.replace_from * wanted
     if filled:
-        assert len(groups) == wanted and got["groups_copied"] == wanted - len(found)
-        assert list(dict.fromkeys(named(groups))) == found  # each group once, with copies next to their originals
-        assert named(groups) == sorted(named(groups), key=found.index)
+        assert len(groups) == wanted and got["groups_copied"] == wanted - len(expected)
+        assert list(dict.fromkeys(named(groups))) == expected  # each group once, with copies next to their originals
+        assert named(groups) == sorted(named(groups), key=expected.index)
     else:
-        assert named(groups) == found and not got.get("groups_copied")
+        assert named(groups) == expected and not got.get("groups_copied")
     assert got["groups_missing"] == wanted - len(groups)
     assert ("groups_copied" in got) == (dynamic.mode == "replace")
     assert ("groups_surplus" in got) == (dynamic.oversample > 1)
@@ -178,12 +178,12 @@ def test_a_resumed_run_has_the_same_steps(dynamic: DynamicSamplingConfig) -> Non
 
 def copied(source: RolloutSource, numbers: range) -> list[tuple[int, ...]]:
     """Returns, for each step, the position of each group among the step's distinct groups."""
-    found = []
+    places_by_step = []
     for number in numbers:
         names = named(source.next_groups(Step(number, Console())))
         each = list(dict.fromkeys(names))
-        found.append(tuple(each.index(name) for name in names))
-    return found
+        places_by_step.append(tuple(each.index(name) for name in names))
+    return places_by_step
 
 
 def test_copies_are_drawn_anew_in_each_step_and_again_after_a_resume() -> None:
@@ -191,9 +191,9 @@ def test_copies_are_drawn_anew_in_each_step_and_again_after_a_resume() -> None:
 
     class Half(Plays):
         def play(self, seed: str, prompt: Prompt, sample: int) -> Trajectory:
-            made = super().play(seed, prompt, sample)
-            made.status, made.reward = Status.COMPLETED, float(prompt.uid % 2 and sample == 0)
-            return made
+            trajectory = super().play(seed, prompt, sample)
+            trajectory.status, trajectory.reward = Status.COMPLETED, float(prompt.uid % 2 and sample == 0)
+            return trajectory
 
     def source(run_seed: int) -> RolloutSource:
         config = config_of(DynamicSamplingConfig(enabled=True, mode="replace", replace_from=0.25, max_rounds=1), 8)
@@ -254,9 +254,9 @@ def test_a_copy_has_its_originals_advantages() -> None:
     groups = source_of(config, 99, 0.1).next_groups(step)
     assert len(set(named(groups))) < len(groups) == 4
     batch = make_batch(groups, config.algorithm, RolloutConfig())
-    found = token_advantages(batch, config.algorithm).whitened.split(2 * SAMPLES)
+    halves = token_advantages(batch, config.algorithm).whitened.split(2 * SAMPLES)
     by_name: dict[tuple[str, int], Any] = {}
-    for name, advantages in zip(named(groups), found, strict=True):
+    for name, advantages in zip(named(groups), halves, strict=True):
         assert by_name.setdefault(name, advantages).equal(advantages)
         assert advantages.any()
 

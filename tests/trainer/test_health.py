@@ -49,8 +49,8 @@ def test_a_healthy_run_raises_nothing(case: int) -> None:
 def test_the_real_run_raises_nothing() -> None:
     health = Health(settings())
     for number, row in enumerate(REAL, start=1):
-        found = {name for name in health.check(number, row, []).metrics if name.startswith("health/")}
-        assert found == {f"health/{name}" for name in COUNTS}
+        kinds = {name for name in health.check(number, row, []).metrics if name.startswith("health/")}
+        assert kinds == {f"health/{name}" for name in COUNTS}
 
 
 def failing(i: int, t: Trajectory) -> Trajectory | None:
@@ -304,16 +304,16 @@ def before(config: Config) -> Play:
 def test_a_run_that_goes_wrong_is_named_within_three_steps(name: str, healthy_steps: int) -> None:
     kind, config, play, is_stuck, part = PLANTED[name]
     health = Health(config)
-    for found, *_ in steps(health, before(config), seed=1, count=healthy_steps):
-        assert not found
-    told: list[str] = []
-    for found, lines, stuck in steps(health, play, seed=2, count=3, first=healthy_steps + 1):
-        assert found <= {kind}, "nothing else is blamed"
-        assert bool(stuck) == (is_stuck and found == {kind})
-        told += lines
-    assert found == {kind}
-    assert len(told) == 1, "one line, not one a step"
-    [line] = told
+    for kinds, *_ in steps(health, before(config), seed=1, count=healthy_steps):
+        assert not kinds
+    lines_so_far: list[str] = []
+    for kinds, lines, stuck in steps(health, play, seed=2, count=3, first=healthy_steps + 1):
+        assert kinds <= {kind}, "nothing else is blamed"
+        assert bool(stuck) == (is_stuck and kinds == {kind})
+        lines_so_far += lines
+    assert kinds == {kind}
+    assert len(lines_so_far) == 1, "one line, not one a step"
+    [line] = lines_so_far
     assert line.startswith("health: step ") and f": {kind}: " in line and line.isprintable()
     assert part in line or (kind == "gradient_vanished" and not healthy_steps)
     assert ("the run ends after" in line) == is_stuck

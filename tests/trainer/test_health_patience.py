@@ -126,8 +126,10 @@ def test_when_a_run_ends_that_cannot_learn(config: Config, name: str, end: int) 
         "a loss that is no number": spoiled(config, **{"policy/loss": math.nan}),
         "everything clipped": spoiled(config, **{"policy/clip_fraction": 0.97}),
     }
-    told = {line for _, lines, _ in steps(Health(config), plays[name], 0, end - 1) for line in lines if "ends" in line}
-    assert any(f"the run ends after {end - int(line.split()[2][:-1])} more such step" in line for line in told)
+    warnings = {
+        line for _, lines, _ in steps(Health(config), plays[name], 0, end - 1) for line in lines if "ends" in line
+    }
+    assert any(f"the run ends after {end - int(line.split()[2][:-1])} more such step" in line for line in warnings)
     assert ended(config, plays[name], seed=0, most=end + 1) == end
 
 
@@ -137,5 +139,5 @@ def test_a_task_that_is_solved_is_not_stuck() -> None:
     solved = every(
         PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", 1.0), **{"reward/mean": 1.0, "policy/grad_norm": 0.0}
     )
-    for found, _, stuck in steps(health, solved, seed=0, count=80, first=16):
-        assert found == {"nothing_left"} and not stuck
+    for kinds, _, stuck in steps(health, solved, seed=0, count=80, first=16):
+        assert kinds == {"nothing_left"} and not stuck

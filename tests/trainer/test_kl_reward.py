@@ -40,13 +40,17 @@ def batch_of(seed: int, algorithm: AlgorithmConfig) -> tuple[list[Trajectory], B
     rng = random.Random(seed)
     groups = []
     for number in range(3):
-        made = []
+        trajectories = []
         for sample in range(rng.randint(1, 4)):
-            said, status = rng.randint(0, 4), rng.choice(STATUS)
-            parts = array("i", range(2 + said)), array("b", [0, 0] + [1] * said), array("f", [0.0] * (2 + said))
+            answer_length, status = rng.randint(0, 4), rng.choice(STATUS)
+            parts = (
+                array("i", range(2 + answer_length)),
+                array("b", [0, 0] + [1] * answer_length),
+                array("f", [0.0] * (2 + answer_length)),
+            )
             reward = 0.0 if status.failed else rng.choice([0.0, 0.5, 1.0])
-            made.append(Trajectory(Prompt(number, [], "m", {}), sample, *parts, 2, reward, status, 1))
-        groups.append(Group(made[0].prompt, made))
+            trajectories.append(Trajectory(Prompt(number, [], "m", {}), sample, *parts, 2, reward, status, 1))
+        groups.append(Group(trajectories[0].prompt, trajectories))
     batch = make_batch(groups, algorithm, RolloutConfig())
     g = torch.Generator().manual_seed(seed)
     for name in ("old_logprobs", "reference_logprobs"):
@@ -56,15 +60,15 @@ def batch_of(seed: int, algorithm: AlgorithmConfig) -> tuple[list[Trajectory], B
 
 def distances(played: list[Trajectory], batch: Batch) -> list[list[float]]:
     """Returns log π - log π_ref of each trajectory's answer tokens."""
-    found, place = [], 0
+    by_trajectory, place = [], 0
     for t in played:
         each = [
             float(batch["old_logprobs"][place + i]) - float(batch["reference_logprobs"][place + i])
             for i in range(2, len(t.tokens))
         ]
-        found.append(each)
+        by_trajectory.append(each)
         place += len(t.tokens)
-    return found
+    return by_trajectory
 
 
 def test_every_token_pays_for_its_distance() -> None:
@@ -78,10 +82,12 @@ def test_every_token_pays_for_its_distance() -> None:
             assert metrics["policy/kl_reward"] == pytest.approx(
                 sum(sum(far[i]) for i in judged) / len(judged), abs=1e-6
             )
-        found, place = token_advantages(batch, algorithm).whitened, 0
+        advantages, place = token_advantages(batch, algorithm).whitened, 0
         for t, each in zip(played, far, strict=True):
             expected = 0.0 if t.status.failed else t.reward - 0.5 * sum(each)
-            assert found[place : place + len(t.tokens)].tolist() == pytest.approx([expected] * len(t.tokens), abs=1e-6)
+            assert advantages[place : place + len(t.tokens)].tolist() == pytest.approx(
+                [expected] * len(t.tokens), abs=1e-6
+            )
             place += len(t.tokens)
 
 
@@ -101,23 +107,23 @@ def test_by_token_each_pays_its_own(tmp_path: Path) -> None:
         assert needs(algorithm) == {"old_logprobs", "reference_logprobs"}
         played, batch = batch_of(seed, algorithm)
         KlReward(algorithm.kl).penalize(batch)
-        found, place = token_advantages(batch, algorithm).whitened, 0
+        advantages, place = token_advantages(batch, algorithm).whitened, 0
         for t, each in zip(played, distances(played, batch), strict=True):
-            expected = [-0.5 * d for d in each]
+            expected = [-0.5 * distance for distance in each]
             if expected:
                 expected[-1] += t.reward
             expected = [0.0] * len(expected) if t.status.failed else expected
-            assert found[place + 2 : place + len(t.tokens)].tolist() == pytest.approx(expected, abs=1e-6)
+            assert advantages[place + 2 : place + len(t.tokens)].tolist() == pytest.approx(expected, abs=1e-6)
             place += len(t.tokens)
 
 
 def far_from_reference(played: list[Trajectory], batch: Batch, estimator: str) -> list[float]:
     """Returns Σ k_t of each measured trajectory: k1 is log π - log π_ref, k3 is π_ref/π - 1 + k1."""
-    found = []
+    sums = []
     for t, each in zip(played, distances(played, batch), strict=True):
         if not t.status.failed and each:
-            found.append(sum(d if estimator == "k1" else math.exp(-d) - 1 + d for d in each))
-    return found
+            sums.append(sum(distance if estimator == "k1" else math.exp(-distance) - 1 + distance for distance in each))
+    return sums
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -181,12 +187,12 @@ def test_what_the_loss_leaves_out_is_in_no_mean_and_a_critics_warm_up_moves_noth
     """Measures one of four trajectories with KL 4, equal to the target: the coefficient stays."""
     algorithm = algorithm_of("reinforce", target=4.0, horizon=10)
     algorithm.overlong.filter = True
-    made = []
+    trajectories = []
     for sample in range(4):
         status = Status.TRUNCATED_TOKENS if sample else Status.COMPLETED
         parts = array("i", range(3)), array("b", [0, 1, 1]), array("f", [0.0] * 3)
-        made.append(Trajectory(Prompt(0, [], "m", {}), sample, *parts, 1, 1.0, status, 1))
-    batch = make_batch([Group(made[0].prompt, made)], algorithm, RolloutConfig())
+        trajectories.append(Trajectory(Prompt(0, [], "m", {}), sample, *parts, 1, 1.0, status, 1))
+    batch = make_batch([Group(trajectories[0].prompt, trajectories)], algorithm, RolloutConfig())
     batch["old_logprobs"] = torch.where(batch["mask"] != 0, 2.0, 0.0)
     batch["reference_logprobs"] = torch.zeros(12)
     reward = KlReward(algorithm.kl)

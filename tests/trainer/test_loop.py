@@ -37,8 +37,8 @@ class Notes:
         self.calls.append(("hold", len(minis)))
         self.tokens = [len(mini.tokens) for mini in minis]
 
-    def keep_logprobs(self, name: str, *, temperature: float, **beside: str | None) -> None:
-        self.calls.append((name, *(column for column in beside.values() if column)))
+    def keep_logprobs(self, name: str, *, temperature: float, **columns: str | None) -> None:
+        self.calls.append((name, *(column for column in columns.values() if column)))
 
     def add(self, name: str, values: list[torch.Tensor]) -> None:
         self.calls.append((name, [len(v) for v in values]))
@@ -84,11 +84,11 @@ def after_with_critic(groups: list[Group], step: int = 1, **critic: Any) -> tupl
     config, policy, values = Config(critic=CriticConfig(**critic)), Notes(), CriticNotes()
     config.algorithm.advantage, config.algorithm.gae.lam = "gae", 1.0
     config.algorithm.whiten = "batch"
-    taken = Step(step, Console())
+    train_step = Step(step, Console())
     run: Any = SimpleNamespace(config=config, policy=policy, reference=None, critic=values, temperature=1.0)
     run.entropy = EntropyCoefficient(config.algorithm.entropy)
-    train_on(run, taken, groups)
-    return policy, values, taken.metrics
+    train_on(run, train_step, groups)
+    return policy, values, train_step.metrics
 
 
 def test_a_critic_learns_returns_and_the_policy_what_it_did_not_expect() -> None:

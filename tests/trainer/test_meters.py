@@ -61,12 +61,12 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     policy = Actors("policy", [[host(99), host(1), host(5)], [host(99), host(2, node=7.0), host(4)]])
     engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
     policy.answers = [iter([*a, host(1)]) for a in policy.answers]
-    taken = meters_of({"policy": policy}, engines)
-    taken.begin(after_more=True)  # measurements from before the step
-    taken.end_phase("generate")
-    taken.end_phase("train")
-    taken.end_phase("sync")
-    assert taken.collect() == {
+    metered = meters_of({"policy": policy}, engines)
+    metered.begin(after_more=True)  # measurements from before the step
+    metered.end_phase("generate")
+    metered.end_phase("train")
+    metered.end_phase("sync")
+    assert metered.collect() == {
         "memory/policy_generate_gib": 2,
         "memory/policy_train_gib": 5,
         "memory/engine_generate_gib": 3,
@@ -74,27 +74,27 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
         "memory/engine_sync_gib": 2.5,
         "memory/host_gib": 7,
     }
-    assert taken.steps == {(0, 0): {4: 2}}, "only those of the phase that generates"
+    assert metered.steps == {(0, 0): {4: 2}}, "only those of the phase that generates"
     assert policy.asked == 8 and engines.asked == 3, "one call for each actor and phase, and one before"
-    taken.begin(after_more=False)
-    assert policy.asked == 8 and taken.collect() == {}, "a step's answers are its own"
+    metered.begin(after_more=False)
+    assert policy.asked == 8 and metered.collect() == {}, "a step's answers are its own"
 
 
 def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:
     engines = Actors("engine", [[[(host(1), {4: 2})], [(host(3), {4: 1, 5: 1})]], [None, None]])
-    taken = meters_of({}, engines)
-    taken.end_phase("generate")
-    taken.end_phase("generate")
-    assert taken.collect()["memory/engine_generate_gib"] == 3
-    assert taken.steps == {(0, 0): {4: 3, 5: 1}}
+    metered = meters_of({}, engines)
+    metered.end_phase("generate")
+    metered.end_phase("generate")
+    assert metered.collect()["memory/engine_generate_gib"] == 3
+    assert metered.steps == {(0, 0): {4: 3, 5: 1}}
 
 
 def test_a_gpus_events_are_summed_over_phases() -> None:
     cuda = dict(reserved=8 * GIB, device=20 * GIB)
     first, second = host(5, **cuda, retries=1, allocations=10), host(6, **cuda, retries=0, allocations=4)
-    taken = meters_of({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))
-    taken.end_phase("logprobs")
-    taken.end_phase("train")
-    found = taken.collect()
-    assert (found["memory/alloc_retries"], found["memory/device_allocations"]) == (1, 14)
-    assert (found["memory/policy_reserved_gib"], found["memory/device_train_gib"]) == (8, 20)
+    metered = meters_of({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))
+    metered.end_phase("logprobs")
+    metered.end_phase("train")
+    figures = metered.collect()
+    assert (figures["memory/alloc_retries"], figures["memory/device_allocations"]) == (1, 14)
+    assert (figures["memory/policy_reserved_gib"], figures["memory/device_train_gib"]) == (8, 20)

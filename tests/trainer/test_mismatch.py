@@ -50,20 +50,20 @@ def test_an_engine_with_other_weights_is_noticed_in_its_step(tmp_path: Path) -> 
     build(BuildConfig(), tmp_path / "other", seed=5)
     config = Config()
     config.model.dtype = "float32"
-    found = {}
+    figures = {}
     for engine in ("policy", "other"):
         batch = drawn_from(tmp_path / engine)
         sums = run_ranks(2, measured, tmp_path / "policy", layouts.layout(2), batch)
-        found[engine] = mismatch([max(sums, key=len)])
-    assert found["policy"]["mismatch/logprob_abs_p99"] < 1e-5
+        figures[engine] = mismatch([max(sums, key=len)])
+    assert figures["policy"]["mismatch/logprob_abs_p99"] < 1e-5
     for engine, kinds in (("policy", set()), ("other", {"health/mismatch_high"})):
-        verdict = Health(config).check(1, found[engine], [])
+        verdict = Health(config).check(1, figures[engine], [])
         assert {name for name in verdict.metrics if "mismatch" in name} == kinds
         assert len(verdict.lines) == len(kinds)
     config.health.mismatch.stop_p99 = 0.1
-    end_if_too_far(config, 1, found["policy"])
+    end_if_too_far(config, 1, figures["policy"])
     with pytest.raises(EngineDiffers, match=r"step 1: .* at the 99th percentile \(stop from 0\.100, "):
-        end_if_too_far(config, 1, found["other"])
+        end_if_too_far(config, 1, figures["other"])
 
 
 def run_of(config: Config, folder: Path, trained: dict[str, float], calls: list[str]) -> Run:

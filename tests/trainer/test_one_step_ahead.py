@@ -67,9 +67,9 @@ def ahead(config: Config, **calls: Any) -> Iterator[tuple[OneStepAhead, Source]]
 
 @pytest.fixture
 def config() -> Config:
-    made = Config()
-    made.asynchrony.mode, made.data.prompts_per_step, made.data.samples_per_prompt = "one_step", 2, 2
-    return made
+    settings = Config()
+    settings.asynchrony.mode, settings.data.prompts_per_step, settings.data.samples_per_prompt = "one_step", 2, 2
+    return settings
 
 
 def uids(groups: list[Group]) -> list[int]:
@@ -83,10 +83,10 @@ def step(number: int) -> Step:
 def test_a_batch_is_generated_while_the_one_before_is_trained_on(config: Config) -> None:
     with ahead(config) as (rollouts, source):
         for number in range(1, 5):
-            taken = step(number)
-            assert uids(rollouts.next_groups(taken)) == [2 * number - 2, 2 * number - 1]
-            assert taken.metrics["asynchrony/staleness_max"] == min(1, number - 1)
-            rollouts.before_sync(taken)
+            current = step(number)
+            assert uids(rollouts.next_groups(current)) == [2 * number - 2, 2 * number - 1]
+            assert current.metrics["asynchrony/staleness_max"] == min(1, number - 1)
+            rollouts.before_sync(current)
             source.version = number
             rollouts.synced(number)
         assert rollouts.prompts_left(4) == 12
@@ -129,12 +129,12 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
             rollouts.before_sync(step(2))
         rollouts.save(tmp_path, 1)
     with ahead(config) as (again, _):
-        told = "step 2, 3" if whole else "step 2"
-        assert again.restore(tmp_path) == f"taken up again: what was generated ahead for {told}"
+        steps = "step 2, 3" if whole else "step 2"
+        assert again.restore(tmp_path) == f"taken up again: what was generated ahead for {steps}"
         again.synced(1)
         assert again.prompts_left(1) == 18
-        found = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
-    assert found == [[2, 3], [4, 5], [6, 7]]
+        uids_by_step = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
+    assert uids_by_step == [[2, 3], [4, 5], [6, 7]]
 
 
 def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Config, tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_columns_of_a_batch_come_back_with_a_checkpoint(
     with ahead(config) as (again, _):
         again.restore(tmp_path)
         groups = again.next_groups(step(2))
-        found = [t.columns["token_rewards"].values.tolist() for group in groups for t in group.trajectories]
-    assert found == [[0.0, 2.0], [0.0, 2.25], [0.0, 3.0], [0.0, 3.25]]
+        rewards = [t.columns["token_rewards"].values.tolist() for group in groups for t in group.trajectories]
+    assert rewards == [[0.0, 2.0], [0.0, 2.25], [0.0, 3.0], [0.0, 3.25]]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[s
         rollouts.save(tmp_path, 1)
     config.rollout = replace(config.rollout, **changed)
     with ahead(config) as (again, source):
-        told = again.restore(tmp_path)
-        assert told.startswith("discarded: 2 groups" if version else "taken up again: ")
-        assert not version or told.endswith("not as in the checkpoint: rollout.sampling")
+        line = again.restore(tmp_path)
+        assert line.startswith("discarded: 2 groups" if version else "taken up again: ")
+        assert not version or line.endswith("not as in the checkpoint: rollout.sampling")
         source.version = 1
         again.synced(1)
         groups = again.next_groups(step(2))

@@ -55,9 +55,9 @@ def test_the_rate_of_one_gpu(shared: bool, reference: bool, gpus: int) -> None:
 def test_programs_that_were_ended_for_memory_are_a_figure_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
     config.policy.ranks = 1
-    run, found = run_of(config), []
+    run, figures = run_of(config), []
     for number, so_far in enumerate((None, 0, 2, 5, 5), start=1):  # None: the run used no sandbox
         monkeypatch.setattr(budget, "ended", lambda so_far=so_far: so_far)
         run.complete(step := Step(number, SILENT))
-        found.append((step.metrics.get("environment/ended_for_memory"), step.metrics.get("health/ended_for_memory")))
-    assert found == [(None, None), (0, None), (2, 1), (3, 1), (0, None)]
+        figures.append((step.metrics.get("environment/ended_for_memory"), step.metrics.get("health/ended_for_memory")))
+    assert figures == [(None, None), (0, None), (2, 1), (3, 1), (0, None)]

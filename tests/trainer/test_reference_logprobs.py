@@ -35,20 +35,20 @@ class Ranks:
 
 @pytest.fixture
 def minis() -> list[Sequences]:
-    found = [Sequences.of([[1, 2, 3], [4, 5]]), Sequences.of([[6, 7]])]
-    for mini in found:
+    mini_batches = [Sequences.of([[1, 2, 3], [4, 5]]), Sequences.of([[6, 7]])]
+    for mini in mini_batches:
         mini["weights"] = torch.ones(len(mini.tokens))
         mini["advantages"] = torch.ones(len(mini.tokens))
-    return found
+    return mini_batches
 
 
 def test_a_reference_of_its_own_ranks_gives_its_own(minis: list[Sequences]) -> None:
-    policy, own = Ranks(-1.0), Ranks(-3.0)
+    policy, reference_ranks = Ranks(-1.0), Ranks(-3.0)
     policy.hold(minis)
-    ReferenceModel(policy, own).keep_logprobs(minis, temperature=0.5)  # type: ignore[arg-type]
+    ReferenceModel(policy, reference_ranks).keep_logprobs(minis, temperature=0.5)  # type: ignore[arg-type]
     assert [values.tolist() for values in policy.columns["reference_logprobs"]] == [[-6.0] * 5, [-6.0] * 2]
-    assert policy.kept == [] and [mini.tokens.tolist() for mini in own.held] == [[1, 2, 3, 4, 5], [6, 7]]
-    assert [mini.lengths.tolist() for mini in own.held] == [[3, 2], [2]]
+    assert policy.kept == [] and [mini.tokens.tolist() for mini in reference_ranks.held] == [[1, 2, 3, 4, 5], [6, 7]]
+    assert [mini.lengths.tolist() for mini in reference_ranks.held] == [[3, 2], [2]]
 
 
 def test_a_reference_beside_the_policy_is_asked_for_by_name(minis: list[Sequences]) -> None:

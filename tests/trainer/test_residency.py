@@ -20,7 +20,7 @@ from skyrl_mega.trainer.step import Step
 class Devices:
     """Models and engines; every move is recorded, and refused beyond the available memory."""
 
-    def __init__(self, most: Callable[[set[str]], bool] = lambda there: True) -> None:
+    def __init__(self, most: Callable[[set[str]], bool] = lambda resident: True) -> None:
         self.there, self.most = set(PARTS), most
         self.moves: list[tuple[str, tuple[str, ...]]] = []
 
@@ -114,10 +114,10 @@ def test_a_move_that_failed_is_made_again() -> None:
     devices = Devices()
     run = ledger(devices, [])
     run.enter("generate")
-    devices.most = lambda there: "parameters" not in there
+    devices.most = lambda resident: "parameters" not in resident
     with pytest.raises(AssertionError, match="no room"):
         run.enter("train")
-    devices.most = lambda there: True
+    devices.most = lambda resident: True
     run.enter("train")
     assert devices.there == NEEDS["train"]
 

@@ -75,13 +75,13 @@ def test_other_settings_draw_the_prompts_again(
         rollouts.save(tmp_path, 1)
         before = names([*groups, *(one.group for one in rollouts.done.values())])
     again, loop, stream = live(tmp_path, change)
-    told = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
-    assert capsys.readouterr().out.splitlines()[-1] == f"{told}not as in the checkpoint: {key}"
+    prefix = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
+    assert capsys.readouterr().out.splitlines()[-1] == f"{prefix}not as in the checkpoint: {key}"
     with loop:
         assert stream.remaining == PROMPTS - len(learned)
         groups = again.next_groups(Step(2, Console()))
-        found = {group.prompt.uid for group in groups}
-        assert found and not found & learned
+        uids = {group.prompt.uid for group in groups}
+        assert uids and not uids & learned
         assert before and not before & names(groups), "each has a random stream of its own"
 
 
@@ -112,9 +112,9 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
         first.save(tmp_path, 1)
         under_way = first.service.so_far()
     before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
-    written = {one.request: one for said in journal.read_all(tmp_path).values() for one in said}
-    said = {request: [v for v, _ in one.completion.versions] for request, one in written.items()}
-    assert before and said and any(ticket.left for ticket in under_way)
+    written = {one.request: one for turns in journal.read_all(tmp_path).values() for one in turns}
+    versions_by_request = {request: [v for v, _ in one.completion.versions] for request, one in written.items()}
+    assert before and versions_by_request and any(ticket.left for ticket in under_way)
     asked: list[str] = []
     generate = Router.generate
 
@@ -128,7 +128,7 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     done, begun = len(again.done), len(again.interrupted)
     assert capsys.readouterr().out.strip() == (
         f"taken up again: {done} groups generated ahead, and {begun} under way, of which {len(before)} trajectories "
-        f"are done and {len(said)} turns of others"
+        f"are done and {len(versions_by_request)} turns of others"
     )
     with loop:
         known = {ticket.number: ticket.version for ticket in again.interrupted if ticket.played or ticket.recorded}
@@ -136,12 +136,14 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
         again._request()
         assert known == {n: t.version for n, t in again.service.under_way.items() if n in known}, "as old as they were"
         drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
-    assert not said.keys() & set(asked) and not before.keys() & {name.rpartition("/")[0] for name in asked}
-    found = {t.metadata["name"]: t for t in drawn}
-    assert {name: found[name].tokens.tolist() for name in before if name in found} == before
-    for name in {request.rpartition("/")[0] for request in said} & found.keys():
-        versions = [v for request, of in said.items() if request.rpartition("/")[0] == name for v in of]
-        assert [version for version, _ in found[name].versions][: len(versions)] == versions
+    assert not versions_by_request.keys() & set(asked) and not before.keys() & {
+        name.rpartition("/")[0] for name in asked
+    }
+    by_name = {t.metadata["name"]: t for t in drawn}
+    assert {name: by_name[name].tokens.tolist() for name in before if name in by_name} == before
+    for name in {request.rpartition("/")[0] for request in versions_by_request} & by_name.keys():
+        versions = [v for request, of in versions_by_request.items() if request.rpartition("/")[0] == name for v in of]
+        assert [version for version, _ in by_name[name].versions][: len(versions)] == versions
 
 
 def test_all_groups_that_were_under_way_are_asked_for_however_few_steps_are_left(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
     with loop:
         step = Step(1, Console())
         rollouts.next_groups(step)
-        told = {t.prompt.uid for t in step.trajectories}
+        reported = {t.prompt.uid for t in step.trajectories}
         rollouts.synced(1)
         while not rollouts.left_out:  # groups of the next step
             rollouts.collect(1.0)
@@ -244,8 +246,8 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
     with loop:
         step = Step(2, Console())
         again.next_groups(step)
-        found = {t.prompt.uid for t in step.trajectories}
-        assert left_out and left_out <= found and not found & told
+        reported_later = {t.prompt.uid for t in step.trajectories}
+        assert left_out and left_out <= reported_later and not reported_later & reported
         assert step.metrics["rollout/groups_left_out"] >= len(left_out)
 
 

@@ -157,10 +157,10 @@ def folder_of(folder: Path, step: int) -> Path:
 def fault(folder: Path) -> Exception | None:
     """Returns the first error among 300 schedules, or None."""
     for seed in range(300):
-        own = folder / str(seed)
-        own.mkdir(parents=True)
+        schedule_folder = folder / str(seed)
+        schedule_folder.mkdir(parents=True)
         try:
-            Schedule(seed, own).play().check()
+            Schedule(seed, schedule_folder).play().check()
         except (AssertionError, RuntimeError) as error:
             return error
     return None
@@ -176,9 +176,9 @@ def fault(folder: Path) -> Exception | None:
 )
 def test_no_schedule_loses_doubles_or_ages_anything(tmp_path: Path, seeds: range) -> None:
     for seed in seeds:
-        own = tmp_path / str(seed)
-        own.mkdir()
-        Schedule(seed, own).play().check()
+        schedule_folder = tmp_path / str(seed)
+        schedule_folder.mkdir()
+        Schedule(seed, schedule_folder).play().check()
 
 
 @pytest.mark.parametrize("seed", range(0, 1000, 100))

@@ -56,8 +56,8 @@ def policies(groups: list[Group]) -> Policies:
     for t in trajectories:
         place = torch.arange(first, first := first + len(t.tokens))
         t.columns["place"] = Column(place)
-        for i, own in enumerate(t.mask):
-            t.logprobs[i] = float(engine[place[i]]) if own else 0.0
+        for i, is_policy in enumerate(t.mask):
+            t.logprobs[i] = float(engine[place[i]]) if is_policy else 0.0
     return Policies(now.requires_grad_(), old)
 
 
@@ -71,26 +71,26 @@ def published(groups: list[Group], of: Policies, name: str, mean: str) -> tuple[
         spread = judged.std() + 1e-6 if judged.std() > 0 else 1.0
         for t in group.trajectories:
             if t.status is Status.COMPLETED:
-                own = torch.tensor(t.mask) != 0
-                place = t.columns["place"].values[own]
+                is_policy = torch.tensor(t.mask) != 0
+                place = t.columns["place"].values[is_policy]
                 now.append(of.now[place])
                 before.append(of.old[place])
-                engine.append(torch.tensor(t.logprobs)[own].double())
+                engine.append(torch.tensor(t.logprobs)[is_policy].double())
                 advantages.append((t.reward - judged.mean()) / spread)
     padded = [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (now, before, engine)]
     now_NT, old_NT, engine_NT = padded[0], padded[1], padded[2]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in now], batch_first=True).double()
     counts, A = mask.sum(1, keepdim=True), torch.stack(advantages)[:, None]
-    d = (now_NT - old_NT) * mask
+    log_ratio = (now_NT - old_NT) * mask
     if name == "gspo":  # arXiv:2507.18071, equations 5 and 7
-        ratio = (d.sum(1, keepdim=True) / counts).exp().expand_as(mask)
+        ratio = (log_ratio.sum(1, keepdim=True) / counts).exp().expand_as(mask)
         losses = -torch.minimum(ratio * A, ratio.clamp(1 - a.gspo.clip_low, 1 + a.gspo.clip_high) * A)
     elif name == "gmpo":  # arXiv:2507.20673, equation 4
-        bounded = d.clamp(-a.gmpo.clip_low, a.gmpo.clip_high)
-        least = A.sign() * torch.minimum(A.sign() * d, A.sign() * bounded)
+        bounded = log_ratio.clamp(-a.gmpo.clip_low, a.gmpo.clip_high)
+        least = A.sign() * torch.minimum(A.sign() * log_ratio, A.sign() * bounded)
         losses = -A * ((least * mask).sum(1, keepdim=True) / counts).exp().expand_as(mask)
     else:
-        ratio = d.exp()
+        ratio = log_ratio.exp()
         losses = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
         gap = (old_NT - engine_NT) * mask
         product, mean_ratio = gap.sum(1, keepdim=True).exp(), (gap.sum(1, keepdim=True) / counts).exp()
@@ -146,8 +146,8 @@ def test_a_loss_of_whole_trajectories_is_the_published_one(
         for cut in cuts:
             (mini,) = mini_batches(batch_of(groups, algorithm, cut), GROUPS, algorithm)
             for ranks, most in ((1, 10_000), (2, 150)):
-                found, its_gradient, micros = by_batch(mini, of, algorithm, ranks, most)
+                loss, its_gradient, micros = by_batch(mini, of, algorithm, ranks, most)
                 assert micros == 1 if most == 10_000 else micros > 3
                 # Weights and advantages are float32.
-                assert found == pytest.approx(expected, rel=1e-5, abs=1e-8), (cut, ranks)
+                assert loss == pytest.approx(expected, rel=1e-5, abs=1e-8), (cut, ranks)
                 assert (its_gradient - gradient).norm() < 1e-5 * gradient.norm(), (cut, ranks)

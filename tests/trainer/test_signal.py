@@ -38,7 +38,7 @@ def said(prompt: Prompt, sample: int, *turns: float, words: int = 2, **rewards: 
     for i, reward in enumerate(turns):
         start = 1 + words * i
         parts.append(Part(Kind.RESPONSE, start, start + words, messages=1, reward=reward, finish="stop"))
-    made = Trajectory(
+    trajectory = Trajectory(
         prompt,
         sample,
         array("i", range(tokens)),
@@ -49,9 +49,12 @@ def said(prompt: Prompt, sample: int, *turns: float, words: int = 2, **rewards: 
         Status.COMPLETED,
         len(turns),
     )
-    made.steps, made.rewards = parts, rewards
-    made.messages = [{"role": "user", "content": "?"}, *({"role": "assistant", "content": f"{sample}"} for _ in turns)]
-    return made
+    trajectory.steps, trajectory.rewards = parts, rewards
+    trajectory.messages = [
+        {"role": "user", "content": "?"},
+        *({"role": "assistant", "content": f"{sample}"} for _ in turns),
+    ]
+    return trajectory
 
 
 def groups_of(answer: Callable[[Prompt, int], Trajectory], samples: int = 2) -> list[Group]:
@@ -147,8 +150,8 @@ def test_a_group_has_a_signal_where_its_advantages_differ(
     batch = make_batch([group], algorithm, run.config.rollout)
     for name in ("old_logprobs", "old_squares"):
         batch[name] = torch.full((len(batch.tokens),), -0.5 if name == "old_logprobs" else 0.4)
-    found = token_advantages(batch, algorithm).whitened.split(batch.trajectory_tokens.tolist())
-    alike = all(bool((a[: len(b)] == b[: len(a)]).all()) for a, b in combinations(found, 2))
+    advantages = token_advantages(batch, algorithm).whitened.split(batch.trajectory_tokens.tolist())
+    alike = all(bool((a[: len(b)] == b[: len(a)]).all()) for a, b in combinations(advantages, 2))
     assert alike == (not signal)
     assert with_signal([group], algorithm) == [group] * signal
     health = Health(run.config).check(1, {}, group.trajectories)
@@ -201,7 +204,7 @@ def test_an_environments_own_reward_named_reward_is_not_what_has_no_name() -> No
     algorithm.reward_weights = {"reward": -1.0}
     group = Group(prompt, [said(prompt, 0, 0.0, -1.0, reward=1.0), said(prompt, 1, 1.0, -1.0, reward=1.0)])
     batch = make_batch([group], algorithm, run.config.rollout)
-    worse, better = (found.unique() for found in token_advantages(batch, algorithm).whitened.split([5, 5]))
+    worse, better = (values.unique() for values in token_advantages(batch, algorithm).whitened.split([5, 5]))
     assert worse.min() < 0 and better.max() > 0 and with_signal([group], algorithm) == [group]
 
 

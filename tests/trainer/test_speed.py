@@ -23,11 +23,11 @@ MODEL = architecture(HF).describe(HF)
 
 
 def config(device: str = "cuda", **rates: float) -> Config:
-    found = Config()
-    found.cluster.device, found.policy.ranks = device, 4
+    settings = Config()
+    settings.cluster.device, settings.policy.ranks = device, 4
     for name, rate in rates.items():
-        setattr(found.cluster.rates, name, rate)
-    return found
+        setattr(settings.cluster.rates, name, rate)
+    return settings
 
 
 def parameters(hf: dict[str, Any]) -> int:
@@ -47,16 +47,16 @@ def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
     forward = 2 * parameters(HF) * 10 + attention + head
     loads = {"train": Load.of(lengths, asked) * 3, "logprobs": Load.of(lengths, asked)}
     seconds = {"time/train": 2.0, "time/logprobs": 0.5}
-    found = training_speed(config(tflops=0.001), MODEL, loads, seconds)
-    assert found["perf/mfu"] == pytest.approx(3 * forward / 2.0 / 4 / 1e9)
-    assert found["perf/mfu_logprobs"] == pytest.approx(forward / 0.5 / 4 / 1e9)
-    assert found["perf/train_tflops_per_rank"] == pytest.approx(found["perf/mfu"] * 0.001)
+    figures = training_speed(config(tflops=0.001), MODEL, loads, seconds)
+    assert figures["perf/mfu"] == pytest.approx(3 * forward / 2.0 / 4 / 1e9)
+    assert figures["perf/mfu_logprobs"] == pytest.approx(forward / 0.5 / 4 / 1e9)
+    assert figures["perf/train_tflops_per_rank"] == pytest.approx(figures["perf/mfu"] * 0.001)
 
 
 def test_a_cpus_peak_is_not_known() -> None:
     loads = {"train": Load.of([7], 3), "logprobs": Load.of([7], 3)}
-    found = training_speed(config("cpu"), MODEL, loads, {"time/train": 1.0, "time/logprobs": 1.0})
-    assert [*found] == ["perf/train_tflops_per_rank"]
+    figures = training_speed(config("cpu"), MODEL, loads, {"time/train": 1.0, "time/logprobs": 1.0})
+    assert [*figures] == ["perf/train_tflops_per_rank"]
     assert training_speed(config(), MODEL, {}, {"time/train": 1.0}) == {}, "a step that trains nothing"
     decoding = decoding_speed(config("cpu"), MODEL, [{4: 10}], [trajectory()], 1.0)
     assert "perf/decode_bandwidth_share" not in decoding and decoding["perf/engine_steps"] == 10
@@ -89,16 +89,16 @@ def test_decoding_reads_all_weights_in_every_step_and_the_cache_of_every_token()
     settings = config(memory_gb_s=0.001)
     settings.rollout.engines, settings.model.dtype = 2, "float32"
     workers = [{3: 10, 2: 5}, {1: 20}]
-    found = decoding_speed(settings, MODEL, workers, [trajectory()], seconds=4.0)
-    assert found["perf/decode_tokens_per_s_per_engine"] == 6 / 4.0 / 2
-    assert found["perf/engine_steps"] == 20 and found["perf/tokens_per_engine_step"] == (30 + 10 + 20) / 35
+    figures = decoding_speed(settings, MODEL, workers, [trajectory()], seconds=4.0)
+    assert figures["perf/decode_tokens_per_s_per_engine"] == 6 / 4.0 / 2
+    assert figures["perf/engine_steps"] == 20 and figures["perf/tokens_per_engine_step"] == (30 + 10 + 20) / 35
     embedding = HF["vocab_size"] * HF["hidden_size"]
     cache = 2 * HF["num_hidden_layers"] * HF["num_key_value_heads"] * HF["head_dim"] * 4
     reading = reads(settings, MODEL)
     assert reading.per_token == cache
     assert reading.plain == pytest.approx(4 * (parameters(HF) + 2 * embedding), rel=0.03), "norms and padding"
     share = ((15 + 20) / 2 * reading.plain + 36 / 2 * cache) / 4.0 / 1e6
-    assert found["perf/decode_bandwidth_share"] == pytest.approx(share)
+    assert figures["perf/decode_bandwidth_share"] == pytest.approx(share)
 
 
 def test_a_step_reads_the_experts_that_some_token_of_it_chose() -> None:

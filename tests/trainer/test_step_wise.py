@@ -123,20 +123,20 @@ def by_hand(
             spread = rewards.std() + 1e-6 if rewards.std() > 0 else 1.0
             advantage[id(t)] = float((t.reward - rewards.mean()) / spread)
     counts = [t.status is Status.COMPLETED for t in flat]
-    tokens = [sum(len(said.tokens) for _, said in turns) for turns in play.turns]
+    tokens = [sum(len(completion.tokens) for _, completion in turns) for turns in play.turns]
     loss = torch.zeros(()).double()
-    for place, (t, turns, counted, own) in enumerate(zip(flat, play.turns, counts, tokens, strict=True)):
+    for place, (t, turns, counted, token_count) in enumerate(zip(flat, play.turns, counts, tokens, strict=True)):
         if not counted:
             continue
-        weight = 1 / (sum(counts) * own)
+        weight = 1 / (sum(counts) * token_count)
         if algorithm.loss_mean == "tokens":
             weight = 1 / sum(n for n, c in zip(tokens, counts, strict=True) if c)
         if algorithm.loss_mean == "micro_batches":
             first = place // MICRO * MICRO
             together = zip(tokens[first : first + MICRO], counts[first : first + MICRO], strict=True)
             weight = 1 / (math.ceil(len(flat) / MICRO) * sum(n for n, c in together if c))
-        for request, said in turns:
-            whole = [*request.tokens, *said.tokens]
+        for request, completion in turns:
+            whole = [*request.tokens, *completion.tokens]
             now = token_logprobs(model, whole)[len(request.tokens) :]
             before = token_logprobs(old, whole)[len(request.tokens) :].detach()
             ratio = (now - before).exp()
@@ -144,7 +144,7 @@ def by_hand(
             if algorithm.loss == "gspo":
                 ratio, low, high = (now - before).mean().exp().expand(len(now)), 0.99, 1.02
             gain = torch.minimum(ratio * advantage[id(t)], ratio.clamp(low, high) * advantage[id(t)])
-            cap = (before - torch.tensor(said.logprobs).double()).exp().clamp(max=2.0)
+            cap = (before - torch.tensor(completion.logprobs).double()).exp().clamp(max=2.0)
             loss = loss - weight * (cap * gain).sum()
     return loss.item(), gradient_of(model, loss)
 
@@ -207,9 +207,9 @@ def test_the_gradient_is_that_of_every_turn(
         batch = batch_of(run.groups, algorithm, cut)
         (mini,) = mini_batches(batch, GROUPS, algorithm)
         for micros in (1, 4):
-            found, its_gradient = by_batch(mini, model, old, algorithm, micros)
+            value, its_gradient = by_batch(mini, model, old, algorithm, micros)
             # Weights and advantages are float32, with errors near 1e-6.
-            assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), (cut, micros)
+            assert value == pytest.approx(expected, rel=1e-6, abs=1e-9), (cut, micros)
             assert (its_gradient - gradient).norm() < 1e-6 * gradient.norm(), (cut, micros)
 
 
@@ -220,12 +220,12 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
             t.status = Status.COMPLETED  # the mask of a failed trajectory is 0
             cut = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "turns")
             assert len(cut) == len(turns)
-            for row, (request, said) in enumerate(turns):
+            for row, (request, completion) in enumerate(turns):
                 sample = cut.take([row])
-                assert sample.tokens.tolist() == [*request.tokens, *said.tokens]
-                assert sample["mask"].tolist() == [0] * len(request.tokens) + [1] * len(said.tokens)
-                given = torch.tensor(said.logprobs)
-                assert torch.equal(sample["rollout_logprobs"][-len(said.tokens) :], given)
+                assert sample.tokens.tolist() == [*request.tokens, *completion.tokens]
+                assert sample["mask"].tolist() == [0] * len(request.tokens) + [1] * len(completion.tokens)
+                given = torch.tensor(completion.logprobs)
+                assert torch.equal(sample["rollout_logprobs"][-len(completion.tokens) :], given)
             merged = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "merged")
             assert merged["mask"].sum() == sum(t.mask)
             assert len(merged) == sum(step.kind is Kind.PROMPT for step in t.steps)

@@ -128,11 +128,11 @@ def test_without_a_signal_all_steps_are_done(run: FakeRun) -> None:
 def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names the signal behind errors: a scheduler's signal may reach actors first. After a request to end soon, a fault
     still counts as a fault."""
-    own = Channel()
+    new_channel = Channel()
     assert ending_signal(ValueError()) == "", "nobody asks"
-    monkeypatch.setattr(channel, "_channel", own)
+    monkeypatch.setattr(channel, "_channel", new_channel)
     assert ending_signal(ValueError()) == ending_signal(Stopped()) == "", "nobody has asked"
-    own.ask(StopRequest.SOON, SIGUSR1)
+    new_channel.ask(StopRequest.SOON, SIGUSR1)
     assert (ending_signal(GracefulStop()), ending_signal(ValueError())) == ("SIGUSR1", "")
-    own.ask(StopRequest.NOW, SIGTERM)
+    new_channel.ask(StopRequest.NOW, SIGTERM)
     assert ending_signal(Stopped()) == ending_signal(ValueError()) == "SIGTERM"

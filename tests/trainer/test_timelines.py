@@ -38,13 +38,13 @@ def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> No
     for number in (1, 2, 2):
         step = Step(number, Console())
         play(step, timeline)
-        found = timelines.end(step)
-    assert found["idle/engines"] == pytest.approx(0.75, abs=0.1), "one does nothing, the other half of the time"
-    assert found["idle/policy"] == pytest.approx(0.5, abs=0.15)
-    assert found["idle/environments"] == pytest.approx(1 - 0.5 / 4, abs=0.05)
+        metrics = timelines.end(step)
+    assert metrics["idle/engines"] == pytest.approx(0.75, abs=0.1), "one does nothing, the other half of the time"
+    assert metrics["idle/policy"] == pytest.approx(0.5, abs=0.15)
+    assert metrics["idle/environments"] == pytest.approx(1 - 0.5 / 4, abs=0.05)
     assert sorted(file.name for file in (tmp_path / FOLDER).iterdir()) == [file_name(1), file_name(2)]
     first, last = read(tmp_path, 1), read(tmp_path, 2)
-    assert last.idle() == pytest.approx(found, abs=0.02)
+    assert last.idle() == pytest.approx(metrics, abs=0.02)
     assert first.end < last.start and first.shown == first.start
     assert first.engines[0].busy_s(0, 1e12) == 0, "what was before the step is not in it"
     assert [span.name for span in last.phases] == ["generate", "train"] and last.synced is None
@@ -58,9 +58,11 @@ def test_a_checkpoint_is_shown_before_the_step_that_measures_it(tmp_path: Path) 
     time.sleep(0.1)
     step = Step(2, Console(), {"time/checkpoint": 0.06})
     time.sleep(0.05)
-    found = timelines.end(step)
-    made = read(tmp_path, 2)
-    assert [span.name for span in made.phases] == ["checkpoint"]
-    assert made.start - made.shown == pytest.approx(0.06, abs=0.005)
-    assert found["idle/engines"] == pytest.approx(0, abs=1e-3) and found["idle/policy"] == 1, "of the step's own time"
-    assert made.engines[0].busy_s(0, 1e12) == pytest.approx(made.end - made.shown, abs=0.005)
+    metrics = timelines.end(step)
+    step_timeline = read(tmp_path, 2)
+    assert [span.name for span in step_timeline.phases] == ["checkpoint"]
+    assert step_timeline.start - step_timeline.shown == pytest.approx(0.06, abs=0.005)
+    assert metrics["idle/engines"] == pytest.approx(0, abs=1e-3) and metrics["idle/policy"] == 1, (
+        "of the step's own time"
+    )
+    assert step_timeline.engines[0].busy_s(0, 1e12) == pytest.approx(step_timeline.end - step_timeline.shown, abs=0.005)

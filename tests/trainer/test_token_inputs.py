@@ -40,14 +40,14 @@ def played(rng: random.Random, number: int, sample: int, rewrites: bool) -> Traj
     prompt = Prompt(number, [], "mine", {})
     tokens, mask, steps = 3, [0] * 3, [Step(Kind.PROMPT, 0, 3)]
     for turn in range(rng.randint(0, 4)):
-        said = rng.choice([0, 1, 2, 5])
+        length = rng.choice([0, 1, 2, 5])
         reward = rng.choice([None, -1.0, 0.25, 2.0])
-        steps.append(Step(Kind.RESPONSE, tokens, tokens + said, reward=reward))
+        steps.append(Step(Kind.RESPONSE, tokens, tokens + length, reward=reward))
         seen = rng.randint(1, 3)
         kind = Kind.PROMPT if rewrites and turn % 2 else Kind.OBSERVATION
-        steps.append(Step(kind, tokens + said, tokens + said + seen))
-        mask += [1] * said + [0] * seen
-        tokens += said + seen
+        steps.append(Step(kind, tokens + length, tokens + length + seen))
+        mask += [1] * length + [0] * seen
+        tokens += length + seen
     status = rng.choice([Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV])
     reward = 0.0 if status.failed else sum(s.reward or 0.0 for s in steps)
     parts = array("i", range(tokens)), array("b", mask), array("f", [0.0] * tokens)
@@ -56,7 +56,7 @@ def played(rng: random.Random, number: int, sample: int, rewrites: bool) -> Traj
 
 def expected(groups: list[Group], shaped: list[float]) -> list[tuple[int, int, float]]:
     """Returns (trajectory among the judged, answer, reward) of each policy token."""
-    found: list[tuple[int, int, float]] = []
+    rows: list[tuple[int, int, float]] = []
     judged = 0
     for t, total in zip([t for group in groups for t in group.trajectories], shaped, strict=True):
         if t.status.failed:
@@ -70,11 +70,11 @@ def expected(groups: list[Group], shaped: list[float]) -> list[tuple[int, int, f
             given = sum(s.reward or 0.0 for s in responses[:until]) - paid
             paid += given
             length = responses[i].end - responses[i].start
-            found += [(judged, answer, 0.0)] * (length - 1) + [(judged, answer, given)]
+            rows += [(judged, answer, 0.0)] * (length - 1) + [(judged, answer, given)]
         if answer >= 0:
-            found[-1] = (judged, answer, found[-1][2] + total - paid)
+            rows[-1] = (judged, answer, rows[-1][2] + total - paid)
         judged += 1
-    return found
+    return rows
 
 
 def batch_of(seed: int, step_wise: str, algorithm: AlgorithmConfig) -> tuple[list[Group], Batch]:
@@ -95,24 +95,30 @@ def test_each_token_of_the_policy_is_there_once(tmp_path: Path, step_wise: str) 
     for seed in range(20):
         groups, batch = batch_of(seed, step_wise, algorithm)
         batch["old_logprobs"] = torch.arange(len(batch.tokens)).float() + 1
-        found = token_advantages(batch, algorithm).whitened
+        advantages = token_advantages(batch, algorithm).whitened
         from_inside = algorithm_inputs(algorithm)
-        told = from_inside.token
+        token_inputs = from_inside.token
         rewards = [t.reward for group in groups for t in group.trajectories]
         punished = zip(rewards, batch.punishment.tolist(), strict=True)
         walked = expected(groups, [reward + punishment for reward, punishment in punished])
-        assert told.trajectory_T.tolist() == [t for t, _, _ in walked]
-        assert told.turn_T.tolist() == [turn for _, turn, _ in walked]
-        assert told.rewards_T.tolist() == pytest.approx([reward for _, _, reward in walked], rel=1e-12, abs=1e-12)
+        assert token_inputs.trajectory_T.tolist() == [t for t, _, _ in walked]
+        assert token_inputs.turn_T.tolist() == [turn for _, turn, _ in walked]
+        assert token_inputs.rewards_T.tolist() == pytest.approx(
+            [reward for _, _, reward in walked], rel=1e-12, abs=1e-12
+        )
         judged = [t for g in groups for t in g.trajectories if not t.status.failed]
-        assert told.known_T is not None, "what is filtered has no log-probs of the policy"
-        assert told.known_T.tolist() == [not t.status.truncated for t in judged for own in t.mask if own]
+        assert token_inputs.known_T is not None, "what is filtered has no log-probs of the policy"
+        assert token_inputs.known_T.tolist() == [
+            not t.status.truncated for t in judged for is_policy in t.mask if is_policy
+        ]
         # Advantages lie at their own tokens: every position equals its token.
-        assert told.old_T is not None
-        at = told.old_T.long() - 1
-        assert found[at].equal(told.old_T) and found.count_nonzero() == len(at)
-        said = [[p for p, m in enumerate(t.mask) if m] for t in judged]
-        assert batch.tokens[at].tolist() == [position for positions in said for position in positions]
+        assert token_inputs.old_T is not None
+        at = token_inputs.old_T.long() - 1
+        assert advantages[at].equal(token_inputs.old_T) and advantages.count_nonzero() == len(at)
+        positions_by_trajectory = [[p for p, m in enumerate(t.mask) if m] for t in judged]
+        assert batch.tokens[at].tolist() == [
+            position for positions in positions_by_trajectory for position in positions
+        ]
         tokens += len(at)
     assert tokens > 100
 
@@ -162,8 +168,8 @@ def test_equal_answers_of_any_reward_are_no_signal() -> None:
         total = 0.1 * turns  # rounds differently from the sum
         same = [Trajectory(prompt, i, *parts, 1, total, Status.COMPLETED, 1, steps=steps) for i in range(2)]
         algorithm = AlgorithmConfig(advantage="grpo_turns")
-        found = token_advantages(make_batch([Group(prompt, same)], algorithm, RolloutConfig()), algorithm).whitened
-        assert not found.any(), found
+        advantages = token_advantages(make_batch([Group(prompt, same)], algorithm, RolloutConfig()), algorithm).whitened
+        assert not advantages.any(), advantages
 
 
 def test_a_plain_reward_beside_named_ones_is_one_of_its_own() -> None:

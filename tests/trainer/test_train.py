@@ -29,7 +29,7 @@ def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trains:
 
     def trains(*starts: tuple[str, Fault], restarts: int = 2) -> tuple[int, list[str]]:
         begun: list[tuple[str, Fault]] = []
-        said: list[str] = []
+        lines: list[str] = []
 
         @contextmanager
         def opened(*_: Any) -> Iterator[Any]:
@@ -49,18 +49,18 @@ def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trains:
         monkeypatch.setattr(train, "finish", finish)
         config = Config()
         config = replace(config, run=replace(config.run, restarts=restarts))
-        console: Any = SimpleNamespace(say=said.append)
+        console: Any = SimpleNamespace(say=lines.append)
         train.train(config, tmp_path, console)
-        return len(begun), said
+        return len(begun), lines
 
     return trains
 
 
 @pytest.mark.parametrize("fault", [RANK, NODE, ClusterError("Ray is gone")])
 def test_after_a_step_any_fault_is_one_to_start_again_from(trains: Trains, fault: Exception) -> None:
-    times, said = trains(("later", fault), ("later", None))
+    times, lines = trains(("later", fault), ("later", None))
     assert times == 2
-    assert said == [f"fault: {fault}", "the run starts again from its newest checkpoint (1 restarts are left)"]
+    assert lines == [f"fault: {fault}", "the run starts again from its newest checkpoint (1 restarts are left)"]
 
 
 def test_what_worked_once_may_fail_in_its_next_starts(trains: Trains) -> None:

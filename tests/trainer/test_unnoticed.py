@@ -51,8 +51,8 @@ def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Pa
     assert [row["health/stuck_steps"] for row in rows] == [1, 2]
     assert all(row["health/nothing_parsed"] == 1 and row["policy/grad_norm"] < 1e-6 for row in rows)
 
-    said = [line for line in out.splitlines() if line.startswith("health: step 1: ")]
-    kinds = {line.split(": ")[2]: line for line in said}
+    warnings = [line for line in out.splitlines() if line.startswith("health: step 1: ")]
+    kinds = {line.split(": ")[2]: line for line in warnings}
     assert "'parsed': null of all" in kinds["nothing_parsed"] and "after 1 more such step" in kinds["nothing_parsed"]
     assert set(kinds) <= {"nothing_parsed", "environment_fails"}, "nothing else is blamed"
     failed = [t for t in trajectory_io.read(run / "trajectories" / "step_000001.parquet") if t.status.failed]

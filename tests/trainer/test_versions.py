@@ -25,8 +25,8 @@ def test_staleness_counts_syncs_of_tokens() -> None:
     versions = Versions(2)
     for version in (1, 2, 3, 5):
         versions.add(version)
-    found = versions.measure([drawn((2, 1), (3, 5)), drawn((5, 1))])
-    assert found == {"asynchrony/staleness_mean": (4 * 2 + 2 * 1) / 12, "asynchrony/staleness_max": 2.0}
+    figures = versions.measure([drawn((2, 1), (3, 5)), drawn((5, 1))])
+    assert figures == {"asynchrony/staleness_mean": (4 * 2 + 2 * 1) / 12, "asynchrony/staleness_max": 2.0}
 
 
 @pytest.mark.parametrize("oldest", [1, 2, 3])

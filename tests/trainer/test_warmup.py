@@ -56,8 +56,8 @@ WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, 
 @settings(max_examples=50, deadline=None)
 def test_only_the_assistant_is_learned(characters: Renderer, exchanges: list[tuple[str, list[str]]], last: str) -> None:
     turns = []
-    for said, told in exchanges:
-        turns += [{"role": "assistant", "content": said}, *({"role": "user", "content": t} for t in told)]
+    for answer, replies in exchanges:
+        turns += [{"role": "assistant", "content": answer}, *({"role": "user", "content": t} for t in replies)]
     turns.append({"role": "assistant", "content": last})
     text, parts = learned(characters, Demonstration(PROMPT, turns))
     assert text == characters.tokenizer.apply_chat_template([*PROMPT, *turns], tokenize=False)
@@ -67,10 +67,13 @@ def test_only_the_assistant_is_learned(characters: Renderer, exchanges: list[tup
 @pytest.mark.slow
 def test_with_a_real_models_template(smollm2: Path) -> None:
     chat = chat_of(smollm2)
-    said, told = [{"role": "assistant", "content": f"It is {i}."} for i in range(2)], {"role": "user", "content": "No."}
-    text, parts = learned(chat, Demonstration(PROMPT, [said[0], told, said[1]]))
+    answers, reply = (
+        [{"role": "assistant", "content": f"It is {i}."} for i in range(2)],
+        {"role": "user", "content": "No."},
+    )
+    text, parts = learned(chat, Demonstration(PROMPT, [answers[0], reply, answers[1]]))
     # The template ends each message with a newline; the policy does not write it.
-    assert text + "\n" == chat.tokenizer.apply_chat_template([*PROMPT, said[0], told, said[1]], tokenize=False)
+    assert text + "\n" == chat.tokenizer.apply_chat_template([*PROMPT, answers[0], reply, answers[1]], tokenize=False)
     assert parts == ["It is 0.<|im_end|>", "It is 1.<|im_end|>"]
 
 
