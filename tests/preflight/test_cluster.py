@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ClusterNode]]:
-    """Yields three nodes; only the last node has an extra package."""
+    """Yields three nodes; only the last node lists an extra package."""
     import ray
     from ray.cluster_utils import Cluster
 

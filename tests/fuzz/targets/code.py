@@ -74,7 +74,7 @@ PROGRAMS: dict[str, Callable[[int, int], bool]] = {
     "": lambda a, b: False,
     "print(open('/proc/self/environ').read())": lambda a, b: False,
 }
-"""Programs, some multiplying, each with a function that tells for which two numbers the output is right."""
+"""Programs, some multiplying, each with a function of two numbers: True if the output is right."""
 
 
 def _lcb(random: Random) -> Any:
