@@ -179,20 +179,17 @@ def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Conso
 
 def _train(config: Config, folder: Path, console: Console) -> int:
     """Trains and returns the exit code; on a fault prints its cause and the log folder."""
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, facts
+    from skyrl_mega.cluster.errors import Fault, fault_event
     from skyrl_mega.report.overview import write_at_end
-    from skyrl_mega.telemetry.events import Event
     from skyrl_mega.trainer.checkpoints import describe_resume
-    from skyrl_mega.trainer.health.mismatch import EngineDiffers
-    from skyrl_mega.trainer.health.watch import CannotLearn
     from skyrl_mega.trainer.train import train
 
     try:
         train(config, folder, console)
-    except (ActorFailed, ClusterError, CannotLearn, EngineDiffers, OSError) as error:
+    except (Fault, OSError) as error:
         if ShutdownRequest().at_once:
             raise Stopped from error
-        console.say(Event("fault", f"fault: {error}", **facts(error)))
+        console.say(fault_event(error))
         console.say(f"  logs  {folder / 'logs'}; {describe_resume(folder / 'checkpoints')}")
         if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
             _keep_traceback(folder, traceback.format_exc())
@@ -200,13 +197,13 @@ def _train(config: Config, folder: Path, console: Console) -> int:
         return FAULT
     except UserError as error:
         # The terminal shows the line as the last one of this command.
-        console.note(Event("fault", f"fault: {error}", **facts(error)))
+        console.note(fault_event(error))
         write_at_end(folder, console.say)
         raise
     except Exception as error:
         text = traceback.format_exc()
         _keep_traceback(folder, text)
-        console.record(Event("fault", text, **facts(error)))
+        console.record(fault_event(error, text))
         write_at_end(folder, console.say)
         raise
     return DONE

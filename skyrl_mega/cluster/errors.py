@@ -1,11 +1,29 @@
-"""Errors of a running cluster, each with the root cause in one line."""
+"""Faults of a run, each with its root cause in one line and its facts as fields."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from skyrl_mega.telemetry.events import Event
 
-class ClusterError(RuntimeError):
+
+class Fault(RuntimeError):
+    """A failure that ends a run, or the part of it that is restarted.
+
+    Unlike other exceptions with arguments of their own, a fault keeps its text and fields when Ray pickles it.
+    """
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of the fault, as JSON values."""
+        return {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), str(self), self.__dict__)
+
+
+class ClusterError(Fault):
     """Ray could not be started or reached, or lacks resources."""
 
 
@@ -17,13 +35,34 @@ class NodeLost(ClusterError):
     """A session failed and a node of the Ray cluster is gone; the message names both."""
 
 
-class ActorFailed(RuntimeError):
-    """An actor died or raised an error. Names the actor, the rank, the call and the cause."""
+class ActorFailed(Fault):
+    """An actor died or raised an error.
 
-    def __init__(self, actor: str, rank: int, method: str, cause: str, others: int = 0) -> None:
-        self.actor, self.rank, self.method, self.cause = actor, rank, method, cause
+    Attributes:
+        group: The actor's group: `policy`, `engine`, `rollout`, …
+        rank: Its rank in the group; None if the fault concerns the whole group.
+        method: The call that failed.
+        cause: The root cause in one line.
+        log: The actor's log file; None without one.
+    """
+
+    def __init__(
+        self, group: str, rank: int | None, method: str, cause: str, *, others: int = 0, log: str | None = None
+    ) -> None:
+        self.group, self.rank, self.method, self.cause, self.log = group, rank, method, cause, log
+        subject = f"{self.actor} (rank {rank})" if rank is not None else self.actor
         more = f" ({others} more failed after it)" if others else ""
-        super().__init__(f"{actor} (rank {rank}) failed in {method}: {cause}{more}")
+        super().__init__(f"{subject} failed in {method}: {cause}" + (f"; its log: {log}" if log else "") + more)
+
+    @property
+    def actor(self) -> str:
+        """The actor's name, such as `engine-2`; the group's name for the whole group."""
+        return self.group if self.rank is None else f"{self.group}-{self.rank}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of the fault, as JSON values."""
+        return {"actor": self.actor, "rank": self.rank, "method": self.method, "cause": self.cause, "log": self.log}
 
 
 class NodeGone(ActorFailed):
@@ -34,14 +73,23 @@ class ActorTimeout(ActorFailed):
     """Actors did not answer in time. `silent` names all, `actor` and `rank` name the first."""
 
     def __init__(self, silent: list[tuple[str, int]], method: str, seconds: float) -> None:
-        names = ", ".join(actor for actor, _ in silent[:8]) + (" …" if len(silent) > 8 else "")
+        names = ", ".join(f"{group}-{rank}" for group, rank in silent[:8]) + (" …" if len(silent) > 8 else "")
         self.silent = silent
         super().__init__(*silent[0], method, f"no answer within {seconds:g} s from {names}")
 
 
-def facts(error: BaseException) -> dict[str, Any]:
-    """Returns what an event says of a fault: its class, and of a failed actor who, in which call, and why."""
-    found: dict[str, Any] = {"error": type(error).__name__}
-    if isinstance(error, ActorFailed):
-        found |= {"actor": error.actor, "rank": error.rank, "method": error.method, "cause": error.cause}
-    return found
+def fault_event(error: BaseException, text: str = "") -> Event:
+    """Returns the event of an error that ends a run, with the facts of a `Fault`.
+
+    Args:
+        text: The line for people; by default the error's own.
+    """
+    facts = error.facts if isinstance(error, Fault) else {}
+    return Event("fault", text or f"fault: {error}", error=type(error).__name__, **facts)
+
+
+def _restore(kind: type[Fault], text: str, fields: Mapping[str, Any]) -> Fault:
+    fault = kind.__new__(kind, text)
+    fault.args = (text,)
+    fault.__dict__.update(fields)
+    return fault

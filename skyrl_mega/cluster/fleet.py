@@ -153,7 +153,7 @@ class Fleet:
         if self.states[rank] is State.STARTING:
             return
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, self.group.logs[rank])
-        self._last_failure = ActorFailed(name, rank, "service", f"{cause}; its log: {self.group.logs[rank]}")
+        self._last_failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
         if self.restarts <= 0:
             raise self._last_failure
         self.restarts -= 1
@@ -237,10 +237,11 @@ class Fleet:
         """Raises NoServingActor if no actor is serving."""
         if self.asleep:
             cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
-            raise NoServingActor(self.group.name, 0, "service", cause)
+            raise NoServingActor(self.group.name, None, "service", cause)
         if not self.serving:
-            last = self._last_failure or ActorFailed(self.group.name, 0, "service", "none has been brought up to date")
-            raise NoServingActor(last.actor, last.rank, last.method, last.cause)
+            never = ActorFailed(self.group.name, None, "service", "none has been brought up to date")
+            last = self._last_failure or never
+            raise NoServingActor(last.group, last.rank, last.method, last.cause, log=last.log)
 
     def close(self) -> None:
         """Stops all restarts. The group ends the actors."""
@@ -250,4 +251,4 @@ class Fleet:
 
 def _failed_in_fleet(error: BaseException, name: str) -> bool:
     """Returns True if the failed actor belongs to the fleet, False if freeing memory for the restart failed."""
-    return isinstance(error, ActorFailed) and error.actor.rpartition("-")[0] == name
+    return isinstance(error, ActorFailed) and error.group == name

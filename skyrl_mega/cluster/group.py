@@ -29,11 +29,16 @@ END_S = 10.0
 class Call:
     """A pending call to an actor."""
 
-    actor: str
+    group: str
     rank: int
     method: str
     ref: Any
     log: str | None = None
+
+    @property
+    def actor(self) -> str:
+        """The actor's name, such as `policy-3`."""
+        return f"{self.group}-{self.rank}"
 
 
 class ActorGroup:
@@ -119,7 +124,7 @@ class ActorGroup:
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
         """Starts a call without waiting; `gather` waits for the answer."""
         ref = getattr(self.actors[rank], method).remote(*args, **kwargs)
-        return Call(f"{self.name}-{rank}", rank, method, ref, self.logs[rank])
+        return Call(self.name, rank, method, ref, self.logs[rank])
 
     def submit_all(self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None) -> list[Call]:
         """Starts a call at every actor, with the same arguments or with `per_rank[rank]`."""
@@ -240,15 +245,15 @@ class Outcomes:
 
         if not self.failures:
             first = self.silent[0]
-            raise ActorTimeout([(c.actor, c.rank) for c in self.silent], first.method, self.timeout)
+            raise ActorTimeout([(call.group, call.rank) for call in self.silent], first.method, self.timeout)
         death_errors = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
         died = [f for f in self.failures if isinstance(f[1], death_errors)]
         call, error = (died or self.failures)[0]
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
-        text = with_cause(describe(error), call.log) + (f"; its log: {call.log}" if call.log else "")
         kind = NodeGone if isinstance(error, ray.exceptions.ActorUnschedulableError) else ActorFailed
-        raise kind(call.actor, call.rank, call.method, text, len(self.failures) - 1) from error
+        text, others = with_cause(describe(error), call.log), len(self.failures) - 1
+        raise kind(call.group, call.rank, call.method, text, others=others, log=call.log) from error
 
 
 def settle(

@@ -251,8 +251,8 @@ class Router:
             if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, batch, began):
                 return
             # The engine is healthy: it refused a request.
-            name = f"{self.fleet.group.name}-{engine}"
-            self._fail(batch, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(batch) - 1)))
+            others, group = max(0, len(batch) - 1), self.fleet.group.name
+            self._fail(batch, ActorFailed(group, engine, "generate_many", describe(error), others=others))
         except ray.exceptions.RayError as error:
             self._retire(engine, actor, load, batch, describe(error))
         except TimeoutError:

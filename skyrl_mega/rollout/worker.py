@@ -241,10 +241,8 @@ class Session:
 
 
 def _failed(job: Job, error: BaseException) -> RolloutFailed:
-    if isinstance(error, ActorFailed):
-        no_engine_left = isinstance(error, NoServingActor)
-        return RolloutFailed(job.key, no_engine_left, error.actor, error.rank, error.method, error.cause)
-    return RolloutFailed(job.key, False, "rollout", 0, "play", describe(error))
+    failure = error if isinstance(error, ActorFailed) else ActorFailed("rollout", None, "play", describe(error))
+    return RolloutFailed(job.key, failure)
 
 
 @dataclass
@@ -279,7 +277,7 @@ class KnownEngines:
     def check(self) -> None:
         """Raises NoServingActor if no engine is in service."""
         if not self.serving:
-            raise NoServingActor(self.group.name, 0, "service", "none is left that this worker knows")
+            raise NoServingActor(self.group.name, None, "service", "none is left that this worker knows")
 
 
 class _UniqueNames(Router):

@@ -230,7 +230,7 @@ class WorkerClient:
         try:
             await asyncio.wait_for(link.actor.write_turns.remote(self.name, file), WRITE_S)
         except ray.exceptions.RayTaskError as error:
-            raise ActorFailed(name, link.rank, "write_said", describe(error)) from None
+            raise ActorFailed(self.workers.group.name, link.rank, "write_turns", describe(error)) from None
         except ray.exceptions.RayError:
             return  # `_listen` handles the same error
         except TimeoutError:
@@ -321,7 +321,7 @@ class WorkerClient:
         try:
             await sent
         except ray.exceptions.RayTaskError as error:
-            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "play", describe(error)))
+            self._fail(ActorFailed(self.workers.group.name, link.rank, "play", describe(error)))
         except ray.exceptions.RayError:
             return  # `_listen` handles the same error
 
@@ -345,13 +345,13 @@ class WorkerClient:
                 for event in events:
                     self._handle(link, event)
         except ray.exceptions.RayTaskError as error:  # the worker is healthy: a bug in our code
-            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "news", describe(error)))
+            self._fail(ActorFailed(self.workers.group.name, link.rank, "news", describe(error)))
         except ray.exceptions.RayError as error:
             self._handle_crash(link, describe(error))
         except TimeoutError:
             self._handle_crash(link, f"no sign of life within {SILENCE_S:g} s")
         except Exception as error:  # a bug in our code: without a listener all tasks would wait forever
-            self._fail(ActorFailed(f"{self.workers.group.name}-{link.rank}", link.rank, "news", describe(error)))
+            self._fail(ActorFailed(self.workers.group.name, link.rank, "news", describe(error)))
         finally:
             try:
                 await self._end(link)
@@ -416,13 +416,13 @@ class WorkerClient:
             pending.answer.set_result(trajectory)
 
     def _error_of(self, failed: RolloutFailed) -> ActorFailed:
-        if not failed.no_engine_left:
-            return ActorFailed(failed.actor, failed.rank, failed.method, failed.cause)
-        try:
-            self.engines.check()
-        except ActorFailed as error:
-            return error
-        return NoServingActor(failed.actor, failed.rank, failed.method, failed.cause)
+        """Returns the driver's own error if no engine serves any more, else the error of the worker."""
+        if isinstance(failed.error, NoServingActor):
+            try:
+                self.engines.check()
+            except ActorFailed as error:
+                return error
+        return failed.error
 
     def _retire(self, rank: int, actor: Any, cause: str) -> None:
         """Takes an engine out of service after a worker found it dead, unless another actor already took its rank."""

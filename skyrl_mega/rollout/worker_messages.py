@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.journal import RecordedTurn
@@ -75,12 +76,8 @@ class RolloutFailed:
     """A trajectory that could not be run: an engine refused a request, or no engine is left."""
 
     key: int
-    no_engine_left: bool
-    """True if no engine is left."""
-    actor: str
-    rank: int
-    method: str
-    cause: str
+    error: ActorFailed
+    """The reason; NoServingActor if no engine is left."""
 
 
 @dataclass(frozen=True)

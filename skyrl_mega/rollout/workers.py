@@ -171,7 +171,7 @@ class Workers:
     def _replace(self, rank: int, cause: str, *, suspects: bool = False) -> None:
         log = self.group.logs[rank]
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, log)
-        self._last_error = ActorFailed(name, rank, "play", f"{cause}; its log: {log}")
+        self._last_error = ActorFailed(self.group.name, rank, "play", cause, log=log)
 
         def lost(then: str) -> Event:
             text = f"{name} is lost: {cause}; what it had is played again{then}"

@@ -26,7 +26,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
         Stopped: A signal arrived.
     """
     from skyrl_mega.cluster.atomic_output import refuse_folder
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, facts
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing, fault_event
     from skyrl_mega.hf_checkpoint.load import exported
     from skyrl_mega.telemetry.events import Event
     from skyrl_mega.trainer.checkpoints import refuse_unusable
@@ -56,7 +56,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
             ):
                 raise
             restarts_left -= 1
-            console.say(Event("fault", f"fault: {error}", **facts(error)))
+            console.say(fault_event(error))
             text = f"the run starts again from its newest checkpoint ({restarts_left} restarts are left)"
             console.say(Event("restart", text, restarts_left=restarts_left))
 
@@ -73,7 +73,7 @@ def finish(run: Run) -> None:
             run.residency.enter("logprobs")
         except ActorFailed as error:
             engines = run.sync.fleet.group
-            if error.actor.rpartition("-")[0] != engines.name:
+            if error.group != engines.name:
                 raise
             run.console.say(f"note: no engine is needed any more, and the export goes on without: {error}")
             engines.shutdown()

@@ -246,7 +246,7 @@ class WeightSync:
                 call_off(self.store, self.group_name, describe(error))
 
         outcomes = settle(calls, limit, SETTLE_S, failed)
-        late = [call for call in outcomes.silent if call.actor.startswith(f"{self.policy.name}-")]
+        late = [call for call in outcomes.silent if call.group == self.policy.name]
         if outcomes.failures and late:  # every policy rank is needed, and its own waits are bounded
             settled_later = settle(late, limit, limit)
             outcomes.answers.update(settled_later.answers)
@@ -265,11 +265,11 @@ class WeightSync:
         Raises:
             ActorFailed: A policy rank is the cause.
         """
-        outcomes, policy = failed.outcomes, f"{self.policy.name}-"
+        outcomes = failed.outcomes
         for call, error in outcomes.failures:
-            if call.actor.startswith(policy) and not isinstance(cause_of(error), TransportError):
+            if call.group == self.policy.name and not isinstance(cause_of(error), TransportError):
                 outcomes.raise_first()
-        if any(call.actor.startswith(policy) for call in outcomes.silent):
+        if any(call.group == self.policy.name for call in outcomes.silent):
             outcomes.raise_first()
         first = next((str(cause_of(e)) for _, e in outcomes.failures if isinstance(cause_of(e), TransportError)), "")
         probes = settle(self.fleet.submit(members, "probe"), PROBE_S, after_failure=PROBE_S)
@@ -289,7 +289,7 @@ class WeightSync:
         leaving = self.policy.submit_all("disconnect_weights")
         leaving += self.fleet.submit([e for e in members if e not in blamed], "abandon_update")
         outcomes = settle(leaving, PROBE_S + MARGIN_S, after_failure=PROBE_S)
-        if any(call.actor.startswith(f"{self.policy.name}-") and call not in outcomes.answers for call in leaving):
+        if any(call.group == self.policy.name and call not in outcomes.answers for call in leaving):
             outcomes.raise_first()
 
 

@@ -187,7 +187,7 @@ def test_one_that_fails_in_its_start_is_ended_before_its_room_is_taken_back(flee
 def test_who_fails_to_make_room_is_the_cause_and_costs_no_restart(fleet: Fleet) -> None:
     @contextmanager
     def room(rank: int) -> Iterator[None]:
-        raise ActorFailed("policy-0", 0, "offload", "out of memory")
+        raise ActorFailed("policy", 0, "offload", "out of memory")
         yield
 
     fleet.make_room = room

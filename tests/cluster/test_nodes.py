@@ -16,7 +16,7 @@ from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, Nodes
 from skyrl_mega.cluster.nodes import Node, UnavailableNodes, nodes_without_gpus, silent_nodes, worker_nodes
 from skyrl_mega.config.errors import UserError
 
-RANK = ActorFailed("policy-1", 1, "train", "its process died")
+RANK = ActorFailed("policy", 1, "train", "its process died")
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ class LocalActors:
 
     def replace(self, rank: int, timeout: float) -> None:
         """Raises: no replacement is available."""
-        raise ActorFailed(f"{self.name}-{rank}", rank, "start", "no GPU is left")
+        raise ActorFailed(self.name, rank, "start", "no GPU is left")
 
     def shutdown(self) -> None:
         """Does nothing: there is no process to end."""

@@ -56,7 +56,7 @@ def fleet_of(*engines: FakeEngine) -> Any:
 
     def check() -> None:
         if not left:
-            raise ActorFailed("engine-0", 0, "generate_many", "nobody is left", 0)
+            raise ActorFailed("engine", 0, "generate_many", "nobody is left")
 
     return SimpleNamespace(
         group=SimpleNamespace(actors=list(engines), name="engine"),

@@ -36,7 +36,7 @@ class Fleet:
 
     def check(self) -> None:
         if not self.serving:
-            raise NoServingActor("engine-0", 0, "service", "killed", 0)
+            raise NoServingActor("engine", 0, "service", "killed")
 
 
 def asked_after_its_death(kind: type[Router]) -> Any:

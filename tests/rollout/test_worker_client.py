@@ -110,7 +110,7 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         engines.serving = []
         key = max(worker.tasks, default=-1) if worker.names[-1] == "1" else max(group.actors[1].tasks)
         of = worker if worker.names[-1] == "1" else group.actors[1]
-        of.said.put_nowait(RolloutFailed(key, True, "engine", 0, "service", "none is left"))
+        of.said.put_nowait(RolloutFailed(key, NoServingActor("engine", None, "service", "none is left")))
         with pytest.raises(NoServingActor, match="all are dead"):
             await failing
         engines.serving = [1]

@@ -201,7 +201,7 @@ class Engines:
 
     def retire(self, rank: int, cause: str) -> None:
         if not self.restarts:
-            raise ActorFailed("engine-1", 1, "service", cause)
+            raise ActorFailed("engine", 1, "service", cause)
         self.restarts -= 1
         self.serving.remove(rank)
 

@@ -105,13 +105,13 @@ class Engines:
 
     def check(self) -> None:
         if not self.up:
-            raise NoServingActor("engine-0", 0, "service", "all are dead", 0)
+            raise NoServingActor("engine", 0, "service", "all are dead")
 
     def retire(self, rank: int, cause: str) -> None:
         if rank not in self.up:
             return
         if not self.restarts:
-            raise ActorFailed("engine", rank, "service", cause, 0)
+            raise ActorFailed("engine", rank, "service", cause)
         self.restarts -= 1
         self.up.discard(rank)
 

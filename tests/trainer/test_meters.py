@@ -34,7 +34,7 @@ class Actors:
             self.asked += 1
             reference = f"{self.name}: {self.asked}"
             ANSWERS[reference] = next(self.answers[rank])
-            calls.append(Call(f"{self.name}-{rank}", rank, method, reference))
+            calls.append(Call(self.name, rank, method, reference))
         return calls
 
 

@@ -44,7 +44,7 @@ class Source:
             self.generator.look()
         if self.faults:
             self.faults -= 1
-            raise NoServingActor("engine-0", 0, "service", "all are dead", 0)
+            raise NoServingActor("engine", 0, "service", "all are dead")
         groups = [Group(self.prompts[i], [self.played(i, sample) for sample in range(2)]) for i in chosen]
         step.trajectories += [t for group in groups for t in group.trajectories]
         return groups

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from skyrl_mega.algorithms.mismatch import P99
+from skyrl_mega.cluster.errors import Fault
 from skyrl_mega.config.derived import engine_precision, generates_ahead
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.table import number
@@ -39,7 +40,7 @@ RISE_FACTOR, RISE_MIN = 10.0, 1e-3
 """Multiple of the usual mismatch, and the smallest alarm in nats."""
 
 
-class EngineDiffers(RuntimeError):
+class EngineDiffers(Fault):
     """Engine and policy differ by more than `health.mismatch.stop_mean` or `stop_p99` allow."""
 
 

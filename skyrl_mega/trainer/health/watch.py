@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
+from skyrl_mega.cluster.errors import Fault
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.events import Event
@@ -25,7 +26,7 @@ STUCK, STUCK_GROUPS = "health/stuck_steps", "health/stuck_groups"
 """Metrics counting the latest consecutive steps, and groups, without anything learned."""
 
 
-class CannotLearn(RuntimeError):
+class CannotLearn(Fault):
     """The policy learned nothing during `run.patience` steps with `run.patience_groups` groups."""
 
 
