@@ -311,10 +311,10 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
         trained = key != "reference.layout"
         if config.cluster.device == "cpu" and trained and grid.expert > 1 and grid.expert_tensor > 1:
             raise UserError(
-                f"with {key}.expert = {grid.expert} it gathers uneven parts, which Gloo cannot",
+                f"with {key}.expert = {grid.expert} it gathers uneven parts, which Gloo cannot"
+                "; give one of the two as 1, or run on GPUs",
                 key=f"{key}.expert_tensor",
                 value=grid.expert_tensor,
-                fix="give one of the two as 1, or run on GPUs",
             )
     check_spread(config, grids)
 

@@ -58,7 +58,7 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
 
     Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
     """
-    if error.fix or not any(fixes.settings_of(error)) or find_error(config, hf, planned=planned) is None:
+    if error.fix or not fixes.concerns_settings(error) or find_error(config, hf, planned=planned) is None:
         return error
 
     def verdict(other: Config) -> UserError | None:

@@ -135,14 +135,14 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
     ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()
     if len(values) != 3 or not all(WHOLE.allows(value) for value in values) or not ordered:
         raise UserError(
-            f"it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
-            f"stream.seed and stream.shuffle; {fix}",
+            f"it lacks one of step, stream.count, stream.position (each {WHOLE.words}), stream.seed and stream.shuffle",
             key=checkpoint / "state.json",
+            fix=fix,
         )
     returned = stream.get("returned", []) if isinstance(stream, dict) else []
     ahead = state.get("ahead", 0)
     if not WHOLE.allows(ahead) or not isinstance(returned, list):
-        raise UserError(f"ahead is {WHOLE.words}, stream.returned a list; {fix}", key=checkpoint / "state.json")
+        raise UserError(f"ahead is {WHOLE.words}, stream.returned a list", key=checkpoint / "state.json", fix=fix)
     return values[0], values[1], values[2] - ahead - len(returned)
 
 

@@ -242,9 +242,10 @@ def _algorithm(c: Config) -> None:
         alternatives = ["algorithm.advantage=reinforce"] if compares else []
         alternatives += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
         raise UserError(
-            f"{why} compares the samples of a prompt and needs at least 2; or give {' and '.join(alternatives)}",
+            f"{why} compares the samples of a prompt and needs at least 2",
             key="data.samples_per_prompt",
             value=samples,
+            fix=f"or give {' and '.join(alternatives)}",
         )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(
@@ -345,7 +346,7 @@ def _reject_controlled(key: str, options: dict[str, Any], controlled: dict[str, 
     for name in options:
         if name in controlled:
             fix = f"use {controlled[name]}" if controlled[name] else "leave it out"
-            raise UserError(f"the run decides it; {fix}", key=f"{key}.{name}")
+            raise UserError("the run decides it", key=f"{key}.{name}", fix=fix)
 
 
 def _is_address(url: str) -> bool:
@@ -448,10 +449,10 @@ def check_gpus(c: Config, training: bool = True) -> None:
         if layout is not None and ranks > node and node % layout.tensor:
             raise UserError(
                 f"it does not divide cluster.gpus_per_node = {node}, so some tensor parallel "
-                "group would lie on two nodes",
+                "group would lie on two nodes"
+                "; choose a divisor",
                 key=f"{key}.layout.tensor",
                 value=layout.tensor,
-                fix="choose a divisor",
             )
     if c.cluster.shared:
         _check_shared(c, engines, policy)

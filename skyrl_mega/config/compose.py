@@ -88,7 +88,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:  # interpolations are resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
-        raise UserError(f"{secrets.hidden(_first_line(error), short=True)}; {allowed}", key=key) from error
+        raise UserError(secrets.hidden(_first_line(error), short=True), key=key, fix=allowed) from error
     secrets.note_resolved(unresolved, asdict(composed))
     return composed
 
@@ -111,7 +111,7 @@ def _file(path: Path) -> Path:
     if not exists:
         near = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
-        raise UserError(f"no such file; {hint}", key="--config", value=path)
+        raise UserError("no such file", key="--config", value=path, fix=hint)
     return path
 
 
@@ -134,7 +134,7 @@ def _parse(text: str) -> Override:
     known = keys().get(name)
     if override.type == OverrideType.DEL:
         unset = f"give {name}=null" if known and known.nullable else "leave it out, and the default holds"
-        raise UserError(f"a setting cannot be taken away; {unset}", key=text)
+        raise UserError("a setting cannot be taken away", key=text, fix=unset)
     if override.is_sweep_override():
         instead = f"; a list is written {text.replace('=', '=[', 1)}]" if known and known.type is list else ""
         raise UserError(f"one value is allowed{instead}", key=text)
@@ -163,7 +163,7 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
         available = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
         allowed = f"allowed is {', '.join(available)}" if available else f"there is no {group or 'file'} of that name"
         searched = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
-        raise UserError(f"{missing} is not in {searched}; {allowed}", key=path) from error
+        raise UserError(f"{missing} is not in {searched}", key=path, fix=allowed) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
         # Hydra raises many types, assertions included, for invalid file contents.
         raise UserError(

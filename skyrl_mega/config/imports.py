@@ -51,7 +51,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
         names = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
         near = get_close_matches(attribute, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or f'no {kind}'}"
-        raise UserError(f"{source} has no {kind} {attribute}; {hint}", key=key, value=path)
+        raise UserError(f"{source} has no {kind} {attribute}", key=key, value=path, fix=hint)
     return value
 
 

@@ -19,10 +19,7 @@ def check_optimizer(o: OptimizerConfig, key: str) -> None:
     if o.schedule != "constant":
         if o.decay_steps is None:
             raise UserError(
-                f"it needs {key}.decay_steps",
-                key=f"{key}.schedule",
-                value=o.schedule,
-                fix="give it, or schedule=constant",
+                f"it needs {key}.decay_steps; give it, or schedule=constant", key=f"{key}.schedule", value=o.schedule
             )
         if o.decay_steps <= o.warmup_steps:
             raise UserError(

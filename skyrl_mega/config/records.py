@@ -38,10 +38,10 @@ def records(file: Path) -> Iterator[Any]:
             for index, (_, line) in enumerate(safe_read.read_lines(file)):
                 yield _row(file, index, line)
     except FileNotFoundError as error:
-        raise UserError(f"no such file; {ALLOWED}", key=file) from error
+        raise UserError("no such file", key=file, fix=ALLOWED) from error
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"it cannot be read as {file.suffix or 'JSON lines'}: {why}; {ALLOWED}", key=file) from error
+        raise UserError(f"it cannot be read as {file.suffix or 'JSON lines'}: {why}", key=file, fix=ALLOWED) from error
 
 
 def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatch]:
@@ -92,7 +92,7 @@ def _json(file: Path) -> Iterator[Any]:
     try:
         rows = safe_read.parse_json(safe_read.read(file, ALLOWED, most=LARGEST_JSON), most=LARGEST_JSON)
     except safe_read.Malformed as error:
-        raise UserError(f"it cannot be read as .json: {error}; {ALLOWED}", key=file) from error
+        raise UserError(f"it cannot be read as .json: {error}", key=file, fix=ALLOWED) from error
     if not isinstance(rows, list):
         raise UserError(f"it holds a {type(rows).__name__}; allowed is a list of rows", key=file)
     yield from rows

@@ -22,10 +22,10 @@ def check_replay(c: Config) -> None:
         return
     if options.get("moe_router_fusion"):
         raise UserError(
-            f"a fused router chooses by itself, and policy.moe.replay={replay} tells it what to "
-            f"choose; give false, {OFF}",
+            f"a fused router chooses by itself, and policy.moe.replay={replay} tells it what to choose",
             key="policy.options.moe_router_fusion",
             value="true",
+            fix=f"give false, {OFF}",
         )
     if c.policy.recompute == "moe":
         raise UserError(
@@ -36,10 +36,10 @@ def check_replay(c: Config) -> None:
         )
     if options.get("moe_layer_recompute"):
         raise UserError(
-            f"{_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give false, "
-            f"policy.recompute=full, which recomputes whole layers, {OFF}",
+            f"{_RECOMPUTED_ALONE} (policy.moe.replay={replay})",
             key="policy.options.moe_layer_recompute",
             value="true",
+            fix=f"give false, policy.recompute=full, which recomputes whole layers, {OFF}",
         )
     if "moe" in (options.get("recompute_modules") or ()):
         raise UserError(
@@ -51,11 +51,11 @@ def check_replay(c: Config) -> None:
     one_update = c.data.mini_batch_prompts in (None, c.data.prompts_per_step) and c.data.epochs_per_step == 1
     if replay == "policy" and one_update:
         raise UserError(
-            "a step has one mini-batch, whose update has the weights and routes of the old "
-            "log-probs anyway; give data.mini_batch_prompts below data.prompts_per_step = "
-            f"{c.data.prompts_per_step}, policy.moe.replay=rollout, {OFF}",
+            "a step has one mini-batch, whose update has the weights and routes of the old log-probs anyway",
             key="policy.moe.replay",
             value="policy",
+            fix=f"give data.mini_batch_prompts below data.prompts_per_step = {c.data.prompts_per_step}"
+            f", policy.moe.replay=rollout, {OFF}",
         )
     if replay == "policy" and c.algorithm.old_logprobs != "policy":
         raise UserError(
@@ -73,9 +73,10 @@ def _check_engine(c: Config) -> None:
     """Rejects engine options for which vLLM reports no routes, or for which routes are not supported here."""
     if (data := engine_data(c.rollout)) > 1:
         raise UserError(
-            f"its replicas' routes are not gathered (policy.moe.replay=rollout); give rollout.engines instead, {OFF}",
+            "its replicas' routes are not gathered (policy.moe.replay=rollout)",
             key="rollout.options.data_parallel_size",
             value=data,
+            fix=f"give rollout.engines instead, {OFF}",
         )
     for name, without in (("speculative_config", None), ("enable_prefix_caching", True)):
         value = c.rollout.options.get(name, without)

@@ -101,9 +101,9 @@ def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]
     try:
         value = parse_json(read(file, fix, most=most), most=most)
     except Malformed as error:
-        raise UserError(f"cannot be read as JSON ({error}); {fix}", key=file) from error
+        raise UserError(f"cannot be read as JSON ({error})", key=file, fix=fix) from error
     if not isinstance(value, dict):
-        raise UserError(f"is no JSON object; {fix}", key=file)
+        raise UserError("is no JSON object", key=file, fix=fix)
     return value
 
 
@@ -117,9 +117,9 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
         with open_regular(file) as opened:
             data = opened.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: the name contains NUL
-        raise UserError(f"{error_reason(error)}; {fix}", key=file) from error
+        raise UserError(error_reason(error), key=file, fix=fix) from error
     if len(data) > most:
-        raise UserError(f"it has more than {most} bytes; {fix}", key=file)
+        raise UserError(f"it has more than {most} bytes", key=file, fix=fix)
     return data
 
 
@@ -156,7 +156,7 @@ def check_folder(folder: Path, fix: str) -> None:
     try:
         files = sorted(folder.iterdir())
     except OSError as error:
-        raise UserError(f"{error_reason(error)}; {fix}", key=folder) from error
+        raise UserError(error_reason(error), key=folder, fix=fix) from error
     for file in files:
         try:
             status = os.stat(file)
@@ -166,9 +166,9 @@ def check_folder(folder: Path, fix: str) -> None:
         except FileNotFoundError:  # a broken link is reported by the reader of the file
             continue
         except OSError as error:
-            raise UserError(f"{error_reason(error)}; {fix}", key=file) from error
+            raise UserError(error_reason(error), key=file, fix=fix) from error
         if file.suffix in WHOLE_FILE_SUFFIXES and status.st_size > MOST_BYTES:
-            raise UserError(f"it has more than {MOST_BYTES} bytes; {fix}", key=file)
+            raise UserError(f"it has more than {MOST_BYTES} bytes", key=file, fix=fix)
 
 
 def _check_kind(file: Path, status: os.stat_result) -> None:

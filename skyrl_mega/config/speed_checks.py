@@ -84,7 +84,7 @@ def _check_dispatcher(c: Config) -> None:
     setting = "policy.moe.dispatcher = deepep"
     fix = "give policy.moe.dispatcher=alltoall"
     if without := _no_transformer_engine(c):
-        raise UserError(f"it has kernels for CUDA alone, and {without}; {fix}", key=setting)
+        raise UserError(f"it has kernels for CUDA alone, and {without}", key=setting, fix=fix)
     if c.model.dtype != "bfloat16":
         raise UserError(
             f"it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16", key=setting

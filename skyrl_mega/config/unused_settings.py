@@ -43,13 +43,13 @@ def check_unused(c: Config) -> None:
         UserError: key, value, reason, fix.
     """
     if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
-        raise UserError(error)
+        raise error
 
 
 def unused_notes(c: Config) -> list[str]:
     """Returns notes about settings without effect from a recipe, and about settings ignored by the planner."""
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
-    return [*algorithm, *_without_prompts(c), *unplanned_notes(c.policy)]
+    return [*map(str, algorithm), *_without_prompts(c), *unplanned_notes(c.policy)]
 
 
 def _without_prompts(c: Config) -> Iterator[str]:
@@ -65,14 +65,14 @@ def _has_user_function(a: AlgorithmConfig) -> bool:
     return ":" in a.loss or ":" in a.advantage
 
 
-def _non_default(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[str]:
-    """Yields an error line for each candidate with a non-default value. A candidate is (key below `algorithm`, reason,
+def _non_default(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[UserError]:
+    """Yields an error for each candidate with a non-default value. A candidate is (key below `algorithm`, reason,
     fix)."""
     for name, why, fix in candidates:
         key = f"algorithm.{name}"
         value = reduce(getattr, name.split("."), c.algorithm)
         if value != (default := keys()[key].default):
-            yield f"{key} = {shown(value)}: {why}; give {fix}, or {key}={shown(default)}"
+            yield UserError(why, key=key, value=shown(value), fix=f"give {fix}, or {key}={shown(default)}")
 
 
 def _rejected(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:

@@ -195,10 +195,10 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
             f"{file} has two columns {shown(twice[0])}", key=key, fix="write it again with one of each name"
         )
     if "prompt" not in schema.names:
-        raise UserError(f"{file} has no column prompt (it has {', '.join(schema.names)}); {ALLOWED_PROMPT}", key=key)
+        raise UserError(f"{file} has no column prompt (it has {', '.join(schema.names)})", key=key, fix=ALLOWED_PROMPT)
     kind = schema.field("prompt").type
     if not _is_conversation(kind):
-        raise UserError(f"{file}, column prompt: its type is {kind}; {ALLOWED_PROMPT}", key=key)
+        raise UserError(f"{file}, column prompt: its type is {kind}", key=key, fix=ALLOWED_PROMPT)
     if "env_class" in schema.names and not _is_string(schema.field("env_class").type):
         raise UserError(
             f"{file}, column env_class: its type is {schema.field('env_class').type}; allowed: string", key=key

@@ -110,9 +110,9 @@ def _parsed_specs(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[s
             try:
                 spec = safe_read.parse_json(spec)
             except safe_read.Malformed as error:
-                raise UserError(f"{where} {column}: it is text, and no JSON ({error}); {ALLOWED_SPEC}") from error
+                raise UserError(f"{where} {column}: it is text, and no JSON ({error})", fix=ALLOWED_SPEC) from error
             yield column, spec
         if spec and not isinstance(spec, dict):
-            raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {ALLOWED_SPEC}")
+            raise UserError(f"{where} {column}: it is a {type(spec).__name__}", fix=ALLOWED_SPEC)
         if spec and spec.get("ground_truth") is not None:
             return  # the other column is not judged: it may hold a model's name or score

@@ -188,7 +188,7 @@ class Client:
                     return None
                 cause = f"HTTP {response.status_code}: {message}"
                 if response.status_code not in RETRYABLE:
-                    raise UserError(f"--endpoint {url} refused, {cause}; {self._fix_hint(response.status_code)}")
+                    raise UserError(f"--endpoint {url} refused, {cause}", fix=self._fix_hint(response.status_code))
                 wanted = _retry_after(response)
             if attempt < ATTEMPTS:
                 # randomized, so that many clients do not retry at the same moment

@@ -59,9 +59,10 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             raise _unusable(path, key, second) from second
     if file_tokenizer is not None and (differs := difference(tokenizer, file_tokenizer)):
         raise UserError(
-            f"tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}; {FETCH}",
+            f"tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}",
             key=key,
             value=path,
+            fix=FETCH,
         )
     if lossless:
         _check_lossless(tokenizer, f"{key}={path}: {'tokenizer.json' if file_tokenizer else 'the tokenizer'}")
@@ -142,7 +143,7 @@ def _file(path: Path, key: str) -> Tokenizer | None:
 
 def _unusable(path: Path, key: str, error: Exception) -> UserError:
     return UserError(
-        f"no tokenizer can be loaded: {type(error).__name__}: {_error_text(error)}; {FETCH}", key=key, value=path
+        f"no tokenizer can be loaded: {type(error).__name__}: {_error_text(error)}", key=key, value=path, fix=FETCH
     )
 
 

@@ -34,7 +34,7 @@ def check(
     for name, total in (each for block in (*decoder.blocks, decoder.embedding) for each in block.engine_cuts(cut)):
         if total % tensor:
             raise UserError(
-                f"{tensor} does not divide the model's {total} {name}", key=key, fix=f"choose a divisor of {total}"
+                f"{tensor} does not divide the model's {total} {name}; choose a divisor of {total}", key=key
             )
 
 

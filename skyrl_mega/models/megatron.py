@@ -91,9 +91,8 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
         size = getattr(parallel, cut.dimension)
         if cut.total % size:
             raise UserError(
-                f"{size} does not divide the model's {cut.total} {cut.what}",
+                f"{size} does not divide the model's {cut.total} {cut.what}; choose a divisor of {cut.total}",
                 key=f"{key}.{cut.dimension}",
-                fix=f"choose a divisor of {cut.total}",
             )
     _check_stages(decoder, parallel, key)
     for block in decoder.parts:
@@ -101,7 +100,7 @@ def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") 
     if parallel.expert > 1 and not any(
         cut.dimension == "expert" for block in decoder.blocks for cut in block.megatron_cuts()
     ):
-        raise UserError(f"{parallel.expert} needs a model with experts", key=f"{key}.expert", fix="give 1")
+        raise UserError(f"{parallel.expert} needs a model with experts; give 1", key=f"{key}.expert")
 
 
 def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
@@ -118,22 +117,22 @@ def _check_stages(decoder: Decoder, parallel: ParallelDims, key: str) -> None:
             raise UserError(
                 f"{' and '.join(uneven)} do not fit the model's {decoder.layers} layers on "
                 f"pipeline {parallel.pipeline} × virtual_pipeline {parallel.virtual_pipeline}: "
-                f"{error}",
+                f"{error}"
+                "; choose others",
                 key=f"{key}.{uneven[0].split()[0]}",
-                fix="choose others",
             ) from None
         if decoder.layers % parallel.pipeline:
             raise UserError(
-                f"{parallel.pipeline} does not divide the model's {decoder.layers} layers",
+                f"{parallel.pipeline} does not divide the model's {decoder.layers} layers"
+                f"; choose a divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers",
                 key=f"{key}.pipeline",
-                fix=f"choose a divisor of {decoder.layers}, or give {key}.first_stage_layers or last_stage_layers",
             ) from None
         slices = parallel.pipeline * parallel.virtual_pipeline
         raise UserError(
             f"{parallel.virtual_pipeline} × pipeline {parallel.pipeline} = {slices} does not "
-            f"divide the model's {decoder.layers} layers",
+            f"divide the model's {decoder.layers} layers"
+            f"; choose sizes whose product divides {decoder.layers}",
             key=f"{key}.virtual_pipeline",
-            fix=f"choose sizes whose product divides {decoder.layers}",
         ) from None
 
 

@@ -51,17 +51,17 @@ class ParallelDims:
         if self.ranks % dense:
             raise UserError(
                 f"tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = "
-                f"{dense} does not divide the {self.ranks} ranks",
+                f"{dense} does not divide the {self.ranks} ranks"
+                f"; give {ranks} as a multiple of {dense}",
                 key=key,
-                fix=f"give {ranks} as a multiple of {dense}",
             )
         experts = self.expert_tensor * self.expert * self.pipeline
         if self.ranks % experts:
             raise UserError(
                 f"expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline "
-                f"{self.pipeline} = {experts} does not divide the {self.ranks} ranks",
+                f"{self.pipeline} = {experts} does not divide the {self.ranks} ranks"
+                f"; give {ranks} as a multiple of {experts}",
                 key=key,
-                fix=f"give {ranks} as a multiple of {experts}",
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise UserError(
@@ -71,13 +71,12 @@ class ParallelDims:
             layers = getattr(self, name)
             if layers is not None and self.pipeline == 1:
                 raise UserError(
-                    f"{layers} needs {key}.pipeline of at least 2", key=f"{key}.{name}", fix="raise it, or give null"
+                    f"{layers} needs {key}.pipeline of at least 2; raise it, or give null", key=f"{key}.{name}"
                 )
             if layers is not None and layers % self.virtual_pipeline:
                 raise UserError(
-                    f"{layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}",
+                    f"{layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}; choose one",
                     key=f"{key}.{name}",
-                    fix="choose one",
                 )
 
     @classmethod

@@ -59,11 +59,11 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
     if not on_cpu(config):
         check_nodes(config)
     if what := problem(config, architecture(hf).describe(hf), strict=strict):
-        raise UserError(what)
+        raise what
 
 
-def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> str | None:
-    """Returns the error message for the first GPU or host with too little memory; None if everything fits.
+def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserError | None:
+    """Returns the error for the first GPU or host with too little memory; None if everything fits.
 
     Args:
         config: The settings, with checked layouts.
@@ -73,14 +73,14 @@ def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> str | 
     return next(_problems(config, decoder, *parallel_of(config), strict), None)
 
 
-def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[str]:
-    """Returns an error message for each GPU or host with too little memory; see `problem`."""
+def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[UserError]:
+    """Returns an error for each GPU or host with too little memory; see `problem`."""
     return [*_problems(config, decoder, *parallel_of(config), strict)]
 
 
 def _problems(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
-) -> Iterator[str]:
+) -> Iterator[UserError]:
     if not on_cpu(config):
         yield from _gpu_problems(config, decoder, parallel, reference, strict)
     if problem := host_problem(config, decoder, parallel, reference):
@@ -89,7 +89,7 @@ def _problems(
 
 def _gpu_problems(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
-) -> Iterator[str]:
+) -> Iterator[UserError]:
     gpu = gpu_bytes(config)
     critic = critic_dims(config)
     grids = [("policy", parallel, policy_memory)]
@@ -102,15 +102,17 @@ def _gpu_problems(
             if needed > gpu:
                 yield _rank_problem(name, rank, memory, config)
     engine = engine_memory(config, decoder)
-    fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
+    fraction = f"{config.rollout.memory_fraction:g}"
     if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
         sampled = 2 * sampling_bytes(config, decoder) > engine.working
         many = f", most of it for rollout.concurrency = {config.rollout.concurrency} at once," if sampled else ""
-        yield (
-            f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
+        yield UserError(
+            f"an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
             f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)}"
             f"{many} and the reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one "
-            f"sequence has up to {length_limit(config.rollout):,}"
+            f"sequence has up to {length_limit(config.rollout):,}",
+            key="rollout.memory_fraction",
+            value=fraction,
         )
 
     def allowed(other: Config) -> bool:
@@ -123,26 +125,29 @@ def _gpu_problems(
     if too_much := misfit(config, [*shared_gpus(config, decoder, parallel)], strict, allowed):
         yield too_much
     if not config.cluster.shared and (engine.peak if strict else engine.lower_bound) > gpu:
-        yield (
-            f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
-            f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}"
+        yield UserError(
+            f"an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
+            f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}",
+            key="rollout.memory_fraction",
+            value=fraction,
         )
 
 
-def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> str:
+def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> UserError:
     hint = ""
     if name == "critic" and not config.critic.optimizer.streamed:
         hint = "; critic.optimizer.streamed = true has the optimizer's state in host memory"
-    return (
-        f"{name}: rank {rank} needs about {_gib(needs.peak)} GiB ({describe_kinds(needs.phase(needs.busiest))}), at "
-        f"least {_gib(needs.lower_bound)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){hint}"
+    return UserError(
+        f"rank {rank} needs about {_gib(needs.peak)} GiB ({describe_kinds(needs.phase(needs.busiest))}), at "
+        f"least {_gib(needs.lower_bound)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){hint}",
+        key=name,
     )
 
 
 def host_problem(
     config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None
-) -> str | None:
-    """Returns the error message for the first node with too little host memory; None if there is enough, or if the size
+) -> UserError | None:
+    """Returns the error for the first node with too little host memory; None if there is enough, or if the size
     is unknown."""
     available = config.cluster.host_memory_gib
     if available is None:
@@ -150,9 +155,11 @@ def host_problem(
     for number, node in enumerate(nodes(config)):
         memory = host_memory(config, decoder, parallel, reference, node, first=number == 0)
         if memory.total > RAY_KILLS * available * GIB:
-            return (
-                f"cluster.host_memory_gib = {available:g}: node {number} needs about {_gib(memory.total)} GiB of host "
-                f"memory ({describe_kinds(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes"
+            return UserError(
+                f"node {number} needs about {_gib(memory.total)} GiB of host "
+                f"memory ({describe_kinds(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes",
+                key="cluster.host_memory_gib",
+                value=f"{available:g}",
             )
     return None
 

@@ -295,6 +295,11 @@ def _doubled(value: Any, other: Any) -> bool:
     return remainder == 0 and ratio & (ratio - 1) == 0
 
 
+def concerns_settings(error: UserError) -> bool:
+    """Returns True if an error is about a group of searched settings, names a searched setting or proposes a value."""
+    return any(settings_of(error)) or any(key.rpartition(".")[0] == error.key for key in NEAR)
+
+
 def settings_of(error: UserError) -> tuple[list[str], set[str]]:
     """Returns the searched settings named by an error, in the order of `NEAR`, and those it proposes a value for.
 

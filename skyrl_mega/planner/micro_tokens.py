@@ -44,7 +44,7 @@ def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
     if config.policy.micro_tokens is not None:
         return config
     decoder, sizes = architecture(hf).describe(hf), _candidates(config)
-    by_size = [{*fit.problems(_with_size(config, size), decoder, strict=True)} for size in sizes]
+    by_size = [{*map(str, fit.problems(_with_size(config, size), decoder, strict=True))} for size in sizes]
     return _with_size(
         config, max(size for size, problems in zip(sizes, by_size, strict=True) if problems <= by_size[0])
     )
@@ -68,7 +68,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
     if resumes and file.exists():
         previous = read_json(file, fix).get("policy.micro_tokens")
         if previous not in MICRO_TOKENS:
-            raise UserError(f"policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}", key=file)
+            raise UserError(f"policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}", key=file, fix=fix)
         return _with_size(config, previous)
     decided = with_micro_tokens(config, hf)
     with partial_file(file) as partial:

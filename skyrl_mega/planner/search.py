@@ -186,7 +186,13 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
     host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
     nearest = None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None)
     return SearchResult(
-        gpus, len(evaluated), (), complete, enough_gpus=enough_gpus, nearest=nearest, host_problem=host_error
+        gpus,
+        len(evaluated),
+        (),
+        complete,
+        enough_gpus=enough_gpus,
+        nearest=nearest,
+        host_problem=str(host_error) if host_error else None,
     )
 
 
@@ -219,8 +225,8 @@ def _best_with_host_memory(suggestions: list[Suggestion], decoder: Decoder) -> S
     return None
 
 
-def _host_problem(suggestion: Suggestion, decoder: Decoder) -> str | None:
-    """Returns the error message if host memory is too small for the suggestion, or None."""
+def _host_problem(suggestion: Suggestion, decoder: Decoder) -> UserError | None:
+    """Returns the error if host memory is too small for the suggestion, or None."""
     _, reference = parallel_of(suggestion.config)
     return host_problem(suggestion.config, decoder, suggestion.parallel, reference)
 

@@ -8,6 +8,7 @@ from itertools import combinations
 from math import floor
 
 from skyrl_mega.config.derived import has_critic, length_limit
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY, kept, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -86,7 +87,9 @@ def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
     return min(gpus, key=lambda gpu: gpu.free(phase))
 
 
-def misfit(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:
+def misfit(
+    config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]
+) -> UserError | None:
     """Returns the error message if policy and engine do not fit on a GPU, else None.
 
     The message names the phase, the memory by kind, and settings that would fit.
@@ -104,11 +107,13 @@ def misfit(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Cal
     engine, policy = gpu.engine.phase(phase), gpu.policy.phase(phase)
     together = "" if strict else f", together {_gib(gpu.needed(phase, strict))} at least by the estimates' margin,"
     stays = "; both stay there all the time" if config.residency.keep is None else ""
-    return (
-        f"rollout.memory_fraction = {config.rollout.memory_fraction:g}: on shared GPUs, in phase {phase}, an engine "
+    return UserError(
+        f"on shared GPUs, in phase {phase}, an engine "
         f"worker's {_gib(sum(engine.values()))} GiB ({describe_kinds(engine)}) and a policy rank's "
         f"{_gib(sum(policy.values()))} ({describe_kinds(policy)}){together} are more than the {_gib(gpu.size)} GiB of "
-        f"a GPU{stays}; {_largest_fraction(config, gpus)}; {_smaller_keep(config, gpus, allowed)}"
+        f"a GPU{stays}; {_largest_fraction(config, gpus)}; {_smaller_keep(config, gpus, allowed)}",
+        key="rollout.memory_fraction",
+        value=f"{config.rollout.memory_fraction:g}",
     )
 
 

@@ -74,7 +74,7 @@ def decoder_of(run: Path) -> Decoder | None:
     try:
         tree = yaml.safe_load(safe_read.read(config, FIX))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"it is not YAML: {' '.join(str(error).split())}; {FIX}", key=config) from error
+        raise UserError(f"it is not YAML: {' '.join(str(error).split())}", key=config, fix=FIX) from error
     try:
         model = OmegaConf.select(OmegaConf.create(tree), "model.path") if isinstance(tree, dict) else None
     except OmegaConfBaseException:  # the value refers to an unset variable
@@ -91,5 +91,5 @@ def _first(models: Iterable[Path]) -> Decoder | None:
             try:
                 return Decoder(Tokenizer.from_file(str(file)))
             except Exception as error:  # tokenizers raises nothing narrower
-                raise UserError(f"it is no tokenizer ({error}); {FIX}", key=file) from error
+                raise UserError(f"it is no tokenizer ({error})", key=file, fix=FIX) from error
     return None

@@ -161,7 +161,7 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
         files = list(by_step(folder, ".parquet").values()) or sorted(folder.glob("*.parquet"))
         if not files:
             hint = "the run has written none yet, or has telemetry.trajectories_every=0"
-            raise UserError(f"no trajectories/*.parquet there; {hint}", key=path)
+            raise UserError("no trajectories/*.parquet there", key=path, fix=hint)
         run = folder.absolute().parent.name if folder.name == "trajectories" else folder.absolute().name
         sets = (folder / "evaluation.json").is_file()  # an evaluation: a file per data set
         collected += [(file.stem if sets else run, file) for file in files]
@@ -186,7 +186,7 @@ def load(
     if not wanted:
         steps = [step for _, file in files if (step := step_of(file)) is not None]
         kept = f"there are steps {min(steps)} to {max(steps)}" if steps else "no file's name ends in a step"
-        raise UserError(f"no file of that step; {kept}", key="--step")
+        raise UserError("no file of that step", key="--step", fix=kept)
     collected: list[Record] = []
     for done, (run, file, step) in enumerate(wanted, start=1):
         collected += filter(query.takes, _records(run, step, file))

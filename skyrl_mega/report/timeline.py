@@ -88,7 +88,7 @@ def _read(file: Path) -> StepTimeline:
     try:
         return loads(safe_read.read(file, fix))
     except safe_read.Malformed as error:
-        raise UserError(f"{error}; {fix}", key=file) from error
+        raise UserError(error, key=file, fix=fix) from error
 
 
 def _letters(steps: Sequence[StepTimeline]) -> Mapping[str, str]:

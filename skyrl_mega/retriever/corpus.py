@@ -49,13 +49,13 @@ def contents(title: str, text: str) -> str:
 
 def _passage(record: Any, where: str) -> Passage:
     if not isinstance(record, dict):
-        raise UserError(f"it is no object; {FORM}", key=where)
+        raise UserError("it is no object", key=where, fix=FORM)
     name = record.get("id")
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise UserError(f"{where}, id: {name!r}; {FORM}")
+        raise UserError(f"{where}, id: {name!r}", fix=FORM)
     if isinstance(record.get("contents"), str):
         return Passage(str(name), record["contents"])
     for key in ("title", "text"):
         if not isinstance(record.get(key), str):
-            raise UserError(f"{where}, {key}: {record.get(key)!r}; {FORM}")
+            raise UserError(f"{where}, {key}: {record.get(key)!r}", fix=FORM)
     return Passage(str(name), contents(record["title"], record["text"]))

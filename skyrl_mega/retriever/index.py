@@ -64,16 +64,18 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     """
     file = folder / "index.json"
     if not file.exists():
-        raise UserError(f"it holds no index.json; {BUILD}", key="--index", value=folder)
+        raise UserError("it holds no index.json", key="--index", value=folder, fix=BUILD)
     record = read_json(file, BUILD)
     try:
         passages = int(record.pop("passages"))
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})
         valid = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"index.json is not of this form ({error!r}); {BUILD}", key="--index", value=folder) from error
+        raise UserError(
+            f"index.json is not of this form ({error!r})", key="--index", value=folder, fix=BUILD
+        ) from error
     if recipe.form != FORM or not valid:
-        raise UserError(f"it is of form {shown(recipe.form)}, this is {FORM}; {BUILD}", key="--index", value=folder)
+        raise UserError(f"it is of form {shown(recipe.form)}, this is {FORM}", key="--index", value=folder, fix=BUILD)
     return recipe, passages
 
 
@@ -115,8 +117,9 @@ class Index:
             if self.dense.index.d != self.embedder.dimension:
                 raise UserError(
                     f"its vectors have {self.dense.index.d} numbers, those of {self.recipe.model} "
-                    f"have {self.embedder.dimension}; {AGAIN}",
+                    f"have {self.embedder.dimension}",
                     key=file,
+                    fix=AGAIN,
                 )
         if "bm25" in self.methods:
             from skyrl_mega.retriever.lexical import Bm25Index, damaged
@@ -126,7 +129,7 @@ class Index:
                 self.bm25 = Bm25Index(folder / "bm25")
             except Exception as error:  # bm25s, numpy and JSON raise many kinds of errors for bad files
                 raise UserError(
-                    f"cannot be read ({_first_line(error)}); {AGAIN}", key=damaged(folder / "bm25")
+                    f"cannot be read ({_first_line(error)})", key=damaged(folder / "bm25"), fix=AGAIN
                 ) from error
             self._same(folder / "bm25", self.bm25.size)
 
@@ -149,7 +152,7 @@ class Index:
 
     def _same(self, file: Path, count: int) -> None:
         if count != self.size:
-            raise UserError(f"it holds {count} passages, index.json says {self.size}; {AGAIN}", key=file)
+            raise UserError(f"it holds {count} passages, index.json says {self.size}", key=file, fix=AGAIN)
 
     def _hits(self, scores: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> list[list[Hit]]:
         filled = rows >= 0
@@ -165,7 +168,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, MemoryError, ValueError) as error:  # ValueError includes pyarrow's errors
-        raise UserError(f"cannot be read ({_first_line(error)}); {AGAIN}", key=file) from error
+        raise UserError(f"cannot be read ({_first_line(error)})", key=file, fix=AGAIN) from error
 
 
 def _first_line(error: Exception) -> str:

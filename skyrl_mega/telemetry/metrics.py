@@ -31,9 +31,9 @@ def read(path: Path) -> list[dict[str, float | None]]:
             if line.endswith(b"\n"):
                 rows.append(_row(line))
     except Malformed as error:
-        raise UserError(f"{error}; {FIX}", key=f"{path}, row {len(rows) + 1}") from error
+        raise UserError(error, key=f"{path}, row {len(rows) + 1}", fix=FIX) from error
     except OSError as error:
-        raise UserError(f"{error_reason(error)}; {FIX}", key=path) from error
+        raise UserError(error_reason(error), key=path, fix=FIX) from error
     return rows
 
 

@@ -172,14 +172,14 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     try:
         opened = (folder / ".lock").open("a+", errors="replace")
     except OSError as error:
-        raise UserError(f"{folder / '.lock'} cannot be opened: {error.strerror}; {fix}", key=key) from error
+        raise UserError(f"{folder / '.lock'} cannot be opened: {error.strerror}", key=key, fix=fix) from error
     with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
             raise UserError(
-                f"another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}; {fix}", key=key
+                f"another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}", key=key, fix=fix
             ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

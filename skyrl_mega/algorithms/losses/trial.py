@@ -146,7 +146,7 @@ def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list
             if bool(inputs.active_L.any())
             else "divide by what cannot be 0, or by nothing: weights_L makes the mean"
         )
-        raise UserError(f"{many} it, or its gradient, is NaN or infinite; {fix}", key=setting)
+        raise UserError(f"{many} it, or its gradient, is NaN or infinite", key=setting, fix=fix)
     for name, metric in metrics.items():
         if not bool(metric.isfinite()):
             raise UserError(

@@ -100,9 +100,9 @@ class Experts(Block):
             side = "below" if parallel.expert_tensor < parallel.tensor else "above"
             raise UserError(
                 f"{parallel.expert_tensor} {side} tensor {parallel.tensor} with expert 1 trains "
-                "wrong in megatron-core 0.16",
+                "wrong in megatron-core 0.16"
+                f"; give expert_tensor {parallel.tensor} or expert above 1",
                 key=f"{key}.expert_tensor",
-                fix=f"give expert_tensor {parallel.tensor} or expert above 1",
             )
         if self.per_token == 1 and self.renormalize:
             raise UserError(
@@ -131,15 +131,13 @@ class Experts(Block):
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         if cut.workers > self.count:
-            raise UserError(
-                f"{cut.workers} workers are above the model's {self.count} experts", key=key, fix="lower it"
-            )
+            raise UserError(f"{cut.workers} workers are above the model's {self.count} experts; lower it", key=key)
         if not cut.expert_parallel and self.width % cut.workers:
             raise UserError(
                 f"{cut.workers} workers do not divide the model's {self.width} columns of an "
-                "expert (moe_intermediate_size)",
+                "expert (moe_intermediate_size)"
+                f"; choose a divisor of {self.width}",
                 key=key,
-                fix=f"choose a divisor of {self.width}",
             )
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:

@@ -178,9 +178,7 @@ class GroupedQueryAttention(Block):
     def check_engine(self, cut: EngineCut, key: str) -> None:
         if self.kv_heads < cut.tensor and cut.tensor % self.kv_heads:
             raise UserError(
-                f"{cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads",
-                key=key,
-                fix="choose one",
+                f"{cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads; choose one", key=key
             )
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
