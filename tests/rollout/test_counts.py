@@ -128,7 +128,7 @@ def test_a_pool_tells_of_calls_that_have_a_place() -> None:
 
 
 def test_a_request_and_a_call_cost_microseconds() -> None:
-    """Measures the driver's CPU time per count, beside more than 100 µs for the request itself; the bound allows a busy
+    """Measures the driver's CPU time per count, small against 100 µs for the request itself; the bound allows a busy
     machine ten times the usual cost."""
     timeline = Timeline()
     start = time.process_time()

@@ -81,7 +81,7 @@ def test_a_queue_of_ten_caches_and_slow_tokens_end_nothing(ray: None, tmp_path: 
 def test_an_engine_that_stands_still_is_found_and_others_take_its_requests(
     ray: None, tmp_path: Path, tokens: int
 ) -> None:
-    """Stops an engine before the first token, or later, with all other requests waiting."""
+    """Stalls an engine before the first token, or later with all remaining requests waiting."""
     group = simulated(tmp_path, tokens, None, token_s=0.02)
     timed_lines: list[tuple[float, str]] = []
     fleet = serving(group, restarts=1)

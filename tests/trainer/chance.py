@@ -16,7 +16,7 @@ trajectory."""
 
 
 class Chance(BaseTextEnv):
-    """Rewards answers with an even checksum; ends in a quarter of the turns or after the last turn. Each turn takes a
+    """Rewards answers with an odd checksum; ends in a quarter of the turns or after the last turn. Each turn takes a
     random time."""
 
     requires_ground_truth = False

@@ -1,4 +1,5 @@
-"""A run unable to learn warns, and ends after `health.patience` steps; neither bad luck nor success ends a run."""
+"""A run unable to learn warns, and ends after `run.patience` steps and `run.patience_groups` groups; neither bad luck
+nor success ends a run."""
 
 from __future__ import annotations
 
