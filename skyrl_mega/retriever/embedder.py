@@ -78,7 +78,7 @@ class Embedder:
         if threads:
             torch.set_num_threads(threads)
         if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("torch sees no CUDA device here; allowed is cpu or auto", key="--device", value="cuda")
+            raise UserError("torch sees no CUDA device here; allowed is cpu or auto", key="--device", value=device)
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self.query_prefix, self.passage_prefix = query_prefix, passage_prefix
         for part in (folder, folder / "1_Pooling"):
