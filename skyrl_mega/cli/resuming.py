@@ -115,7 +115,9 @@ def nothing_left(config: Config) -> str | None:
     if config.checkpoint.export and not (checkpoint.parents[1] / "model").exists():
         return None
     if config.run.steps is not None and step >= config.run.steps:
-        return f"nothing to do: all {config.run.steps} steps are done ({checkpoint}); more run.steps train on"
+        return (
+            f"nothing to do: all {config.run.steps} steps are done ({checkpoint}); raise run.steps to continue training"
+        )
     left = count * config.run.epochs - drawn
     if left < config.data.prompts_per_step:
         return f"nothing to do: the prompts are used up after step {step} ({checkpoint}); more run.epochs train on"

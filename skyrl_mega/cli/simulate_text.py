@@ -220,8 +220,8 @@ def _limits(c: Comparison) -> list[str]:
     return [
         f"each row is {STEPS} steps or more with one seed, of the same trajectories"
         + ("" if c.trajectories == size else f" ({stand})")
-        + f"; differences of {NOISE - 1:.0%} are chance: of such rows the settings as they are, or the "
-        "least stale one, are advised",
+        + f"; differences below {NOISE - 1:.0%} are noise: among such rows the current settings are recommended, else "
+        "the lowest staleness",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
         "real service and router do, in virtual time",
     ]

@@ -57,10 +57,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="modes of asynchrony, splits of GPUs and engines, compared in virtual time, and stop; needs no GPU",
     )
-    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: that a trajectory writes, log-normal")
-    p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of its environment in a turn")
-    p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="--simulate: of a trajectory (default: 1)")
-    p.add_argument("--like", metavar="RUN", help="--simulate: trajectories as this run's folder has them")
+    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: tokens per trajectory, log-normal")
+    p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of the environment per turn")
+    p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="--simulate: turns per trajectory (default: 1)")
+    p.add_argument("--like", metavar="RUN", help="--simulate: take tokens, seconds and turns from this run's folder")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p

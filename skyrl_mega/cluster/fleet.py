@@ -158,7 +158,7 @@ class Fleet:
             raise self._last_failure
         self.restarts -= 1
         self.states[rank] = State.STARTING
-        text = f"{name} is out of service: {cause}; it is started again ({self.restarts} restarts are left)"
+        text = f"{name} is out of service: {cause}; restarting it ({self.restarts} restarts left)"
         self.say(Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts))
         self._ending[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
         if not self.asleep:

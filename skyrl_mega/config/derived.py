@@ -138,7 +138,7 @@ def idle_gpus_note(config: Config) -> str | None:
         return f"{engines_text}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
     if (needed := gpus_needed(config)) < total:
         trained = "policy, reference, critic" if has_critic(config) else "policy, reference"
-        return f"{total - needed} of {total} GPUs are nobody's: {trained} and engines ({engines_text}) take {needed}"
+        return f"{total - needed} of {total} GPUs are unused: {trained} and engines ({engines_text}) take {needed}"
     return None
 
 

@@ -334,7 +334,7 @@ def _fault(run: RunData, name: str, several: bool) -> str:
     if run.recovered:
         lines = "\n".join(f"{local_time(event)}  {event.text}" for event in run.recovered[-20:])
         parts.append(
-            f"<details class='fault warn'><summary>made good on the way: {len(run.recovered)}</summary>"
+            f"<details class='fault warn'><summary>recovered from {len(run.recovered)} crashes</summary>"
             f"<pre>{escape(lines)}</pre></details>"
         )
     if run.findings:

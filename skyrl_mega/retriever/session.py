@@ -161,10 +161,10 @@ class RetrieverProcess:
                 continue
             self.process.stdin.close()
             if restarts == RESTARTS:
-                text = f"retriever: ended again ({code}) and stays down; see {self.log}"
+                text = f"retriever: ended again ({code}) and is not restarted; see {self.log}"
                 self.say(Event("retriever_lost", text, code=code, restarted=False))
                 return
             restarts += 1
-            text = f"retriever: ended ({code}) and is started again"
+            text = f"retriever: ended ({code}); restarting it"
             self.say(Event("retriever_lost", text, code=code, restarted=True))
             self._spawn(self._port)

@@ -57,7 +57,9 @@ class RemoteArrays:
 
 def arrays_lost(error: Exception) -> ClusterError:
     """Returns the error for lost arrays; the run ends and resumes from the newest checkpoint."""
-    return ClusterError(f"what was played on a node is gone with it, or with its memory: {describe(error)}")
+    return ClusterError(
+        f"trajectories stored on a node were lost (the node died, or its object store is full): {describe(error)}"
+    )
 
 
 def shortened(text: str) -> str:

@@ -277,7 +277,7 @@ class KnownEngines:
     def check(self) -> None:
         """Raises NoServingActor if no engine is in service."""
         if not self.serving:
-            raise NoServingActor(self.group.name, None, "service", "none is left that this worker knows")
+            raise NoServingActor(self.group.name, None, "service", "no engine is available to this rollout worker")
 
 
 class _UniqueNames(Router):

@@ -179,10 +179,10 @@ class WorkerClient:
         self.workers.crashing_prompts.setdefault(prompt.uid, set()).add(crash_isolation.prompt_hash(prompt))
         self.workers.attribute_crashes(history.worker_crashes)
         fault = (
-            f"environment {prompt.env_class}: {history.crashes} processes died with it, {history.solo_crashes} of them "
-            f"with nothing else, the last one: {cause}"
+            f"environment {prompt.env_class} crashed {history.crashes} rollout workers, {history.solo_crashes} of them "
+            f"while it ran alone; last error: {cause}"
         )
-        text = f"trajectory {name} has failed: {fault}"
+        text = f"trajectory {name} failed: {fault}"
         self.workers.say(Event("trajectory_failed", text, trajectory=name, environment=prompt.env_class, cause=cause))
         return fault
 

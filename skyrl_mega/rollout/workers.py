@@ -65,7 +65,7 @@ class Workers:
                     del self._starting[rank]
                     if (error := starting.exception()) is None:
                         name = f"{self.group.name}-{rank}"
-                        self.say(Event("actor_back", f"{name} is up again", actor=name, rank=rank))
+                        self.say(Event("actor_back", f"{name} restarted", actor=name, rank=rank))
                     else:
                         self._replace(rank, f"{type(error).__name__}: {error}")
             if self._last_error is not None and len(self._given_up) == len(self.group):
@@ -141,7 +141,7 @@ class Workers:
                 rank = self._given_up.pop()
                 self.restarts -= 1
                 name = f"{self.group.name}-{rank}"
-                self._start(rank, f"{name} is started again after all ({self.restarts} restarts are left)")
+                self._start(rank, f"{name} is restarted after all ({self.restarts} restarts left)")
 
     def _count_probe(self) -> None:
         """Counts a probe. The restart already taken is refunded, except for every `PROBES_PER_RESTART`-th probe."""
@@ -174,16 +174,16 @@ class Workers:
         self._last_error = ActorFailed(self.group.name, rank, "play", cause, log=log)
 
         def lost(then: str) -> Event:
-            text = f"{name} is lost: {cause}; what it had is played again{then}"
+            text = f"{name} crashed: {cause}. Its trajectories are retried. {then}"
             return Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts)
 
         if self.restarts > 0:
             self.restarts -= 1
-            self._start(rank, lost(f", and it is started again ({self.restarts} restarts are left)"))
+            self._start(rank, lost(f"Restarting it ({self.restarts} restarts left)."))
         elif not self._no_restarts and self._borrowed_restarts < len(self.group) and (suspects or self._any_suspect()):
             self._borrowed_restarts += 1
-            self._start(rank, lost(", and it is started again though no restart is left: a cause is being looked for"))
+            self._start(rank, lost("Restarting it outside the restart budget while the cause is isolated."))
         else:
             self._given_up.add(rank)
             self._threads.submit(self.group.end, rank)
-            self.say(lost("; no restart is left (rollout.restarts)"))
+            self.say(lost("No restart is left (rollout.restarts)."))

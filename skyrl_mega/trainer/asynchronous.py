@@ -173,9 +173,8 @@ class Asynchronous:
             sum(len(each) for each in of) for of in ([t.played for t in interrupted], [t.recorded for t in interrupted])
         )
         return (
-            f"taken up again: {saved_rollouts.count_groups(finished_groups)} generated ahead, and "
-            f"{len(interrupted):,} under way, of which {trajectories:,} trajectories are done and {turns:,} turns of "
-            "others"
+            f"restored {saved_rollouts.count_groups(finished_groups)} generated ahead, and {len(interrupted):,} "
+            f"unfinished ones ({trajectories:,} finished trajectories, {turns:,} recorded turns)"
         )
 
     def close(self) -> None:

@@ -146,7 +146,7 @@ class OneStepAhead:
             groups.set_result(saved_rollouts.rebuild_groups(batch["groups"], trajectories))
             self.batches[step.number] = _Batch(step, batch["place"], groups)
         steps = ", ".join(str(number) for number in sorted(self.batches))
-        return f"taken up again: what was generated ahead for step {steps}" if steps else ""
+        return f"restored the groups generated ahead for step {steps}" if steps else ""
 
     def close(self) -> None:
         """Abandons the batch in generation and waits for the end of the thread."""

@@ -39,7 +39,7 @@ class Discarded:
         if not self.groups:
             return ""
         return (
-            f"discarded: {count_groups(self.groups)} generated ahead or under way, whose prompts are drawn again "
+            f"discarded {count_groups(self.groups)} generated ahead or unfinished; their prompts are sampled again "
             f"first; {self.reason}"
         )
 

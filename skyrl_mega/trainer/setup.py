@@ -121,10 +121,10 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
 def print_placement(actors: Actors, workers: Workers | None, console: Console) -> None:
     """Prints the nodes of policy ranks, engines and environments."""
-    console.say(f"policy ranks sit on {actors.policy.group.ranks_by_node}")
-    console.say(f"engines sit on {actors.engines.group.ranks_by_node}")
+    console.say(f"policy ranks: {actors.policy.group.ranks_by_node}")
+    console.say(f"engines: {actors.engines.group.ranks_by_node}")
     if workers is not None:
-        console.say(f"environments sit on {workers.group.ranks_by_node}")
+        console.say(f"rollout workers: {workers.group.ranks_by_node}")
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:

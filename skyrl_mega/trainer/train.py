@@ -57,7 +57,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
                 raise
             restarts_left -= 1
             console.say(fault_event(error))
-            text = f"the run starts again from its newest checkpoint ({restarts_left} restarts are left)"
+            text = f"restarting the run from its newest checkpoint ({restarts_left} restarts left)"
             console.say(Event("restart", text, restarts_left=restarts_left))
 
 

@@ -414,7 +414,7 @@ SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollou
         (SHARED + "4", None),
         (
             "rollout.engines=3",
-            "8 of 64 GPUs are nobody's: policy, reference and engines (rollout.engines=3 of 8 GPUs) ",
+            "8 of 64 GPUs are unused: policy, reference and engines (rollout.engines=3 of 8 GPUs) ",
         ),
         ("rollout.engines=4", None),
     ],

@@ -99,7 +99,7 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     def start(*arguments: Any, **_: Any) -> Any:
         told["places"] = arguments[1]
-        return SimpleNamespace(serve=lambda _: None, present=lambda: ())
+        return SimpleNamespace(serve=lambda _: None, ensure_running=lambda: ())
 
     monkeypatch.setattr(engines, "session", session)
     monkeypatch.setattr(engines, "reserve", lambda count, gpus: [gpus] * count)

@@ -82,15 +82,15 @@ def test_a_run_that_went_on_says_so(run: Path) -> None:
 def test_crashes_that_a_run_recovered_from(run: Path) -> None:
     lost = [
         {"kind": "actor_lost", "text": "engine-1 is out of service: it died", "actor": "engine-1"},
-        {"kind": "actor_lost", "text": "rollout-0 is lost: it died", "actor": "rollout-0"},
+        {"kind": "actor_lost", "text": "rollout-0 crashed: it died", "actor": "rollout-0"},
         {"kind": "trajectory_failed", "text": "trajectory 3/1 has failed", "trajectory": "3/1"},
-        {"kind": "retriever_lost", "text": "retriever: ended (1) and is started again", "code": 1},
+        {"kind": "retriever_lost", "text": "retriever: ended (1); restarting it", "code": 1},
     ]
     events(run, *lost, {"kind": "actor_back", "text": "engine-1 restarted"}, STEP)
     data = run_data.read(run)
     assert data.fault is None and [event.text for event in data.recovered] == [row["text"] for row in lost]
     text = text_of(overview.write([run]).read_text())
-    assert "made good on the way: 4" in text and all(str(row["text"]) in text for row in lost)
+    assert "recovered from 4 crashes" in text and all(str(row["text"]) in text for row in lost)
 
 
 def test_events_that_are_damaged_are_left_out(run: Path) -> None:

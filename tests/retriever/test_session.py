@@ -124,7 +124,7 @@ def test_no_request_is_lost_when_it_is_killed(bm25_index: Path, tmp_path: Path) 
             asked.result()
         assert client.search(["capital of Hungary"], 1)[0] and pid_of(url) != first
         client.close()
-    assert lines == ["retriever: ended (-9) and is started again"]
+    assert lines == ["retriever: ended (-9); restarting it"]
     assert gone(url)
 
 

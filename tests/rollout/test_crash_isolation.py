@@ -35,13 +35,15 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         assert [t.sample for t in played if t.status is Status.ERROR_INFRASTRUCTURE] == guilty
         assert all(t.status is Status.COMPLETED for t in played if t.sample not in guilty)
         errors = [played[i].metadata["error"] for i in guilty]
-        assert all("with nothing else, the last one: its process died" in error for error in errors)
-        assert sum(" 3 of them with nothing" in error for error in errors) >= 1, "the first one; then two are enough"
+        assert all("while it ran alone; last error: its process died" in error for error in errors)
+        assert sum(" 3 of them while it ran alone" in error for error in errors) >= 1, (
+            "the first one; then two are enough"
+        )
         assert played[13].remote_arrays.ref.good, "the others go on"
-        assert workers.restarts == 10 - sum(" is lost: " in line for line in lines) // PROBES_PER_RESTART, (
+        assert workers.restarts == 10 - sum(" crashed: " in line for line in lines) // PROBES_PER_RESTART, (
             "all is explained"
         )
-        assert sum(" has failed: environment : " in line for line in lines) == len(guilty)
+        assert sum(" failed: environment  crashed " in line for line in lines) == len(guilty)
         player.close()
         workers.close()
 
@@ -138,7 +140,7 @@ def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
             worker.dies_of = group.dies_of
         asked = (player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(40))
         ended = await asyncio.gather(*asked, return_exceptions=True)
-        lent = [line for line in lines if "though no restart is left" in line]
+        lent = [line for line in lines if "outside the restart budget" in line]
         if restarts:
             failed = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
             assert lent and failed == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]

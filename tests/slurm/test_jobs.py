@@ -50,8 +50,8 @@ def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["policy/grad_norm"] > 0 for row in rows)
     assert "Job 'tiny' succeeded" in submitted.output
-    assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
-    assert "engines sit on 10.77.0.4: 0" in submitted.output
+    assert "policy ranks: 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
+    assert "engines: 10.77.0.4: 0" in submitted.output
     code, variable = submitted.driver.split()
     assert "/working_dir_files/_ray_pkg_" in code and variable == "shipped"
     assert submitted.left == []
@@ -87,8 +87,8 @@ def test_a_run_survives_a_lost_node(
     assert steps(run) == [1]
     nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
     assert nodes == ["node1", "node2", "node3", "node4"]
-    assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in slurm.output(job)
-    assert "engines sit on 10.77.0.4: 0" in slurm.output(job)
+    assert "policy ranks: 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in slurm.output(job)
+    assert "engines: 10.77.0.4: 0" in slurm.output(job)
     slurm.power_off("node2")
     slurm.wait_for(job, "start 1, on node[1,3-5]", timeout=200)
     waiting.unlink()

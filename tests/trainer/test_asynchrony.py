@@ -93,7 +93,7 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
     ahead += ["policy.moe.replay=rollout"]
     output = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
-    assert "resuming after step" in output and "taken up again: " in output
+    assert "resuming after step" in output and "restored " in output
     folder = tmp_path / "killed"
     steps = {n: trajectory_io.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
     groups = Counter(t.prompt.uid for step in steps.values() for t in step)

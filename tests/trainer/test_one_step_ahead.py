@@ -130,7 +130,7 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
         rollouts.save(tmp_path, 1)
     with ahead(config) as (again, _):
         steps = "step 2, 3" if whole else "step 2"
-        assert again.restore(tmp_path) == f"taken up again: what was generated ahead for {steps}"
+        assert again.restore(tmp_path) == f"restored the groups generated ahead for {steps}"
         again.synced(1)
         assert again.prompts_left(1) == 18
         uids_by_step = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
@@ -186,7 +186,7 @@ def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[s
     config.rollout = replace(config.rollout, **changed)
     with ahead(config) as (again, source):
         line = again.restore(tmp_path)
-        assert line.startswith("discarded: 2 groups" if version else "taken up again: ")
+        assert line.startswith("discarded 2 groups" if version else "restored ")
         assert not version or line.endswith("not as in the checkpoint: rollout.sampling")
         source.version = 1
         again.synced(1)

@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_while_its_state_is_parked(tmp_path: Path) -> None
     assert process.returncode == 0, out
     faults = [line for line in out.splitlines() if "fault:" in line]
     assert len(faults) == 1 and "policy-" in faults[0] and "in offload: its process died" in faults[0], out
-    assert "the run starts again from its newest checkpoint" in out
+    assert "restarting the run from its newest checkpoint" in out
     rows = read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["residency/bytes_out"] and row["residency/bytes_in"] for row in rows), "parts have moved"

@@ -75,7 +75,7 @@ def test_other_settings_draw_the_prompts_again(
         rollouts.save(tmp_path, 1)
         before = names([*groups, *(one.group for one in rollouts.done.values())])
     again, loop, stream = live(tmp_path, change)
-    prefix = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
+    prefix = "discarded 4 groups generated ahead or unfinished; their prompts are sampled again first; "
     assert capsys.readouterr().out.splitlines()[-1] == f"{prefix}not as in the checkpoint: {key}"
     with loop:
         assert stream.remaining == PROMPTS - len(learned)
@@ -127,8 +127,8 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     again, loop, _ = live(tmp_path, lambda config: None)
     done, begun = len(again.done), len(again.interrupted)
     assert capsys.readouterr().out.strip() == (
-        f"taken up again: {done} groups generated ahead, and {begun} under way, of which {len(before)} trajectories "
-        f"are done and {len(versions_by_request)} turns of others"
+        f"restored {done} groups generated ahead, and {begun} unfinished ones ({len(before)} finished trajectories, "
+        f"{len(versions_by_request)} recorded turns)"
     )
     with loop:
         known = {ticket.number: ticket.version for ticket in again.interrupted if ticket.played or ticket.recorded}

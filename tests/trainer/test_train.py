@@ -60,7 +60,7 @@ def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trains:
 def test_after_a_step_any_fault_is_one_to_start_again_from(trains: Trains, fault: Exception) -> None:
     times, lines = trains(("later", fault), ("later", None))
     assert times == 2
-    assert lines == [f"fault: {fault}", "the run starts again from its newest checkpoint (1 restarts are left)"]
+    assert lines == [f"fault: {fault}", "restarting the run from its newest checkpoint (1 restarts left)"]
 
 
 def test_what_worked_once_may_fail_in_its_next_starts(trains: Trains) -> None:
