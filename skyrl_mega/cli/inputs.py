@@ -52,17 +52,20 @@ twice."""
 
 
 def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None) -> Mapping[str, Any]:
-    """Checks trackers, model, layouts, environments and existing data files; builds nothing.
+    """Checks all inputs of a run, without building or starting anything.
+
+    Covers trackers, advantage estimator and loss, environments, models, parallel layouts, every row of the data files,
+    chat template and tools. A missing data file is an error unless `data.prepare` will create it.
 
     Args:
         config: The settings.
         say: Called with a message about rows whose reward no answer can earn.
 
     Returns:
-        The model's config.json.
+        The model's config.json: of `model.path`, or as `model.build` will write it.
 
     Raises:
-        UserError: One line.
+        UserError: An input is missing or invalid; the message is one line.
     """
     trackers.check_ready(config.telemetry)
     advantages.check(config.algorithm)
@@ -281,7 +284,8 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_rewriting(config: Config) -> None:
-    """Raises a UserError if an environment rewrites the conversation while `rollout.step_wise` is off."""
+    """Raises a UserError if an environment replaces earlier messages of the conversation (`rewrites_history`) while
+    `rollout.step_wise` is off."""
     for name in filter(None, [*config.environment.classes, config.environment.default]):
         if config.rollout.step_wise == "off" and getattr(
             registry.resolve(name, config.environment), "rewrites_history", False

@@ -16,9 +16,17 @@ from skyrl_mega.planner.search import SearchResult
 
 
 def find_error(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
-    """Returns the error of settings for a model, without looking at files; None if valid.
+    """Returns the first error of the settings for a model; None if the run is valid and fits.
 
-    `planned` is passed to `config.checks.check`, `strict` to `planner.fit.check`.
+    Checks the settings, the parallel layouts, the number of nodes, and the memory; reads no files.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        planned: True if nothing will be started. Settings supported only in a plan are then accepted, and
+            `cluster.device=auto` means GPUs.
+        strict: True to reject memory estimates above the limit. False also accepts an estimate that fits after
+            subtracting the planner's margin.
     """
     if settings_error := find_settings_error(config, hf, planned=planned):
         return settings_error

@@ -120,7 +120,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"trajectories": trajecto
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns the exit code: 0 done, 2 the input is wrong (one line)."""
+    """Runs `python -m skyrl_mega.report` with a subcommand: trajectories, run or timeline.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 fault (such as a full disk), 2 invalid input. 1 and 2 print one line per error.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     top = Parser(prog="python -m skyrl_mega.report", description=__doc__, allow_abbrev=False)
     top.add_argument("command", choices=COMMANDS, help="each has --help of its own")

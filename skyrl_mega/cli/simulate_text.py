@@ -126,7 +126,8 @@ def measured_steps(most: int) -> int:
 
 
 def describe(choice: Choice) -> str:
-    """Describes mode, GPUs and engines in a few words."""
+    """Describes a choice to simulate in a few words: asynchrony mode with `max_staleness`, GPUs of policy and engines,
+    number and tensor parallelism of the engines, and their memory fraction."""
     rollout = choice.config.rollout
     return (
         f"{_named(choice.mode, choice.most)}, {_gpus_text(choice.config)}, {rollout.engines} × TP{rollout.tensor} with "
@@ -135,7 +136,8 @@ def describe(choice: Choice) -> str:
 
 
 def text(c: Comparison) -> str:
-    """Returns the report for people."""
+    """Returns the report of `--simulate` as text for a terminal: tables of the simulated asynchrony modes, splits of
+    GPUs and engine sizes, then the advice and the limits of the simulation."""
     cluster, explored = c.config.cluster, c.splits[0].choice
     table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [

@@ -168,8 +168,15 @@ class ActorGroup:
 
         The old actor may be dead or stopped. The replacement appends to the same log file.
 
+        Args:
+            rank: The actor's rank.
+            timeout: Seconds until the replacement's constructor must return.
+
         Raises:
-            UserError, ActorFailed, ActorTimeout: The replacement did not come up; see `spawn`.
+            ClusterError: The group has been shut down.
+            UserError: The constructor raised it.
+            ActorFailed: The constructor raised another error, or the replacement died.
+            ActorTimeout: The replacement was not up in time.
         """
         assert self._start is not None
         self.end(rank)

@@ -139,8 +139,8 @@ def on_gpus_of(where: Sequence[Location], actors: int, *, gpus: int) -> Placemen
 
 
 def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
-    """Returns the node of every actor if nothing is reserved (on CPUs): an equal share of the units for each node, in
-    order.
+    """Returns the node of every actor if nothing is reserved (on CPUs). Units go to the nodes in order, and nodes get
+    the same number of units up to rounding.
 
     Args:
         units: Number of actors of each unit; the actors of a unit (a tensor parallel group) stay together on a node.

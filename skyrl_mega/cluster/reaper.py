@@ -54,8 +54,8 @@ def members(group: int) -> list[int]:
 
 
 def numbers() -> set[int]:
-    """Returns the inode numbers of all files in /dev/shm; files from before a command starts belong to other
-    programs."""
+    """Returns the inode numbers of all files in /dev/shm; empty without /dev/shm. Files that exist before a command
+    starts belong to other programs and must not be deleted."""
     try:
         with os.scandir(SHARED) as entries:
             return {entry.inode() for entry in entries}

@@ -105,7 +105,11 @@ def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> N
 
 
 def path_forms(kind: str) -> str:
-    """Returns the two forms of an import path, in words."""
+    """Returns the two allowed forms of an import path as text: `package.module:NAME or path/to/file.py:NAME`.
+
+    Args:
+        kind: Shown as NAME, such as "function"; "class" is shown as "Class".
+    """
     name = "Class" if kind == "class" else kind
     return f"package.module:{name} or path/to/file.py:{name}"
 

@@ -59,7 +59,7 @@ def check_precision(c: Config) -> None:
     """Rejects settings not supported by megatron-core or Transformer Engine.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting of `policy.precision` is unsupported or has no effect. Names key, value and fix.
     """
     p = c.policy.precision
     if p.recipe == "model":
@@ -142,10 +142,10 @@ def _check_parameters(c: Config) -> None:
 
 
 def check_device(c: Config) -> None:
-    """Rejects settings not supported by a policy on GPUs.
+    """Rejects settings of `policy.precision` not supported by a policy on GPUs.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: `policy.spec` or `model.dtype` cannot be combined with FP8. Names key, value and fix.
     """
     p = c.policy.precision
     if p.recipe == "model":

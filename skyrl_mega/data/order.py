@@ -44,7 +44,7 @@ class PromptStream:
 
     @property
     def remaining(self) -> int:
-        """Number of prompts left to draw."""
+        """Number of prompts left to draw in all epochs, including prompts put back."""
         return self.count * self.epochs - self.position + len(self.returned)
 
     @property

@@ -148,7 +148,11 @@ class BaseTextEnv:
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the policy's text of this turn (stop string included) and returns the answer to the text."""
+        """Judges the policy's text of this turn, stop string included. A subclass must override this method.
+
+        Returns:
+            The reward of this turn, the messages for the policy's next turn, and whether the trajectory ends.
+        """
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def out_of_time(self) -> BaseTextEnvStepOutput | None:

@@ -77,10 +77,17 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
 
 
 def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) -> StepOutput | None:
-    """Asks the environment to judge the work so far when the time limit hits between turns; None without a judgement.
+    """Asks the environment to judge the work so far, after the time limit has expired between turns.
+
+    Args:
+        env: The environment.
+        weights: `algorithm.reward_weights`: reward name → factor in the sum of named rewards. None weighs all as 1.
+
+    Returns:
+        The validated output; None if the environment gives no judgement, so that the rewards given so far stand.
 
     Raises:
-        BadOutput: The output breaks the contract.
+        BadOutput: The output breaks the contract, or a named reward has no weight.
     """
     judge = getattr(env, "out_of_time", None)  # a class without BaseTextEnv as a base may lack the method
     output = judge() if callable(judge) else None

@@ -56,8 +56,11 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
 
 
 def spread(layers: int, count: int) -> set[int]:
-    """Returns the indices of `count` evenly spaced layers. The gap after the last equals the gap between two of
-    them."""
+    """Returns the indices of `count` evenly spaced layers, starting with 0; all layers if there are fewer.
+
+    The distance from one index to the next, and from the last index to the end, is the same up to rounding: 0, 2, 4, 6
+    for 4 of 8 layers.
+    """
     count = min(count, layers)
     return {i * layers // count for i in range(count)}
 
@@ -161,8 +164,11 @@ class SavedView:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """Waits until the storage is back on the device, and returns the tensor with dtype, shape and strides as
-        saved."""
+        """Returns the tensor with dtype, shape and strides as saved. Starts copying the storage back if that has not
+        begun.
+
+        Work issued from now on waits on the device for the end of the copy; the host does not wait.
+        """
         self.saved.layer_pass.wait_reloaded()
         tensor = torch.empty(0, dtype=self.dtype, device=self.saved.layer_pass.pages.device)
         assert self.saved.storage is not None
@@ -267,8 +273,8 @@ class LayerPass:
         self.start_reload()
 
     def before_own_backward(self, *_: Any) -> None:
-        """Hook for the start of this layer's backward pass: starts copying back the storages of this layer and of the
-        previous offloaded layer, which is needed next."""
+        """Starts copying the storages of this layer back to the device, and those of the preceding offloaded layer,
+        whose backward pass comes next. Hook for the start of this layer's backward pass."""
         self._free_newest_pass()
         self.start_reload()
         if self.previous is not None:

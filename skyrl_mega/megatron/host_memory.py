@@ -57,7 +57,7 @@ class HostMemory:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Returns memory cached by torch, or by the C library on a CPU, to the device."""
+    """Frees cached but unused memory: torch's on a GPU, or the C library's on a CPU."""
     if device.type == "cpu":
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, MAPPED)

@@ -20,10 +20,13 @@ RECIPES = MappingProxyType(
 
 
 def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """Returns fields of TransformerConfig. Router, head, embedding and norms never compute in FP8.
+    """Returns the FP8 fields of TransformerConfig; {} if all layers compute in `model.dtype`.
 
-    megatron-core pads an expert's tokens inside of the grouped linear layers, with probability 0.
-    `moe_router_padding_for_quantization` would instead route the padding and change the token counts.
+    Router, head, embedding and norms never compute in FP8.
+
+    FP8 needs a padded number of tokens per expert. megatron-core adds the padding inside the grouped linear layers, as
+    tokens with routing probability 0. `moe_router_padding_for_quantization` stays off: it would send the padding
+    through the router and change the token counts.
     """
     if precision.recipe == "model":
         return {}

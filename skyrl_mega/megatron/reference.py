@@ -33,7 +33,7 @@ class Reference:
 
     @property
     def host_size(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory taken by the reference's weights."""
         return sum(held.numel() for _, held in self._pieces)
 
     @contextmanager

@@ -29,7 +29,11 @@ def with_defaults(hf: Hf, **defaults: Any) -> Hf:
 
 
 def integer(hf: Hf, key: str) -> int:
-    """Returns a positive integer of the configuration."""
+    """Returns the positive integer `key` of a config.json.
+
+    Raises:
+        UserError: The key is missing, or its value is no positive integer or above the key's upper bound.
+    """
     value = hf.get(key)
     if key not in hf:
         raise UserError(f"{key} is missing; a {hf.get('model_type')} checkpoint has it", key="config.json")
@@ -40,7 +44,11 @@ def integer(hf: Hf, key: str) -> int:
 
 
 def flag(hf: Hf, key: str) -> bool:
-    """Returns a boolean of the configuration."""
+    """Returns the boolean `key` of a config.json.
+
+    Raises:
+        UserError: The key is missing, or its value is not true or false.
+    """
     value = hf.get(key)
     if not isinstance(value, bool):
         raise unsupported(hf, key, "true or false")
@@ -48,7 +56,11 @@ def flag(hf: Hf, key: str) -> bool:
 
 
 def number(hf: Hf, key: str) -> float:
-    """Returns a positive number of the configuration."""
+    """Returns the positive number `key` of a config.json.
+
+    Raises:
+        UserError: The key is missing, or its value is no positive, finite number.
+    """
     value = hf.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise unsupported(hf, key, "a positive number")

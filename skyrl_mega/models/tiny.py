@@ -82,10 +82,16 @@ def hf_config(config: BuildConfig) -> dict[str, Any]:
 
 
 def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
-    """Writes the directory `path`: config.json, float32 safetensors, generation_config.json, tokenizer.
+    """Creates a model directory with random weights: config.json, float32 safetensors, generation_config.json.
 
-    Matrices are normal with standard deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; an
-    existing directory (another process was faster) stays unchanged.
+    Adds a tokenizer and chat template with `model.build.tokenizer=characters`. Matrices are normal with standard
+    deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; an existing directory (another process
+    was faster) stays unchanged.
+
+    Args:
+        config: Architecture and sizes (`model.build`).
+        path: The directory to create.
+        seed: Seed of the weights.
 
     Raises:
         UserError: The architecture does not support the sizes.

@@ -81,8 +81,11 @@ class GpuFacts:
 def gather(nvml: Any = None, sight: Callable[[], TorchView] = devices.torch_view) -> GpuFacts:
     """Returns the state of this node's GPUs from NVML and torch.
 
+    A missing or failing NVML is not raised but described in `GpuFacts.error`; GPUs that cannot be queried are in
+    `GpuFacts.lost`.
+
     Args:
-        nvml: As in `cluster.nvml.open_nvml`.
+        nvml: The module `pynvml` or a substitute for tests; None imports the module.
         sight: Returns the GPUs as torch sees them.
     """
     torch_sight = sight()

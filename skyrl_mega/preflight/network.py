@@ -193,11 +193,15 @@ class ExpectedRate:
 
 
 def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[Finding]:
-    """Returns findings for nodes whose links are all slow or broken; for other bad links, at both ends.
+    """Returns findings about the links between nodes, at most one per node.
+
+    A link is bad if broken or slower than half the median. If all links of a node (at least two) are bad, only that
+    node gets a finding; any other bad link gets a finding at both ends. If no link is bad, but the median is below half
+    the expected rate, every node gets a finding.
 
     Args:
         pairs_measured: Results of all pairs.
-        expected: Expected rate; None without an expectation.
+        expected: Expected rate; None skips the comparison with the median.
     """
     rates = [p.gb_s for p in pairs_measured if p.gb_s is not None]
     median = statistics.median(rates) if rates else 0.0

@@ -75,7 +75,7 @@ class RunData:
 
     @property
     def planned(self) -> int | None:
-        """Most RL steps; None if only the prompts limit the run."""
+        """Maximum number of RL steps (`run.steps`); None if the run ends with its prompts."""
         return self.settings.get("run.steps")
 
     def series(self, name: str) -> tuple[list[float], list[float | None]]:

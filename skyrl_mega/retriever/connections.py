@@ -51,7 +51,7 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
             self.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the time limit."""
+        """Cancels the time limit for receiving a request (`RECEIVE_S`)."""
         self._stop()
         super().connection_lost(exc)
 

@@ -143,7 +143,11 @@ class Agent:
         self.environments, self.threads = environments, threads
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
-        """Creates the environment and tokenises the first messages. A fault ends the trajectory and is stored there."""
+        """Creates the environment, opens the conversation, and tokenises the first messages.
+
+        A fault of the environment is not raised: it ends the trajectory with reward 0, closes the environment, and is
+        stored in the trajectory's status and metadata.
+        """
         opened = Opened(new_trajectory(prompt, sample), None, time.perf_counter())
         t = opened.trajectory
         created: list[Any] = []

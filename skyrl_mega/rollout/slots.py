@@ -21,7 +21,11 @@ class RequestRouter(Protocol):
         """Announces trajectories about to send requests."""
 
     def leave(self) -> None:
-        """Reports the end of an announced trajectory."""
+        """Reports the end of a trajectory announced with `expect`.
+
+        A lockstep router waits for a request of every announced trajectory that has not ended. Other routers ignore the
+        call.
+        """
 
     def close(self) -> None:
         """Abandons all requests in progress."""

@@ -100,7 +100,17 @@ class RolloutWorker:
         new_session.router.count = self.timeline.requests
 
     async def play(self, session: str, jobs: Sequence[Job]) -> None:
-        """Starts the trajectories of these jobs; the outcomes arrive as events."""
+        """Starts the trajectories of these jobs and returns at once; `events` returns the outcomes.
+
+        A job abandoned before its start is reported as cancelled.
+
+        Args:
+            session: Name of a session started by `begin`; the session has the sampling settings and the engines.
+            jobs: The trajectories to run.
+
+        Raises:
+            KeyError: The session has not begun or has ended.
+        """
         for job in jobs:
             self.sessions[session].play(job)
 

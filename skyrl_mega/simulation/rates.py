@@ -31,7 +31,17 @@ class Rates:
 
     @classmethod
     def planned(cls, config: Config, model: Decoder, parallel: ParallelDims, length: Length) -> Rates:
-        """Returns the planner's estimates for trajectories of this mean length instead of `cluster.rates`'s."""
+        """Returns the planner's estimates for trajectories with the mean length `length`.
+
+        `cluster.rates` applies as in a plan, except for the mean length from `cluster.rates.length_share`, which
+        `length` replaces.
+
+        Args:
+            config: The settings.
+            model: The policy's model.
+            parallel: The policy's layout.
+            length: Mean tokens and turns of a trajectory.
+        """
         scaled = _of_length(config, parallel, length)
         step_batch, memory = replace(batch(scaled, parallel), generated=length.written), engine_memory(scaled, model)
         times, decode = step_time(scaled, model, parallel), decoding(scaled, model, step_batch.mean)

@@ -89,7 +89,7 @@ class TraceWriter:
             pid: Track number, which also orders the tracks.
             name: Name of the track.
             spans: Spans in any order.
-            lane: Name of the track's rows; overlapping spans are drawn in different rows.
+            lane: Name of the track's rows. Overlapping spans are drawn in different rows, called `lane 0`, `lane 1`, …
             nested: True if the spans lie inside each other and share a row.
         """
         for event in named(pid, name):

@@ -83,8 +83,12 @@ def take_step(run: Run) -> None:
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
-    """Trains the policy on a step's groups: log-probs and values under the present weights, advantages over the whole
-    step, then the optimizer steps."""
+    """Trains the policy, and the critic if there is one, on a step's groups.
+
+    Computes log-probs and values under the present weights, then advantages over the whole step, then trains the critic
+    and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied. If the
+    driver needs no tokens, `train_on_remote` does the work.
+    """
     if tokens_stay_remote(run.config, groups):
         train_on_remote(run, step, groups)
         return

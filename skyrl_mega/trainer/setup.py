@@ -59,7 +59,11 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """Opens a run, ready for the first step: the engines hold the policy's weights. Leaves no process behind."""
+    """Starts Ray, engines, policy and rollout workers, and yields a run ready for its next step.
+
+    Restores the newest checkpoint; without a checkpoint, runs the SFT warm-up if configured. The engines then hold the
+    policy's weights. Ends all processes when the context ends, also after an error.
+    """
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)

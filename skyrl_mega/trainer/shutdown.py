@@ -26,7 +26,10 @@ class GracefulStop(Stopped):
 
 
 def ending_signal(error: BaseException) -> str:
-    """Returns the name of the signal behind `error`, such as SIGTERM; empty if the run failed by itself."""
+    """Returns the name of the signal that ended the run, such as SIGTERM; empty if the run failed by itself.
+
+    After a request for an immediate stop every error counts as a consequence of the signal.
+    """
     at_once = channel.asked() is StopRequest.NOW  # any later failure is a consequence of the immediate stop
     return channel.stop_signal() if at_once or isinstance(error, Stopped) else ""
 

@@ -63,5 +63,5 @@ def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -
 
 
 def rounded_reward(reward: float) -> float:
-    """Rounds a reward to six digits, and rounding noise to 0, to count equal rewards."""
+    """Rounds a reward to six significant digits, and magnitudes up to 1e-9 to 0, to count equal rewards."""
     return 0.0 if abs(reward) <= LEAST else float(f"{reward:.6g}")

@@ -15,8 +15,12 @@ def reinforce(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over all tokens of the step.
+    """Returns the advantages of REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over all
+    tokens of the step.
 
-    A_i = (x_i - μ) / sqrt(σ² + 1e-8)        x = r - mean(r) of its group;  μ = Σ l x / Σ l,  l: tokens written
+        A_i = (x_i - μ) / sqrt(σ² + 1e-8)      x = r - mean(r) of its group;  l: tokens written by the policy
+        μ = Σ l x / Σ l,  σ² = Σ l (x - μ)² / (Σ l - 1)
+
+    0 for all trajectories if all x are equal.
     """
     return whitened(inputs.centred(), inputs.lengths).to(inputs.rewards_N.dtype)

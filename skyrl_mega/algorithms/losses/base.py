@@ -66,20 +66,25 @@ def clipped_surrogate(
 
 
 def total(inputs: LossInputs, losses_L: Tensor, metrics: Metrics, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the weighted sum of the tokens' losses, corrected for the engine's mismatch, plus the KL and entropy
-    terms.
+    """Returns the loss of a micro-batch: the weighted sum of the token losses, minus the entropy bonus, plus the KL
+    term.
 
-        ρ_t  correction of the engine's mismatch                           `correction`
-        loss = Σ w_t (ρ_t L_t - c H_t) + kl.coefficient · Σ v_t KL_t       v = w if `kl.mean` is loss
-        L_t = 0 outside of `high_entropy_L`, if given                      arXiv:2506.01939
-        c, H_t  the entropy bonus's coefficient, and the policy's entropy in nats
-        KL_t = (π_t / π_old,t) · the estimate                              kl.unbiased, arXiv:2512.02556, equation 7
+        loss = Σ w_t (ρ_t L_t - c H_t) + kl.coefficient · Σ v_t KL_t
+
+        w_t   `weights_L`, the averaging of `algorithm.loss_mean`
+        v_t   `kl_weights_L`, the averaging of `kl.mean`; w_t if `kl.mean` is loss
+        L_t   `losses_L`; 0 outside of `high_entropy_L`, if given (arXiv:2506.01939)
+        ρ_t   factor against the mismatch between engine and policy (`correction`)
+        H_t   the policy's entropy in nats; c is the entropy bonus's coefficient
+        KL_t  estimate of `kl.estimator`; times π_t / π_old,t with `kl.unbiased` (arXiv:2512.02556, equation 7)
+
+    The KL term is present only if `kl.where` is loss and `reference_L` is given.
 
     Returns:
-        The loss, and the metrics plus those of the correction, loss, and kl and entropy if their inputs are given.
+        The loss, and `metrics` plus those of the correction, loss, and kl and entropy if their inputs are given.
 
     Raises:
-        ValueError: A required log-prob is missing.
+        ValueError: The log-probs of the engine or the reference, or the policy's entropy, are required but missing.
     """
     weight_L, corrected = correction(inputs, algorithm)
     metrics = metrics | corrected

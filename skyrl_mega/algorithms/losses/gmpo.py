@@ -12,13 +12,19 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the GMPO loss (equation 4), for an answer y (or trajectory, `sequence_unit`) with d_t = log π_t - log
-    π_old,t:
+    """Returns the GMPO loss (arXiv:2507.20673, equation 4): the geometric mean of an answer's clipped ratios, times -A.
 
-        L = -A exp(mean over y of the smaller of ±d_t and ±clip(d_t, -gmpo.clip_low, gmpo.clip_high), times ±1)
+        L = -A exp(mean over y of m_t)      y: the answer, or the trajectory (`sequence_unit`)
+        m_t = min(d_t, gmpo.clip_high)      if A > 0
+        m_t = max(d_t, -gmpo.clip_low)      if A < 0
+        d_t = log π_t - log π_old,t
 
-    ± is the sign of A: for A > 0 the clip bounds d_t from above, for A < 0 from below, as in PPO. With
-    `loss_mean=sequences` and a single answer per trajectory this equals the paper's loss.
+    So the clip bounds d_t only from the side that the advantage pushes to, as in PPO. With `loss_mean=sequences` and a
+    single answer per trajectory this equals the paper's loss. `total` adds the mismatch correction, the entropy bonus
+    and the KL term.
+
+    Returns:
+        The loss, and the metrics.
     """
     d_L = log_ratio(inputs)
     advantages_L = inputs.clean(inputs.advantages_L)

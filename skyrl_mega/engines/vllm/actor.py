@@ -334,7 +334,18 @@ class VllmEngine:
         self.watched = True
 
     async def sleep(self, parts: Sequence[str]) -> None:
-        """Pauses, and drops parts from the device; see `engines.vllm.sleep`. Requests under way wait."""
+        """Pauses the engine and frees the device memory of these parts, without keeping a copy. Requests under way
+        wait.
+
+        After `wake`, the KV cache is empty. Dropped weights are undefined until a weight sync, and until then a request
+        is an error.
+
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already dropped stay dropped.
+
+        Raises:
+            ValueError: The engine was started to keep one of the parts.
+        """
         dropped = self.presence.drop(parts)  # no request is accepted from here on
         if dropped:
             await self.pause()

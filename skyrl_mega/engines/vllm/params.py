@@ -183,7 +183,15 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             parameters[local_name] = self._fresh(meta, layer.module)
 
     def mark_written(self, name: str) -> None:
-        """Marks a parameter as completely written. A layer with all parameters written is processed and closed."""
+        """Marks a parameter as completely written.
+
+        The last parameter of a layer installs the layer: vLLM's post-load processing runs on the written data, and the
+        result is copied into the tensors read by the kernels. After `open(check=True)` the result is only compared with
+        these tensors.
+
+        Args:
+            name: Name of the parameter at load time.
+        """
         layer = self.layer_of[name]
         layer.missing.discard(name)
         if not layer.missing:

@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. The tasks of the two files are disjoint."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--train-file` and `--test-file`.
+
+    Tasks of the test file are left out of the training rows. With a single file, only that split is returned; without
+    files, both splits hold small generated tasks.
+    """
     if args.train_file is None and args.test_file is None:
         train, test = _small(np.random.default_rng(args.seed))
         splits = {"train": train, "test": test}

@@ -53,7 +53,11 @@ class LcbEnv(BaseTextEnv):
         return float(options["timeout_s"])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs the tests and returns the reward."""
+        """Runs the program in the last fenced block of the answer on the tests, and ends the trajectory.
+
+        The reward is 1 if every test passes, else 0; with the option `reward=share`, the share of the tests that pass.
+        An answer without a fenced block gets 0.
+        """
         code = code_of(action)
         tests = self.cases[: self.options["max_tests"] or None]
         share = self.options["reward"] == "share"

@@ -37,7 +37,11 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses to start without the algebra library."""
+        """Checks that the package math-verify can be imported, if `options["algebra"]` is on.
+
+        Raises:
+            UserError: The package cannot be imported; the message gives the pip command.
+        """
         if options["algebra"]:
             check.check()
 

@@ -29,7 +29,12 @@ class Late(BaseException):
 
 
 def main() -> None:
-    """Answers requests line by line until the input ends."""
+    """Compares mathematical answers line by line, from standard input to standard output, until the input ends.
+
+    Prints `ready` once the library is loaded and the process is confined. A line of input is a JSON object with `gold`
+    and `answer` (LaTeX) and `seconds`. Each gets a line of output: true or false, null if the comparison failed, "late"
+    if it exceeded `seconds`.
+    """
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from sympy import Expr, I, expand, nan, oo, simplify, zoo

@@ -112,7 +112,11 @@ def ended() -> int | None:
 
 
 def memory_warning(count: float) -> str:
-    """Returns the warning about commands ended for exceeding a budget."""
+    """Returns a warning that sandboxed commands were ended because all together exceeded the memory limit `total_mib`.
+
+    Args:
+        count: Number of ended commands.
+    """
     return (
         f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "
         "largest end first, honest ones too; raise total_mib of the environment's sandbox, or lower its memory_mib"

@@ -50,10 +50,10 @@ def targets_of(ground_truth: Any) -> list[str]:
 
 
 def wrong_targets(ground_truth: Any) -> str | None:
-    """Returns the reason why no answer can equal any right answer of a row; None if an answer can.
+    """Returns the reason why no answer to a row can be right; None if one of its targets can be given as an answer.
 
     Args:
-        ground_truth: As for `targets_of`.
+        ground_truth: Search-R1's `{"target": [...]}`, a list, or a single text.
     """
     targets = _listed(ground_truth)
     reasons = [wrong_spelling(target) for target in targets]

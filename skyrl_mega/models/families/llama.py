@@ -9,7 +9,11 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """Returns the model described by a config.json."""
+    """Returns the layers and sizes of a Llama model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
     hf = with_defaults(hf, max_position_embeddings=2048)
     attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

@@ -10,7 +10,11 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """Returns the model described by a config.json."""
+    """Returns the layers and sizes of a Qwen2 model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32)
     attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=True)
     decoder = read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

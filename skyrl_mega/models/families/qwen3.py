@@ -9,7 +9,11 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """Returns the model described by a config.json."""
+    """Returns the layers and sizes of a Qwen3 model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
     integer(hf, "head_dim")  # unlike related classes, Qwen3's refuses null
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)

@@ -12,7 +12,11 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
-    """Returns the model described by a config.json."""
+    """Returns the layers and sizes of a Qwen3-MoE model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
     hf = with_defaults(
         hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False
     )

@@ -108,7 +108,10 @@ class MlflowTracker:
         return f"{line}; {trouble}" if trouble else line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs all metrics of a step in a single call, which the store accepts or rejects as a whole."""
+        """Sends all metrics of a step in one call, which the store accepts or rejects as a whole.
+
+        Skips a step already sent, such as a step repeated after a resume.
+        """
         if step in self._sent:
             return
         from mlflow.entities import Metric

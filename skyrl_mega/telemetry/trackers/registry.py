@@ -85,7 +85,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Checks names and options of all trackers, without looking for packages, keys or servers.
 
     Returns:
-        Name -> (class, options) of the run's trackers, without metrics.jsonl.
+        Name -> (class, options) of the run's trackers; the tracker that always writes metrics.jsonl is left out.
 
     Raises:
         UserError: A setting is invalid.

@@ -24,7 +24,11 @@ class TensorboardTracker:
         self._writer: SummaryWriter | None = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Makes new metrics replace older files' metrics from the step after `resumed_step` on."""
+        """Hides the metrics in event files of earlier starts from the step after `resumed_step` on; all of them if
+        None.
+
+        Takes effect with the first call of `log`.
+        """
         self._first = 0 if resumed_step is None else resumed_step + 1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

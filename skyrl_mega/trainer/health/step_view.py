@@ -122,7 +122,7 @@ class StepView:
         return any(stop in text for stop in self.config.rollout.sampling.stop)
 
     def metric(self, name: str) -> float | None:
-        """Returns a metric of this step; see `metric_of`."""
+        """Returns a metric of this step; None if not measured, infinity if the value was not finite."""
         return metric_of(self.metrics, name)
 
     def usual(self, name: str) -> float | None:

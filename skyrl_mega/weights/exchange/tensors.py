@@ -49,7 +49,7 @@ class BucketViewCache:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables on the device."""
+        """Bytes of device memory taken by the copy kernels' tables of box positions, over all cached buckets."""
         return sum(views.table_bytes for views, _ in self._cache.values())
 
     def _parts(self, bucket: RankBucket) -> Iterator[tuple[Item, Place, Piece | None]]:

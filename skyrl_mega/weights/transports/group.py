@@ -60,7 +60,8 @@ class Deadline:
         self._waits_end = self.end - min(GRACE_S, timeout_s / 10)
 
     def left(self) -> float:
-        """Returns the seconds left for a wait, at least 0.01."""
+        """Returns the seconds left for a wait, at least 0.01. Waits end `GRACE_S` before the deadline (at most a tenth
+        of the timeout), so that time is left to learn which process failed."""
         return max(0.01, self._waits_end - time.monotonic())
 
     @property
