@@ -110,7 +110,12 @@ class Asynchronous:
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
     def save(self, folder: Path, done: int) -> None:
-        """Saves finished groups and, for unfinished groups, the finished samples and the turns played so far."""
+        """Saves finished groups and, for unfinished groups, the finished samples and the turns played so far.
+
+        Args:
+            folder: The checkpoint's folder for rollouts.
+            done: Number of the last completed step. Groups taken by a later step are saved too.
+        """
         journal.write(
             journal.file_of(folder, "again"), [turn for ticket in self.interrupted for turn in ticket.recorded]
         )
@@ -140,7 +145,10 @@ class Asynchronous:
         saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
-        """Restores the finished and the requested groups of the interrupted run."""
+        """Restores the finished and the requested groups of the interrupted run.
+
+        Returns a line about the restored or discarded groups; empty if nothing was saved.
+        """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(saved, tuple):
             if saved is not None:  # groups already trained on used these names and random streams: never reuse them

@@ -111,11 +111,11 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
 
 
 def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Batch:
-    """Builds the samples of all trajectories, with columns `mask` and `rollout_logprobs`, and `drawn` if the
-    conversation is a single message.
+    """Builds the samples of all trajectories, with the columns `mask` and `rollout_logprobs`.
 
     The mask covers the policy's tokens except truncated trajectories filtered by `algorithm.overlong` and trajectories
     with a failed environment. Truncated trajectories still count for the group's baseline, failed trajectories do not.
+    With `rollout.conversation=one_message`, the column `drawn` is False for end tokens not sampled by an engine.
     Further columns of the trajectories are cut the same way and included.
     """
     trajectories = [t for group in groups for t in group.trajectories]
@@ -161,13 +161,27 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
 
 
 def punishment(trajectories: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """Returns the length punishment of each response: float32 [N], at most 0."""
+    """Returns the length punishment of each response by `algorithm.overlong`: float32 [N], at most 0.
+
+    Args:
+        trajectories: The trajectories.
+        algorithm: Defines the punishment.
+        limit: Maximum number of tokens of a response.
+    """
     lengths = torch.tensor([t.response_length for t in trajectories], dtype=torch.int64)
     return soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
 
 
 def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """Returns the value of `Batch.greedy`: float32 [G]."""
+    """Returns the reward of each group's greedy answer with length punishment: float32 [G].
+
+    The value is NaN without a greedy answer, or if the environment of the greedy answer failed.
+
+    Args:
+        groups: The groups.
+        algorithm: Defines the length punishment.
+        limit: Maximum number of tokens of a response.
+    """
     rewards = torch.full((len(groups),), torch.nan)
     for i, group in enumerate(groups):
         if group.greedy is not None and not group.greedy.status.failed:

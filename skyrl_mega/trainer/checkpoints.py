@@ -79,7 +79,11 @@ class Checkpoints:
         return None
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
-        """Returns the driver's state from a checkpoint."""
+        """Returns the driver's state from a checkpoint.
+
+        Raises:
+            UserError: The checkpoint's state.json cannot be read.
+        """
         state: dict[str, Any] = read_json(checkpoint / _STATE, "take another checkpoint")
         del state[_FILES], state[_CRCS]
         return state
@@ -97,7 +101,7 @@ class Checkpoints:
             parts: Folder name of each model or other part → function saving into this folder.
 
         Raises:
-            NoRoom: The disk's free space is below the size of the last checkpoint.
+            DiskFull: The disk's free space is below the size of the last checkpoint.
             FileExistsError: The checkpoint's name is taken by something not written by a run.
         """
         final = self.folder / f"step_{step:06d}"

@@ -32,7 +32,15 @@ class Evaluator:
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """Returns `eval/<data source>/{mean, pass_at_<n>}`; {} without evaluation prompts."""
+        """Returns `eval/<data source>/{mean, pass_at_<n>}`; {} without evaluation prompts.
+
+        Args:
+            step: Number of completed RL steps, part of the seed.
+            progress: Updated with the number of finished trajectories.
+
+        Raises:
+            UserError: The environment of every trajectory failed.
+        """
         if not self.prompts:
             return {}
         settings = self.config.evaluation

@@ -32,7 +32,13 @@ class Measurements:
     """Writer of every step's timeline; None with `telemetry.timeline=false`."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
-        """Begins a step. `after_more` is True for the run's first step and after a checkpoint."""
+        """Begins a step.
+
+        Args:
+            step: The step's number.
+            after_more: True for the run's first step and after a checkpoint. The meters then discard readings from work
+                outside of a step.
+        """
         self.profiler.begin(step)
         self.meters.begin(after_more=after_more)
 

@@ -130,7 +130,10 @@ class OneStepAhead:
         saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
-        """Restores the batches saved in a checkpoint."""
+        """Restores the batches saved in a checkpoint.
+
+        Returns a line about the restored or discarded batches; empty if nothing was saved.
+        """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.source.prompts)
         if not isinstance(saved, tuple):
             return str(saved or "")

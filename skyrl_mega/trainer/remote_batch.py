@@ -75,7 +75,8 @@ class RemoteBatch:
 
 
 def make_remote_batch(groups: list[Group], config: Config) -> RemoteBatch:
-    """Computes the rewards and advantages of a step's trajectories."""
+    """Computes the rewards and advantages of a step's trajectories from rewards and lengths, without fetching any
+    token."""
     algorithm, limit = config.algorithm, response_limit(config.rollout)
     trajectories = [t for group in groups for t in group.trajectories]
     judged = ~torch.tensor([t.status.failed for t in trajectories], dtype=torch.bool)
@@ -172,7 +173,8 @@ def total_weight(mini: MiniBatch) -> float:
 
 
 def has_gradient(mini: MiniBatch, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
-    """Returns True if a mini-batch contains anything to learn; see `batch.tokens_have_gradient`."""
+    """Returns True if a mini-batch contains anything to learn; otherwise an optimizer step would move the weights only
+    by Adam's moments and weight decay."""
     if not isinstance(mini, SampleRefs):
         return tokens_have_gradient(mini, algorithm, moe)
     counts = mini.counts > 0

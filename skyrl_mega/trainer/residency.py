@@ -45,7 +45,8 @@ class Residency:
 
     @classmethod
     def of(cls, config: Config, policy: TrainGroup, critic: TrainGroup | None, fleet: Fleet) -> Residency:
-        """Returns the residency of a run's actors and lets restarted engines ask for memory."""
+        """Returns the residency of a run's actors. Unless `residency.keep` is unset, a restarting engine then gets
+        memory by `free_for_engine`."""
         residency = cls(
             config.residency.keep,
             policy=policy,
@@ -60,7 +61,9 @@ class Residency:
     def enter(self, phase: str) -> dict[str, float]:
         """Moves parts for a phase: first all parts leaving a device, then all arriving, each set in parallel.
 
-        A phase without an entry in the table moves nothing.
+        Args:
+            phase: Name of a phase in `config.residency.NEEDS`, such as `generate` or `train`. Any other phase moves
+                nothing.
 
         Returns:
             Metrics: seconds, and the largest number of bytes copied by a rank off and onto the device. {} if nothing

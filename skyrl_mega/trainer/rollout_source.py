@@ -63,7 +63,10 @@ class RolloutSource:
         """Does nothing: each generated group was already trained on."""
 
     def restore(self, folder: Path) -> str:
-        """Discards trajectories generated ahead in another mode; the prompts are sampled again first."""
+        """Discards trajectories generated ahead in another mode; the prompts are sampled again first.
+
+        Returns a line about the discarded trajectories; empty if nothing was saved.
+        """
         kept = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         return str(kept) if isinstance(kept, saved_rollouts.Discarded) else ""
 

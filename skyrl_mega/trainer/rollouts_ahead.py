@@ -35,8 +35,10 @@ class Rollouts(Protocol):
         checkpoint."""
 
     def restore(self, folder: Path) -> str:
-        """Restores trajectories saved by `save`, in any mode. Returns a line about the restored or discarded groups,
-        with the reason; empty if nothing was saved."""
+        """Restores trajectories saved by `save`, in any mode.
+
+        Returns a line about the restored or discarded groups, with the reason; empty if nothing was saved.
+        """
 
     def close(self) -> None:
         """Stops all generation."""

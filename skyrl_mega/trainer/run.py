@@ -118,7 +118,8 @@ class Run:
         ) < self.config.data.prompts_per_step
 
     def due(self, every: int, step: int) -> bool:
-        """Returns True if an action repeated every `every` steps, and at the end of the run, follows step `step`."""
+        """Returns True if an action is due after step `step`: every `every` steps, and at the end of the run. False if
+        `every` is 0."""
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
     def next_step(self) -> Step:
@@ -232,7 +233,7 @@ class Run:
         If the disk is full, prints a line; the next step retries.
 
         Raises:
-            NoRoom: No space is left for the last step's checkpoint.
+            DiskFull: No space is left for the last step's checkpoint.
         """
         if self.checkpoint_overdue or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
@@ -248,7 +249,11 @@ class Run:
             self.checkpoint_metrics = {"time/checkpoint": time.perf_counter() - start}
 
     def save(self) -> None:
-        """Writes a checkpoint of the completed steps."""
+        """Writes a checkpoint of the completed steps: the models, the driver's state, and trajectories generated ahead.
+
+        Raises:
+            DiskFull: No space is left for the checkpoint.
+        """
         stream = self.stream_state or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
         state["entropy"] = self.entropy.state()
@@ -268,7 +273,11 @@ class Run:
                 self.save()
 
     def restore(self) -> bool:
-        """Resumes from the newest intact checkpoint; returns False if there is none."""
+        """Resumes from the newest intact checkpoint; returns False if there is none or `checkpoint.resume` is off.
+
+        Raises:
+            UserError: All checkpoints are damaged, or the newest was written by an earlier version.
+        """
         while (newest := self.checkpoints.newest() if self.config.checkpoint.resume else None) is not None:
             try:
                 self._restore(newest)

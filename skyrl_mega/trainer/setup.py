@@ -143,7 +143,16 @@ def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
 def generator_of(
     config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None, timeline: Timeline | None = None
 ) -> Generator:
-    """Returns a generator on the run's engines. Concurrent generators share a timeline."""
+    """Returns a generator on the run's engines.
+
+    Args:
+        config: The settings.
+        fleet: The engines.
+        chat: Tokenizer and chat template.
+        workers: The rollout workers; None runs trajectories in this process.
+        timeline: Receives the activity of engines and environments; concurrent generators share a timeline. None
+            records nothing.
+    """
     return Generator(
         fleet,
         chat,
@@ -165,7 +174,8 @@ def rollouts_of(
     Args:
         source: The rollouts for `asynchrony.mode=off`.
         stack: Closes everything started here.
-        look, refill: The run's callbacks.
+        look: Raises an exception if the run must end.
+        refill: Restores service after all engines failed.
     """
     config, generator = source.config, source.generator
     if config.asynchrony.mode == "off":
@@ -225,7 +235,12 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
 def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[Prompt], list[Prompt]]:
     """Loads the training and evaluation prompts within `rollout.max_prompt_tokens` and prints the number of longer
-    prompts."""
+    prompts.
+
+    Raises:
+        UserError: A data file is invalid, all prompts of a setting are too long, or the training prompts left are too
+            few for a step.
+    """
     kept: list[list[Prompt]] = []
     for key, files, limit in (
         ("data.train", config.data.train, None),

@@ -26,13 +26,13 @@ def encode(
 ) -> Sequences:
     """Tokenizes demonstrations exactly as a rollout would.
 
+    The column `mask` is 1 on the learned tokens: assistant messages with tool calls and end token; 0 on prompts and on
+    environment messages between turns.
+
     Args:
         demonstrations: The demonstrations.
         chat: Tokenizer and template.
-        environments: The environment settings: a prompt lists the environment's tools.
-
-    The column `mask` is 1 on the learned tokens: assistant messages with tool calls and end token; 0 on prompts and on
-    environment messages between turns.
+        environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
     """
     config = environments or EnvironmentConfig()
     names = {d.env_class or config.default or "" for d in demonstrations}
@@ -63,7 +63,14 @@ def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, 
 def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
     """Runs `warmup.steps` optimizer steps of cross-entropy, then resets the optimizer for RL.
 
-    Returns the last loss, in nats per token.
+    Args:
+        policy: The policy's ranks.
+        demonstrations: Result of `encode`.
+        config: The settings.
+        progress: Called with the number of steps done after each step.
+
+    Returns:
+        The last loss, in nats per token.
     """
     settings = config.warmup
     optimizer = config.policy.optimizer

@@ -31,13 +31,14 @@ def forward_load(mini: Sequences) -> Load:
 def training_speed(
     config: Config, model: Decoder, loads: Mapping[str, Load], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob pass.
+    """Returns `perf/train_tflops_per_rank` and, on GPUs, `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob
+    pass.
 
     Args:
         config: The settings, with the device chosen.
         model: The model.
         loads: Work by phase, in forward passes; an optimizer step counts as three.
-        seconds: `time/<phase>`.
+        seconds: Metrics of the step, with the seconds of each phase as `time/<phase>`.
     """
     metrics: dict[str, float] = {}
     for phase, name in (("train", "mfu"), ("logprobs", "mfu_logprobs")):

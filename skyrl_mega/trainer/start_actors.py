@@ -112,6 +112,13 @@ def release_policy_cache(
 
     A rank can do so only between two calls. If a rank stays busy beyond the timeout, a line says so, and the engine may
     not fit.
+
+    Args:
+        policy: The policy's ranks; rank r shares the GPU of engine worker r.
+        tensor: Workers of an engine.
+        timeout_s: Seconds to wait for the ranks.
+        say: Prints a line.
+        engine: Number of the engine.
     """
     ranks = range(engine * tensor, (engine + 1) * tensor)
     calls = [policy.submit(rank, "empty_cache") for rank in ranks]
@@ -125,7 +132,18 @@ def release_policy_cache(
 def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
-    """Starts the actors of a Megatron model, not yet connected and without weights."""
+    """Starts the actors of a Megatron model, not yet connected and without weights.
+
+    Args:
+        setup: The run's settings, model and device.
+        role: Policy, reference or critic.
+        layout: The model's layout in the settings.
+        ranks: Number of actors.
+        placement: Reserved places; None leaves the placement to Ray.
+
+    Raises:
+        UserError: The model cannot be split into the layout.
+    """
     config = setup.config
     parallel = layout_of(role, layout, ranks)
     architecture(setup.hf).check_layout(setup.hf, parallel, f"{role.name}.layout")
@@ -154,7 +172,12 @@ def spawn_ranks(
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:
-    """Returns the environment variables of a Megatron rank."""
+    """Returns the environment variables of a Megatron rank.
+
+    Args:
+        config: The settings.
+        device: `cpu` or `cuda`.
+    """
     if device == "cpu":
         return {"OMP_NUM_THREADS": str(config.policy.threads)}
     # Megatron orders its kernels on one connection. CUDA reads this on context creation, in `set_device`.
@@ -219,8 +242,17 @@ def length_arguments(config: Config) -> dict[str, Any]:
 
 
 def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
-    """Starts the vLLM engines. With `dummy` weights the first sync delivers the policy's weights; `auto` loads the
-    model directory."""
+    """Starts the vLLM engines and returns the fleet.
+
+    Args:
+        setup: The run's settings, model and device.
+        placement: Reserved places; None leaves the placement to Ray.
+        weights: `dummy`: the first sync delivers the policy's weights. `auto`: the engines load the model directory.
+
+    Raises:
+        UserError: vLLM rejects the settings.
+        ActorFailed, ActorTimeout: An engine failed to start, or did not start in time.
+    """
     config = setup.config
     spec = EngineSpec(
         path=str(setup.model),

@@ -38,7 +38,15 @@ class Step:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Times a phase as `time/<name>` and shows the progress. Times of repeated phases add up."""
+        """Times a phase as `time/<name>` and shows the progress. Times of repeated phases add up.
+
+        Before the phase starts, `prepare` moves model parts. Raises the exception of `raise_if_ending` if the run must
+        end.
+
+        Args:
+            name: Name of the phase.
+            total: Number of items, for the progress display; None if unknown.
+        """
         self.raise_if_ending()
         start = time.perf_counter()
         if move_metrics := self.prepare(name):

@@ -55,7 +55,8 @@ def truth_fails(view: StepView) -> Finding | None:
 
 
 def ended_for_memory(view: StepView) -> Finding | None:
-    """Reports sandboxed programs killed for memory, perhaps used by other programs: the rewards say little."""
+    """Reports sandboxed programs killed because all programs together exceeded the memory limit. The memory may be used
+    by other programs, so the rewards say little."""
     count = view.metric("environment/ended_for_memory")
     return Finding("ended_for_memory", memory_warning(count)) if count else None
 

@@ -70,7 +70,14 @@ class Health:
             self.stuck = self.groups = 0
 
     def check(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
-        """Checks a finished step and returns the verdict."""
+        """Checks a finished step and returns the verdict: metrics, lines about new findings, and steps in a row without
+        learning.
+
+        Args:
+            number: The step's number.
+            metrics: The step's metrics.
+            trajectories: The step's trajectories.
+        """
         view = StepView(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
         measured = {**view.shares(), **(_speed(metrics) if self.config.asynchrony.mode == "off" else {})}
         view = StepView(self.config, number, {**metrics, **measured}, trajectories, view.past, view.first)
