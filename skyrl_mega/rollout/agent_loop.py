@@ -73,7 +73,7 @@ class Limits:
         )
 
     def room(self, t: Trajectory) -> int:
-        """Returns the most tokens of the next turn."""
+        """Returns the largest number of tokens allowed for the next turn of a trajectory."""
         return min(self.turn, self.response - t.response_length, self.length - len(t.context))
 
 
@@ -176,7 +176,13 @@ class Agent:
         return opened
 
     def failed_trajectory(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
-        """Returns a trajectory ended by an infrastructure fault before the environment was opened."""
+        """Returns a trajectory ended by an infrastructure fault before the environment was opened.
+
+        Args:
+            prompt: The prompt.
+            sample: Number of the sample.
+            fault: Description of the fault, stored in the trajectory.
+        """
         t = new_trajectory(prompt, sample)
         environment_errors.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
         _set_prompt(t, prompt.messages, self._prompt_tokens(prompt))
@@ -290,6 +296,11 @@ class Agent:
             opened: The trajectory so far.
             name: Unique name of the turn, and source of the random stream.
             room: Most tokens of the turn.
+
+        Raises:
+            NoServingActor: No engine is left.
+            ActorFailed: The engine refused the request.
+            WrongRoutes: The engine's routes do not match the tokens.
         """
         t, start = opened.trajectory, opened.seconds
         first = opened.routes.first(t)
@@ -413,7 +424,14 @@ class Agent:
 
 
 def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
-    """Appends tokens to the last step of a trajectory."""
+    """Appends tokens to the last step of a trajectory.
+
+    Args:
+        t: The trajectory, changed in place.
+        tokens: Token ids.
+        mask: 1 for tokens of the policy, 0 for all others.
+        logprobs: The policy's log-probs; None stores 0 for each token.
+    """
     t.tokens.extend(tokens)
     t.mask.extend(array("b", [mask]) * len(tokens))
     t.logprobs.extend(array("f", [0.0]) * len(tokens) if logprobs is None else logprobs)

@@ -37,14 +37,18 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:
-    """Sets the reference to a trajectory's remote arrays and returns the trajectory."""
+    """Sets the Ray reference `ref` to a trajectory's remote arrays and returns the trajectory."""
     assert small.remote_arrays is not None
     small.remote_arrays.ref = ref
     return small
 
 
 def fetch_arrays(t: Trajectory) -> Trajectory:
-    """Returns the trajectory with all arrays in this process, after fetching remote arrays."""
+    """Returns the trajectory with all arrays in this process, after fetching remote arrays.
+
+    Raises:
+        ClusterError: The remote arrays are lost.
+    """
     if t.remote_arrays is None:
         return t
     whole = copy.copy(t)
@@ -54,7 +58,11 @@ def fetch_arrays(t: Trajectory) -> Trajectory:
 
 def fetch_group_arrays(groups: list[Group]) -> list[Group]:
     """Returns the groups of a step with all arrays in this process. A trajectory or group listed twice stays a single
-    object."""
+    object.
+
+    Raises:
+        ClusterError: Remote arrays are lost.
+    """
     remote = {id(t): t for group in groups for t in _all(group) if t.remote_arrays is not None}
     if not remote:
         return groups

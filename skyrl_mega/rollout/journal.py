@@ -93,12 +93,21 @@ class Journal:
 
 
 def file_of(folder: Path, who: str) -> Path:
-    """Returns the path for the turns recorded by a process."""
+    """Returns the path of a process's file of recorded turns.
+
+    Args:
+        folder: The checkpoint's folder for rollouts.
+        who: Name of the process, unique in the folder.
+    """
     return folder / f"turns-{who}.parquet"
 
 
 def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
-    """Reads the turns of all processes in a folder, by trajectory."""
+    """Reads the turns of all processes in a folder and returns trajectory name → turns.
+
+    Raises:
+        UserError: A file contains something else.
+    """
     turns: dict[str, list[RecordedTurn]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
         for turn in read(file):

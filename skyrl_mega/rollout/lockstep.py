@@ -27,7 +27,8 @@ class LockstepRouter(Router):
         """Trajectory → its number in the order of the first wave, which selects the engine with its cached prefix."""
 
     def expect(self, trajectories: int) -> None:
-        """Announces trajectories about to send requests."""
+        """Announces the number of trajectories about to send requests. The router sends a wave of requests only once
+        each of these trajectories has sent a request or has ended."""
         self.running += trajectories
 
     def leave(self) -> None:

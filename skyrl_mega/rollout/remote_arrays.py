@@ -37,7 +37,11 @@ class RemoteArrays:
     """Ray's reference to a `StoredTrajectory`."""
 
     def fetch(self) -> dict[str, Any]:
-        """Fetches the fields in `ARRAYS`."""
+        """Fetches the arrays and returns field name of `Trajectory` → value, for all fields in `ARRAYS`.
+
+        Raises:
+            ClusterError: The arrays are lost.
+        """
         import ray
 
         try:
@@ -63,7 +67,7 @@ def arrays_lost(error: Exception) -> ClusterError:
 
 
 def shortened(text: str) -> str:
-    """Returns an answer in the form of `RemoteArrays.texts`."""
+    """Returns a short answer unchanged; of an answer above `LONGEST` characters, a hash and the last characters."""
     if len(text) <= LONGEST:
         return text
     return f"{hashlib.blake2b(text.encode(errors='surrogatepass'), digest_size=12).hexdigest()} … {text[-END:]}"

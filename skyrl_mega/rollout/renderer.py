@@ -219,7 +219,7 @@ class Renderer:
         return self._first(conversation) if kept is None else kept
 
     def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
-        """Returns `render` of the messages without tools."""
+        """Returns the tokens of a conversation's first messages, without tools; see `render`, also for the errors."""
         return self.render(messages)
 
     def turn(self, message: Mapping[str, Any], *, ends: bool = True) -> list[int]:

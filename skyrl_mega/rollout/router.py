@@ -59,7 +59,8 @@ class Load:
     tokens: int = 0
 
     def fits(self, waiting: QueuedRequest, limit: int) -> bool:
-        """Returns True if the engine may take the request. An idle engine takes any request."""
+        """Returns True if the engine may take the request, with at most `limit` requests at once. An idle engine takes
+        any request."""
         return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
 
     def add(self, waiting: QueuedRequest, times: int = 1) -> None:

@@ -18,7 +18,8 @@ class RequestRouter(Protocol):
     """The part of a request router used by a phase and a service."""
 
     def expect(self, trajectories: int) -> None:
-        """Announces trajectories about to send requests."""
+        """Announces the number of trajectories about to send requests. A lockstep router waits for a request of each of
+        these; other routers ignore the call."""
 
     def leave(self) -> None:
         """Reports the end of a trajectory announced with `expect`.

@@ -24,7 +24,13 @@ class TokenRewards:
         """(position in `Trajectory.tokens`, reward)."""
 
     def add(self, t: Trajectory, text: Text, rewards_at: Sequence[tuple[int, float]]) -> None:
-        """Adds the rewards of the trajectory's last answer."""
+        """Adds the rewards of the trajectory's last answer.
+
+        Args:
+            t: The trajectory.
+            text: Decodes tokens.
+            rewards_at: Pairs (number of the answer's characters up to the end of the rewarded part, reward).
+        """
         start = t.steps[-1].start
         ends = characters(t.tokens[start:], text)
         self.rewards += [(start + min(bisect_left(ends, end), len(ends) - 1), reward) for end, reward in rewards_at]

@@ -95,7 +95,14 @@ class RolloutWorker:
         """True once the driver knows that this worker runs sandboxes."""
 
     async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
-        """Begins a session. With `service`, requests without an engine wait instead of failing."""
+        """Begins a session: a generation phase, or a service for the whole run.
+
+        Args:
+            session: Unique name of the session, used in all later calls.
+            sampling: Sampling parameters.
+            service: True for a service: requests without an engine wait instead of failing.
+            engines: The driver's view of the engines.
+        """
         new_session = self.sessions[session] = Session(self.factory, sampling, service, engines)
         new_session.router.count = self.timeline.requests
 
@@ -115,13 +122,15 @@ class RolloutWorker:
             self.sessions[session].play(job)
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
-        """Cancels jobs. An event confirms the end of each."""
+        """Cancels the jobs with these keys (`Job.key`). An event confirms the end of each. Does nothing if the session
+        has ended."""
         if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
-        """Updates the engines after a weight sync: these accept requests again."""
+        """Replaces the session's view of the engines after a weight sync: the engines in the view accept requests
+        again."""
         self.sessions[session].rejoin(engines)
 
     async def events(self, session: str) -> list[WorkerEvent]:
@@ -139,6 +148,10 @@ class RolloutWorker:
         """Returns the arrays of finished jobs, followed by None after the last is stored.
 
         Each item becomes a Ray object in this node's memory, owned by the caller, so the object outlives this process.
+
+        Args:
+            session: Name of the session.
+            keys: The jobs' keys (`Job.key`).
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 

@@ -95,8 +95,13 @@ class WorkerLink:
         return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
 
     def report_crash(self, cause: str, *, solo: bool, worker_crash: WorkerCrash | None = None) -> None:
-        """Reports the worker's crash to all waiting tasks. With `solo`, the only job received by the worker counts a
-        solo crash."""
+        """Reports the worker's crash to all waiting tasks.
+
+        Args:
+            cause: Description of the crash.
+            solo: True if the worker had received a single job, whose trajectory then counts a solo crash.
+            worker_crash: The crash shared by all trajectories of the worker, for later attribution; None if unknown.
+        """
         received = self.received()
         for key, pending in self.waiting.items():
             _raise(pending.answer, _WorkerLost(Crash(cause, key in received, solo and key in received, worker_crash)))

@@ -80,8 +80,17 @@ class Workers:
 
     def place(self, up: Mapping[int, Any], name: str, crashes: int) -> int | None:
         """Assigns a trajectory to the least loaded running worker allowed by the rules of `crash_isolation`.
-        Returns the worker's rank, or None if no worker may run the trajectory now. The assignment lasts until
-        `finished`."""
+
+        The assignment lasts until `finished`.
+
+        Args:
+            up: Result of `up`: rank → actor of the running workers.
+            name: Name of the trajectory.
+            crashes: `CrashHistory.suspicion`: worker crashes during earlier attempts of the trajectory.
+
+        Returns:
+            The worker's rank; None if no worker may run the trajectory now.
+        """
         with self._lock:
             (self._waiting_suspects.add if crashes >= SUSPECTED else self._waiting_suspects.discard)(name)
             for i, rank in enumerate(sorted(up, key=lambda rank: len(self._running.get(id(up[rank]), ())))):
@@ -107,10 +116,16 @@ class Workers:
 
     def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> WorkerCrash | None:
         """Handles a crashed or silent worker: ends and restarts the actor, unless another actor already took the rank.
-        The crash is a probe if the worker had received trajectories (`received`), all of these suspects.
 
-        Returns the crash as the first session recorded it, since every session removes all trajectories of the worker
-        at once. Returns None for an actor lost long ago.
+        Args:
+            rank: Rank of the worker.
+            actor: The actor of the crash.
+            cause: Description of the crash.
+            received: True if the worker had received trajectories. If all of these were suspects, the crash is a probe.
+
+        Returns:
+            The crash as the first session recorded it, since every session removes all trajectories of the worker at
+            once. None for an actor lost long ago.
         """
         with self._lock:
             if (
