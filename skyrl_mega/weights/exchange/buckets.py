@@ -27,11 +27,11 @@ class Buckets:
     """Phase of each bucket, 0 or 1. A receiver gets every bucket of phase 0 before any of phase 1."""
 
     def offsets(self, bucket: int) -> Ints:
-        """Returns the byte offset of each part in the bucket, [members]."""
+        """Returns the byte offset of each part in the bucket with this index, [members]."""
         return _ends(self.parts.nbytes[self.members[bucket]])[:-1]
 
     def nbytes(self, bucket: int) -> int:
-        """Returns the size of one bucket in bytes, padding included."""
+        """Returns the size of the bucket with this index in bytes, padding included."""
         return int(_ends(self.parts.nbytes[self.members[bucket]])[-1])
 
 
@@ -39,7 +39,9 @@ def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> 
     """Cuts every route into buckets of at most `bucket_bytes` (at least one element).
 
     Args:
-        first: Tensors of phase 0.
+        plan: All transfers.
+        bucket_bytes: Maximum size of a bucket.
+        first: Names of the tensors of phase 0, which every receiver gets before all others.
     """
     room = max(ALIGNMENT, bucket_bytes // ALIGNMENT * ALIGNMENT)
     parts, begin = cut(plan.parts, room)

@@ -296,7 +296,15 @@ def _shard(layout: Layout | None, rank: int | None) -> Shard | None:
 
 
 def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, targets: Sequence[Params]) -> None:
-    """Executes a plan with all ranks in this process."""
+    """Executes a plan with all ranks in this process, without messages.
+
+    Args:
+        plan: All transfers.
+        source: Layout of the senders.
+        sources: Parameters by local name, for each rank of `source`.
+        target: Layout of the receivers.
+        targets: Parameters by local name, for each rank of `target`; filled in place.
+    """
     with torch.no_grad():
         for route in plan.routes:
             sources_of = plan.parts.locate(source.shards[route.source], route.parts)

@@ -96,7 +96,12 @@ class Run:
     """Masks of the parts differing from the data sent, by bucket."""
 
     def pack(self, bucket: RankBucket, flat: Tensor) -> None:
-        """Fills a bucket and the trailing checksums."""
+        """Fills a bucket from the source's parameters, followed by the checksums if checked.
+
+        Args:
+            bucket: The bucket.
+            flat: Memory of the bucket, uint8.
+        """
         self.under_way = bucket.what
         with self.report.timed("pack_s"):
             views, params = self.sources(bucket)
@@ -109,7 +114,13 @@ class Run:
                 _trailer(bucket, flat).copy_(views.checksums(params, flat))
 
     def load(self, bucket: RankBucket, flat: Tensor, *, local: bool) -> None:
-        """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent."""
+        """Unpacks a bucket into the target's parameters and, with checksums, compares the result with the data sent.
+
+        Args:
+            bucket: The bucket.
+            flat: Content of the bucket, uint8.
+            local: True if the bytes stayed on the device; the report counts these separately.
+        """
         self.under_way = bucket.what
         with self.report.timed("load_s"):
             views, params = self.targets(bucket)
@@ -184,7 +195,11 @@ class Member:
     _marks: list[tuple[torch.cuda.Event, Step]] = field(default_factory=list)
 
     def run_steps(self) -> None:
-        """Executes all steps."""
+        """Executes all steps: packs, sends, receives, forwards and loads the buckets of this process.
+
+        Raises:
+            TransportError: A peer left, or did not answer in time.
+        """
         self._free = list(range(self.buffers.count))
         for step in self.steps:
             while len(self._free) < len(step.new):
@@ -306,10 +321,17 @@ class Member:
 
 
 def read_from_owner(run: Run, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int) -> None:
-    """Executes a run as device peer: loads the owner's buckets in place.
+    """Executes a run as device peer: loads the buckets in place, without a copy of its own.
 
     Args:
+        run: Inputs and progress of the run.
+        owner: Connection to the device owner.
         buffers: The owner's buffers, uint8, shared by both processes.
+        buckets: The buckets to load, in the owner's order.
+        owner_rank: Process number of the owner.
+
+    Raises:
+        TransportError: The owner left, or did not answer in time.
     """
     for bucket in buckets:
         with run.report.timed("wire_s"):

@@ -20,7 +20,14 @@ STRIP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
 def local_view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
-    """Returns the part of a local parameter that holds `box`."""
+    """Returns the part of a local parameter that holds `box`, as a view.
+
+    Args:
+        param: The local parameter.
+        offset: Start of the box in each dimension of `param`. If `param` has more dimensions than the box (a stack of
+            experts), the leading entries pick one index each.
+        box: The box of the global tensor.
+    """
     stack = len(offset) - len(box.shape)
     inner = tuple(slice(a, a + n) for a, n in zip(offset[stack:], box.shape, strict=True))
     index: Any = (*offset[:stack], *inner)
@@ -30,10 +37,15 @@ def local_view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
 def region(
     owner: int, param: Tensor, offset: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], place: int
 ) -> Region:
-    """Returns the region of a box in a local parameter, `start` behind `offset`, and at byte `place` of a bucket.
+    """Returns the region of a part in a local parameter and in a bucket, for the copy kernels.
 
     Args:
         owner: Number of the parameter.
+        param: The local parameter.
+        offset: Start of the box in each dimension of `param`, as for `local_view`.
+        start: Start of the part within the box.
+        shape: Shape of the part.
+        place: Byte offset of the part in the bucket.
     """
     stack, strides = len(offset) - len(shape), param.stride()
     at = sum(o * step for o, step in zip(offset, strides, strict=True))
@@ -109,7 +121,7 @@ class BucketViews:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables on the device."""
+        """Bytes of device memory taken by the copy kernels' tables of box positions."""
         return sum(boxes.table_bytes for boxes in {self._boxes, self._summed} if boxes is not None)
 
     def pack(self, params: Sequence[Tensor], flat: Tensor) -> None:

@@ -41,7 +41,7 @@ class Wire:
         return torch.float32 if name.removesuffix(SUFFIX) in self.quantised else self.dtype
 
     def itemsize(self, name: str) -> int:
-        """Returns the bytes of an element on the wire, for `plan`."""
+        """Returns the bytes of an element of the tensor `name` on the wire."""
         return self.type_of(name).itemsize
 
 

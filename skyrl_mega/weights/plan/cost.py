@@ -139,7 +139,11 @@ def cost(plan: Plan) -> Cost:
 
 
 def imbalance(carried: Ints) -> float:
-    """Returns the load of the busiest link over the mean of all links with any load; 1 if there is none."""
+    """Returns the load of the busiest link over the mean of all links with any load; 1 if no link has any.
+
+    Args:
+        carried: Bytes carried by each link.
+    """
     used = carried[carried > 0]
     return float(used.max() / used.mean()) if len(used) else 1.0
 

@@ -17,7 +17,8 @@ MAX_NODES = 40
 
 
 def identity(plan: Plan, wire: str) -> dict[str, Any]:
-    """Returns the values for comparing a run's plan."""
+    """Returns the values for comparing two runs' plans: digest, types on the wire, largest number of bytes received by
+    a rank, and the devices of both ends."""
     return {
         "digest": plan.digest,
         "wire": wire,
@@ -27,9 +28,12 @@ def identity(plan: Plan, wire: str) -> dict[str, Any]:
 
 
 def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -> dict[str, Any]:
-    """Returns all values of the table: bytes and seconds, with lists by rank, NIC, device and node.
+    """Returns all values of the plan's report: bytes and seconds, with lists by rank, NIC, device and node.
 
     Args:
+        plan: The plan.
+        count: Bytes by link (`cost`).
+        host: Core seconds of the busiest process (`host_time`).
         seconds: Planning time.
         wire: User-facing description of the wire's types.
     """
@@ -66,7 +70,14 @@ def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -
 
 
 def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
-    """Returns a readable table: every node, the ranks in sum, totals and times."""
+    """Returns the plan's report as a readable table: every node, the ranks in sum, totals and times.
+
+    Args:
+        plan: The plan.
+        count: Bytes by link (`cost`).
+        host: Core seconds of the busiest process (`host_time`).
+        seconds: Planning time.
+    """
     t, links = plan.topology, plan.topology.links
     policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))
     rows: list[Sequence[str]] = [

@@ -102,12 +102,24 @@ def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | N
 
 
 def wire_of(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> Wire:
-    """Returns the types of these tensors on the wire."""
+    """Returns the types of these tensors on the wire.
+
+    Args:
+        dtype: `model.dtype`, the type of all tensors not quantised.
+        fp8: True to quantise the linear weights (`weights.wire=fp8`).
+        tensors: Name → shape of the model's tensors.
+    """
     return Wire(getattr(torch, dtype), quantised(tensors) if fp8 else frozenset())
 
 
 def copy_bytes(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns the bytes of a copy of the model on the wire, scales included."""
+    """Returns the bytes of a copy of the model on the wire, scales included.
+
+    Args:
+        dtype: `model.dtype`, the type of all tensors not quantised.
+        fp8: True to quantise the linear weights (`weights.wire=fp8`).
+        tensors: Name → shape of the model's tensors.
+    """
     wire = wire_of(dtype, fp8, tensors)
     all_shapes = {**scale_shapes(tensors, wire.quantised), **tensors}
     return sum(prod(shape) * wire.itemsize(name) for name, shape in all_shapes.items())

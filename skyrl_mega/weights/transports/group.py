@@ -52,7 +52,7 @@ class TransportError(RuntimeError):
 
 
 class Deadline:
-    """The end of a whole run's allowed time."""
+    """The end of the time allowed for a whole run of an exchange."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -109,11 +109,19 @@ class Transport:
     def exchange(
         self, receive: Message | None, send: Message | None, tag: int, prepare: Callable[[], None] = lambda: None
     ) -> tuple[int | None, int | None]:
-        """Starts at most one message in each direction; returns a ticket of each for `wait`.
+        """Starts at most one message in each direction.
 
-        `prepare` is called before the send starts and fills the send tensor; waiting for earlier messages is allowed.
-        If waiting blocks the host, the receive is already under way; on CUDA streams both messages start as an NCCL
-        group.
+        If waiting blocks the host, the receive is already under way when `prepare` runs; on CUDA streams both messages
+        start as an NCCL group.
+
+        Args:
+            receive: The message to receive; None for none.
+            send: The message to send; None for none.
+            tag: Number shared by both ends of a message, to match sends with receives on gloo.
+            prepare: Called before the send starts, to fill the send tensor; may wait for earlier messages.
+
+        Returns:
+            A ticket of each message for `wait`; None without a message.
         """
         if not self.on_streams:
             incoming = self._start("recv", receive, tag)
@@ -145,6 +153,10 @@ class Transport:
     def wait(self, ticket: int, deadline: Deadline) -> None:
         """Waits until a message is complete. On CUDA only the current stream waits, not the host.
 
+        Args:
+            ticket: Result of `exchange`.
+            deadline: The end of the run's time.
+
         Raises:
             TransportError: The message failed; names the peer and the tensors.
         """
@@ -163,8 +175,15 @@ class Transport:
     ) -> TransportError:
         """Leaves the group at once, so peers stop waiting, and returns an error naming the lost process.
 
-        The lost process is the peer, unless the peer reports at the store, before leaving or in the remaining time,
-        the loss of another process.
+        The lost process is the peer, unless the peer reports at the store, before leaving or in the remaining time, the
+        loss of another process.
+
+        Args:
+            peer: Rank of the peer of the failed message.
+            what: The tensors under way.
+            reason: Text of the original error; may be empty.
+            timed_out: True if the peer did not answer in time, False if the peer left.
+            deadline: The end of the run's time; None without any.
         """
         self._report_lost(peer, what, timed_out)
         self.close()
@@ -271,6 +290,8 @@ def join(
         address: Host and port of the store; the process hosting the store may pass the store itself.
         rank, size: This process's number, and the number of processes.
         name: Name of this process in errors, such as "policy rank 3".
+        device: Device of all tensors to send and receive.
+        timeout_s: Seconds for joining, and later the time limit of each run.
         group: Name unlike any earlier group's at this store.
         device_peers: Device peers, without a rank in the process group; see `ipc.device_owners`.
 

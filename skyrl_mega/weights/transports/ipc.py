@@ -124,11 +124,30 @@ class ToPeer(Channel):
             self._send(handle, BUFFERS, deadline)
 
     def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
-        """Announces a bucket at byte `at` of the buffers."""
+        """Announces to the peer that a bucket lies in the buffers.
+
+        Args:
+            bucket: Number of the bucket.
+            at: Byte offset of the bucket in the buffers.
+            what: Description of the tensors, for errors.
+            deadline: The end of the run's time.
+
+        Raises:
+            TransportError: The peer left, or did not answer in time.
+        """
         self._send(_READY.pack(bucket, at), what, deadline)
 
     def wait_until_read(self, bucket: int, what: str, deadline: Deadline) -> None:
-        """Waits for the peer to read a bucket."""
+        """Waits until the peer has confirmed reading the bucket with this number.
+
+        Args:
+            bucket: Number of the bucket.
+            what: Description of the tensors, for errors.
+            deadline: The end of the run's time.
+
+        Raises:
+            TransportError: The peer left, or did not answer in time.
+        """
         while bucket not in self._read:
             self._read.update(_DONE.unpack(self._receive(_DONE.size, what, deadline)))
         self._read.discard(bucket)
@@ -162,14 +181,32 @@ class ToOwner(Channel):
             os.close(descriptor)
 
     def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
-        """Waits until a bucket lies in the buffers; returns the byte offset."""
+        """Waits until the owner has announced a bucket; returns the byte offset in the owner's buffers.
+
+        Args:
+            bucket: Number of the expected bucket.
+            what: Description of the tensors, for errors.
+            deadline: The end of the run's time.
+
+        Raises:
+            TransportError: The owner left, did not answer in time, or announced another bucket.
+        """
         received, at = _READY.unpack(self._receive(_READY.size, what, deadline))
         if received != bucket:
             raise self._failed(what, f"it brought bucket {received}, not {bucket}", deadline)
         return int(at)
 
     def read(self, bucket: int, what: str, deadline: Deadline) -> None:
-        """Confirms reading a bucket."""
+        """Confirms to the owner that the bucket with this number was read.
+
+        Args:
+            bucket: Number of the bucket.
+            what: Description of the tensors, for errors.
+            deadline: The end of the run's time.
+
+        Raises:
+            TransportError: The owner left, or did not answer in time.
+        """
         self._send(_DONE.pack(bucket), what, deadline)
 
 
