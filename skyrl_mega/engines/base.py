@@ -97,13 +97,23 @@ class Engine(Protocol):
         """
 
     def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Continues prompts; yields completions in small lists as requests end. Empty lists are signs of life."""
+        """Continues prompts; yields completions in small lists as requests end. Empty lists show that the engine still
+        works.
+
+        Raises:
+            EngineDied: The engine's process is gone or stalled.
+            NotReady: A part is asleep, or weights are undefined.
+        """
 
     async def forget(self) -> None:
         """Empties the prefix cache."""
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker to the process group of weight transfers."""
+        """Connects every worker to the process group of weight transfers.
+
+        Args:
+            info: Fields of `engines.vllm.transfer.InitInfo`: the connection, and this engine's index in the group.
+        """
 
     async def pause(self) -> None:
         """Stops computing; requests under way are kept."""
@@ -112,41 +122,71 @@ class Engine(Protocol):
         """Resumes computing."""
 
     async def sleep(self, parts: Sequence[str]) -> None:
-        """Pauses, and drops parts of `config.residency.ENGINE` from the device; parts already asleep stay asleep.
+        """Pauses the engine and frees the device memory of parts, without keeping a copy. Requests under way wait.
 
-        Requests under way wait; cached tokens are computed again. A request is an error while a part is asleep, and
-        until a sync after dropping weights.
+        Cached tokens are computed again. A request is an error while a part is asleep, and until a sync after dropping
+        weights.
+
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already asleep stay asleep.
+
+        Raises:
+            ValueError: The engine was started to keep one of the parts.
         """
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Allocates memory for parts again; parts already present stay. Resumes computing as soon as possible.
+        """Allocates memory for parts again. Resumes computing once all parts are present and the weights are defined.
 
         Weights are undefined until a sync; the cache is empty.
+
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already present stay.
         """
 
     async def begin_update(self) -> None:
-        """Pauses and opens every worker's parameters for writing."""
+        """Pauses and opens every worker's parameters for writing.
+
+        Raises:
+            NotReady: The weights are asleep.
+        """
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when the shards of all workers are complete."""
+        """Receives weights; returns when the shards of all workers are complete.
+
+        Args:
+            checksums: True to verify each part after arrival.
+        """
 
     async def end_update(self, version: int) -> list[dict[str, float]]:
-        """Installs the received weights and resumes computing; returns each worker's report."""
+        """Installs the received weights as version `version` and resumes computing.
+
+        Returns:
+            Each worker's seconds and bytes of the update, by the field names of `weights.exchange.executor.Report`.
+        """
 
     async def abandon_update(self) -> None:
         """Abandons an update that cannot be finished; the engine stays paused until the end of the next update."""
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights again for comparison with the weights in place."""
+        """Receives weights again for comparison with the weights in place.
+
+        Returns:
+            For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
+        """
 
     async def probe(self) -> None:
         """Returns after an answer from every worker."""
 
     async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
-        """Returns, for each worker, memory use and the number of steps by token count, since the previous call."""
+        """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
+        previous call."""
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Starts or stops recording requests; returns the spans recorded until now."""
+        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""
 
     async def health(self) -> int:
-        """Returns the weight version; raises if the engine is dead."""
+        """Returns the version of the present weights.
+
+        Raises:
+            Exception: The engine is dead.
+        """

@@ -46,8 +46,11 @@ class Presence:
     def drop(self, parts: Collection[str]) -> list[str]:
         """Marks parts as dropped; returns the parts present until now.
 
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).
+
         Raises:
-            ValueError: A part must stay.
+            ValueError: The engine was started to keep one of the parts.
         """
         kept = [part for part in parts if part not in self.sleeps]
         if kept:

@@ -316,7 +316,11 @@ class VllmEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Connects every worker to the process group of weight transfers; see `engines.vllm.transfer.InitInfo`."""
+        """Connects every worker to the process group of weight transfers.
+
+        Args:
+            info: Fields of `engines.vllm.transfer.InitInfo`: the connection, and this engine's index in the group.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._await_vllm(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
@@ -352,7 +356,11 @@ class VllmEngine:
             await self.workers("drop", dropped)
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Allocates memory for parts again, and resumes computing once everything is present."""
+        """Allocates memory for parts again. Resumes computing once all parts are present and the weights are defined.
+
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`). Parts already present stay.
+        """
         returning = [part for part in parts if part in self.presence.asleep]
         if returning:
             await self.workers("bring_back", returning)
@@ -364,13 +372,25 @@ class VllmEngine:
             await self.resume()
 
     async def begin_update(self) -> None:
-        """Pauses and opens every worker's parameters for writing."""
+        """Pauses and opens every worker's parameters for writing.
+
+        Raises:
+            NotReady: The weights are asleep.
+            EngineDied: vLLM's process is gone.
+        """
         self.presence.check_weights()
         await self.pause()
         await self._await_vllm(self.llm.start_weight_update())
 
     async def update_weights(self, checksums: bool) -> None:
-        """Receives weights; returns when the shards of all workers are complete. `checksums`: verify each part."""
+        """Receives weights; returns when the shards of all workers are complete.
+
+        Args:
+            checksums: True to verify each part after arrival.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._await_vllm(self.llm.update_weights(WeightTransferUpdateRequest({"checksums": checksums})))
@@ -394,7 +414,15 @@ class VllmEngine:
         await self.workers("abandon_update")
 
     async def check_weights(self) -> list[dict[str, Any]]:
-        """Receives weights again for comparison with the weights in place; see `weights.sync.WeightComparison`."""
+        """Receives weights again for comparison with the weights in place. The engine pauses meanwhile.
+
+        Returns:
+            For each worker: number of `parameters`, `bytes` received, and the names of `different` parameters.
+
+        Raises:
+            NotReady: The weights are asleep.
+            EngineDied: vLLM's process is gone.
+        """
         self.presence.check_weights()
         await self.pause()
         try:
@@ -403,20 +431,31 @@ class VllmEngine:
             await self._resume_if_ready()
 
     async def probe(self) -> None:
-        """Returns after an answer from every worker."""
+        """Returns after an answer from every worker.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+        """
         await self.workers("transfer_report")
 
     async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
-        """Returns, for each worker, memory use and the number of steps by token count, since the previous call."""
+        """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
+        previous call."""
         return [(Reading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def record_spans(self, on: bool) -> list[Span]:
-        """Starts or stops recording requests; returns the spans recorded until now."""
+        """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""
         recorded, self.spans = self.spans or [], [] if on else None
         return recorded
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker, with plain values only."""
+        """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker and returns the answers by rank.
+
+        Arguments and answers are plain values only.
+
+        Raises:
+            EngineDied: vLLM's process is gone.
+        """
         answers: list[Any] = await self._await_vllm(self.llm.collective_rpc(method, args=args))
         return answers
 

@@ -70,7 +70,10 @@ class MemoryParts:
     """Values of the constants, on the host, while the weights are dropped."""
 
     def drop(self, part: str) -> None:
-        """Frees a part's memory."""
+        """Frees the memory of a part, "engine_weights" or "kv_cache"; no-op for a part already dropped.
+
+        The values of the model's constants are saved on the host.
+        """
         if part in self.asleep:
             return
         if part == WEIGHTS:
@@ -83,7 +86,8 @@ class MemoryParts:
 
     @torch.no_grad()
     def bring_back(self, part: str) -> None:
-        """Allocates a part's memory again. The cache is empty.
+        """Allocates the memory of a part, "engine_weights" or "kv_cache", again; no-op for a part not dropped. The
+        cache is empty.
 
         Constants get the former values back; other weights are 0, as required for padding, which no update covers.
         """

@@ -25,6 +25,6 @@ class StepCounter:
         return self.execute(scheduled, *args, **kwargs)
 
     def take(self) -> dict[int, int]:
-        """Returns the counts since the previous call."""
+        """Returns the number of steps by tokens in the step, since the previous call."""
         taken, self.steps = dict(self.steps), Counter()
         return taken

@@ -79,7 +79,13 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parameters.open()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives every box of this worker's shard; a layer is processed when complete."""
+        """Receives every box of this worker's shard; a layer is processed when complete.
+
+        Raises:
+            RuntimeError: `init_transfer_engine` was not called before.
+            TransportError: A peer left, or did not answer in time.
+            ChecksumError: A part differs from the data sent (only with `update_info.checksums`).
+        """
         self.report = asdict(self._receive(update_info.checksums))
 
     def _receive(self, checksums: bool) -> Any:
@@ -96,7 +102,11 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
-        """Receives this worker's shard again for comparison with the weights in place."""
+        """Receives this worker's shard again for comparison with the weights in place.
+
+        Returns:
+            Number of `parameters`, `bytes` received, and the names of `different` parameters.
+        """
         self.parameters.open(check=True)
         report = self._receive(checksums=True)
         different = self.parameters.close()
@@ -135,7 +145,8 @@ class WorkerExtension:
         return self.weight_transfer_engine.report
 
     def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
-        """Returns the fields of a memory `Reading` and the steps by tokens, since the previous call."""
+        """Returns the fields of a memory `Reading`, and the number of model steps by tokens in the step, since the
+        previous call."""
         if self.meters is None:
             device = self.weight_transfer_engine.device.type
             self.meters = MemoryMeter(device), StepCounter(self.model_runner)
@@ -152,13 +163,14 @@ class WorkerExtension:
         return int(given or self.available_kv_cache_memory_bytes)
 
     def drop(self, parts: list[str]) -> None:
-        """Frees the memory of these parts (`config.residency`); nothing may be under way."""
+        """Frees the memory of these parts, "engine_weights" or "kv_cache"; nothing may be under way."""
         self.parts = self.parts or self._parts()
         for part in parts:
             self.parts.drop(part)
 
     def bring_back(self, parts: list[str]) -> None:
-        """Allocates the memory of these parts again; see `sleep.MemoryParts.bring_back`."""
+        """Allocates the memory of these parts again: the cache is empty, and the weights are undefined until an
+        update."""
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)
@@ -175,7 +187,11 @@ class WorkerExtension:
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
-        """Compares this worker's weights with the policy's; see `ShardTransferEngine.compare`."""
+        """Receives this worker's shard again for comparison with the weights in place.
+
+        Returns:
+            Number of `parameters`, `bytes` received, and the names of `different` parameters.
+        """
         return self.weight_transfer_engine.compare()
 
     def abandon_update(self) -> None:
