@@ -84,7 +84,12 @@ class MegatronActor:
         return self.store.port
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
-        """Joins the model's process group and builds the model."""
+        """Joins the model's process group and builds the model, without weights.
+
+        Args:
+            host, port: Address of the store opened by rank 0 (`open_store`).
+            timeout_s: Seconds for joining, and the time limit of collectives.
+        """
         with without_wandb():
             from skyrl_mega.megatron import model
             from skyrl_mega.megatron.worker import ModelWorker
@@ -127,7 +132,13 @@ class MegatronActor:
 
     @record_function("hold_refs")
     def hold_refs(self, minis: list[list[tuple[list[SampleRef], dict[str, Tensor]]]], drawn: bool) -> None:
-        """Stores this rank's micro-batches of each mini-batch, after reading the samples from Ray's object store."""
+        """Stores this rank's micro-batches of each mini-batch, after reading the samples from Ray's object store.
+
+        Args:
+            minis: For each mini-batch, this rank's micro-batches: references of samples, and a value per sample of each
+                column.
+            drawn: True to add the column `drawn`, False for end tokens not sampled by an engine.
+        """
         stored = fetch_stored(part for parts, _ in chain(*minis) for part in parts)
         self.minis = [[read_samples(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
 
@@ -142,7 +153,12 @@ class MegatronActor:
     ) -> None:
         """Adds log-probs of the stored micro-batches as columns, on ranks of the last pipeline stage.
 
-        See `ModelWorker.logprobs`.
+        Args:
+            name: Name of the column.
+            temperature: Divides the logits.
+            reference: True to use the weights of `keep_reference`.
+            entropy: Name of a further column for the entropy of each token's distribution, in nats; None adds none.
+            squares: Name of a further column for the sum of the squared probabilities; None adds none.
         """
         micros = list(chain(*self.minis))
         with_squares = squares is not None
@@ -154,7 +170,11 @@ class MegatronActor:
                     micro[column] = column_values
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
-        """Returns log-probs of the stored micro-batches, [T] each; see `ModelWorker.logprobs`."""
+        """Returns log-probs of the stored micro-batches, float32 [T] each; None except on the last pipeline stage.
+
+        Args:
+            temperature: Divides the logits.
+        """
         results = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
         return None if results is None else [values.numpy() for values, *_ in results]
 
@@ -165,9 +185,11 @@ class MegatronActor:
 
     @record_function("keep_values")
     def keep_values(self, name: str) -> None:
-        """Adds a critic's values of the stored micro-batches as a column, on ranks of the last pipeline stage.
+        """Adds a critic's values of the states before the tokens as a column of the stored micro-batches, on ranks of
+        the last pipeline stage.
 
-        See `ModelWorker.values`.
+        Args:
+            name: Name of the column.
         """
         micros = list(chain(*self.minis))
         results = self.rank.values(micros)
@@ -176,12 +198,22 @@ class MegatronActor:
 
     @record_function("train")
     def train(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """Takes one optimizer step on a stored mini-batch; see `ModelWorker.train`."""
+        """Takes one optimizer step on a stored mini-batch and returns the metrics.
+
+        Args:
+            mini: Index of the mini-batch.
+            temperature: Divides the logits; unused by a critic.
+            loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
+            figures: Figures of the run for the loss; None takes the defaults.
+
+        Raises:
+            FloatingPointError: The gradient is NaN or infinite.
+        """
         return self.rank.train(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
-        """Returns the metrics of `train` without an optimizer step; see `ModelWorker.measure`."""
+        """Returns the metrics of `train` without an optimizer step, for the same arguments."""
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
     def _objective(self, loss: str, figures: Figures | None) -> Any:
@@ -191,11 +223,19 @@ class MegatronActor:
         return objectives.objective(loss, self.algorithm, figures)
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Moves parts of the rank's state off the device; see `ModelWorker.offload`."""
+        """Moves parts of the rank's state off the device, and returns the bytes copied to host memory.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+        """
         return self.rank.offload(parts)
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Moves parts of the rank's state back to the device; see `ModelWorker.onload`."""
+        """Moves parts of the rank's state back to the device, and returns the bytes copied.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+        """
         return self.rank.onload(parts)
 
     def empty_cache(self) -> None:
@@ -207,7 +247,13 @@ class MegatronActor:
         self.rank.save(Path(folder))
 
     def restore(self, folder: str) -> None:
-        """Reads this rank's part of a checkpoint."""
+        """Reads this rank's part of a checkpoint, saved in any layout.
+
+        Raises:
+            UserError: The checkpoint belongs to another model; raised on every rank.
+            Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
+            RuntimeError: A rank could not read; names the rank and the reason.
+        """
         self.rank.restore(Path(folder))
 
     def export(self, path: str, source: str) -> None:
@@ -217,7 +263,7 @@ class MegatronActor:
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measured(self) -> Reading:
-        """Returns memory figures since the previous call."""
+        """Returns the memory use since the previous call."""
         return self.memory.read()
 
     def start_profile(self) -> None:

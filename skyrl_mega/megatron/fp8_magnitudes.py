@@ -30,9 +30,14 @@ class Magnitudes:
         self._current = torch.zeros(layers, 3, device=device)
 
     def amax_for_scaling(self, layer: int, kind: int, amax: Tensor) -> Tensor:
-        """Returns the magnitude for scaling a tensor, from past passes if any, else `amax` (float32 []).
+        """Returns the magnitude for scaling a tensor: the largest of past passes if any, else `amax`.
 
         Records `amax` for later passes.
+
+        Args:
+            layer: Index of the layer.
+            kind: INPUT, WEIGHT or GRADIENT.
+            amax: float32 []: largest magnitude of the tensor.
         """
         torch.maximum(self._current[layer, kind], amax, out=self._current[layer, kind])
         past = self._past_max[layer, kind]

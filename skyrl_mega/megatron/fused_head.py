@@ -28,7 +28,8 @@ def fused_logprobs(
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns the same as `vocab_parallel.vocab_parallel_logprobs`, for the same arguments."""
+    """Returns log-probs and entropies as `vocab_parallel.vocab_parallel_logprobs` does, for the same arguments, without
+    ever holding logits in memory."""
     width = len(weight_vH)
     first = dist.get_rank(group) * width
     head = Head(valid=max(0, min(width, vocab - first)), first=first, temperature=temperature)

@@ -61,7 +61,7 @@ class TrainGroup:
 
         Args:
             minis: The mini-batches.
-            drawn: See `sample_refs.read_samples`.
+            drawn: True to add the column `drawn`, False for end tokens not sampled by an engine.
         """
         self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
         self._send("hold_refs", lambda mini, rows: minis[mini].take(rows), drawn)
@@ -116,7 +116,11 @@ class TrainGroup:
         return self.column(name)
 
     def column(self, name: str) -> list[Tensor]:
-        """Returns a column computed by the ranks (`keep_logprobs`): [T] for each mini-batch."""
+        """Returns a column computed by the ranks, such as the result of `keep_logprobs`: [T] for each mini-batch.
+
+        Args:
+            name: Name of the column.
+        """
         return self._collected(self._call("column", name))
 
     def _collected(self, answers: list[Any]) -> list[Tensor]:
@@ -147,7 +151,10 @@ class TrainGroup:
             mini: Index of the mini-batch.
             temperature: Divides the logits; unused by a critic.
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
-            figures: Figures of the run for the loss.
+            figures: Figures of the run for the loss; None takes the defaults.
+
+        Raises:
+            ActorFailed: A rank failed, for example because the gradient is NaN or infinite.
         """
         metrics_by_rank = self._call("train", mini, temperature, loss, figures)
         return max(metrics_by_rank, key=len)  # only the last pipeline stage returns the loss's metrics
@@ -156,15 +163,26 @@ class TrainGroup:
         self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
     ) -> dict[str, float]:
         """Returns the metrics of `train` available without an optimizer step, for mini-batches without a learning
-        signal."""
+        signal.
+
+        Takes the arguments of `train`.
+        """
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
     def offload(self, parts: Sequence[str]) -> list[Call]:
-        """Starts moving parts of `config.residency` off all ranks' devices; each call returns the bytes copied."""
+        """Starts moving parts off all ranks' devices; each call returns the bytes copied.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+        """
         return self.group.submit_all("offload", list(parts))
 
     def onload(self, parts: Sequence[str]) -> list[Call]:
-        """Starts moving parts back to all ranks' devices; each call returns the bytes copied."""
+        """Starts moving parts back to all ranks' devices; each call returns the bytes copied.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+        """
         return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:

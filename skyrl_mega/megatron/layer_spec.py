@@ -36,7 +36,13 @@ else:
 
 
 def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Returns the layers of this rank's pipeline stage (and virtual stage)."""
+    """Returns the layers of this rank's pipeline stage (and virtual stage).
+
+    Args:
+        config: Megatron's configuration.
+        spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
+        vp_stage: Index of the virtual stage; None without virtual stages.
+    """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -88,7 +94,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [L, H·D] for query [L, H, D], key and value [L, G, D]."""
+        """Returns [L, H·D] for query [L, H, D], key and value [L, G, D].
+
+        Raises:
+            ValueError: `packed_seq_params` lacks the row's description (`packing.pack`).
+        """
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")

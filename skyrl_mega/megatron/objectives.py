@@ -28,11 +28,15 @@ VALUE = "value"
 
 
 def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = None) -> Objective:
-    """Returns the loss `loss` with bound settings. Metrics include the mismatch to the engine if engine log-probs are
-    present.
+    """Returns the loss with bound settings. Metrics include the mismatch to the engine if engine log-probs are present.
 
     With `algorithm.old_logprobs=engine` the loss uses the engine's log-probs as old log-probs; the mismatch still
     compares with the policy's.
+
+    Args:
+        loss: `algorithm.loss`, or "supervised".
+        algorithm: Settings of the loss.
+        figures: Figures of the run for the loss; None keeps the figures of the inputs.
     """
     compute = find(loss)
 

@@ -100,9 +100,14 @@ class MicroBatch:
 def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
     """Packs a micro-batch for one context rank, in host memory.
 
-    Each tensor rank's part of the row is padded to a multiple of `rows`.
-
     A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing.
+
+    Args:
+        batch: The micro-batch's sequences.
+        context: Number of context ranks.
+        context_rank: Index of the context rank.
+        tensor: Tensor-parallel size.
+        rows: Each tensor rank's part of the row is padded to a multiple of this number of tokens.
     """
     padded = padded_lengths(batch.lengths, context, tensor, rows)
     starts, total = padded.cumsum(0) - padded, int(padded.sum())
@@ -157,6 +162,12 @@ def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) ->
 
     Every sequence is padded to a multiple of the zigzag's chunks. A last sequence of padding makes the row divisible by
     the needs of sequence parallelism and zigzag, and each rank's part by `rows`.
+
+    Args:
+        lengths: int64 [N]: tokens of each sequence.
+        context: Number of context ranks.
+        tensor: Tensor-parallel size.
+        rows: Divisor of each tensor rank's part of the row, in tokens.
     """
     chunks = 2 * context if context > 1 else 1
     padded = -(-lengths // chunks) * chunks

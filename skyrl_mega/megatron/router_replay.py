@@ -98,14 +98,21 @@ class RouterReplay:
     # ---- before and after a pass -----------------------------------------------------------------------------------
 
     def begin(self, micros: Sequence[Sequences], device: torch.device) -> None:
-        """Starts a pass over micro-batches."""
+        """Starts a pass over micro-batches and resets the counters. The pass replays if a micro-batch has routes,
+        except in mode `off`."""
         self.active = not self.off and (self.recording or any(COLUMN in micro for micro in micros))
         self.counts = torch.zeros(len(self.shape.layers), len(Count._fields), dtype=torch.int64, device=device)
         self.first = torch.full((len(self.shape.layers), 1 + self.shape.per_token + self.shape.experts), -1).to(device)
         """[M, 1 + K + E]: the first wrong token of each layer: position, expected route, and experts used."""
 
     def prepare(self, batch: Sequences, micro: MicroBatch) -> None:
-        """Adds the routes for this rank's routers to a packed micro-batch's row."""
+        """Adds the routes for this rank's routers to a packed micro-batch's row; no-op if the pass neither replays nor
+        records.
+
+        Args:
+            batch: The micro-batch before packing.
+            micro: The packed micro-batch, changed in place.
+        """
         packed = micro.columns.pop(COLUMN, None)
         if not self.active:
             return

@@ -60,12 +60,20 @@ class SampleRefs:
         return torch.tensor([part.end - part.start for part in self.parts], dtype=torch.int64)
 
     def take(self, rows: Tensor) -> tuple[list[SampleRef], dict[str, Tensor]]:
-        """Returns some samples as arguments of `read_samples`."""
+        """Returns some samples as arguments of `read_samples`: their references, and their values of each column.
+
+        Args:
+            rows: int64: indices of the samples.
+        """
         return [self.parts[row] for row in rows.tolist()], {k: v[rows] for k, v in self.columns.items()}
 
 
 def fetch_stored(parts: Iterable[SampleRef]) -> dict[Any, StoredTrajectory]:
-    """Returns the stored trajectories by reference. Arrays stay in the object store shared by a node's processes."""
+    """Returns Ray reference → stored trajectory. Arrays stay in the object store shared by a node's processes.
+
+    Raises:
+        RayError: A trajectory is lost.
+    """
     import ray
 
     refs = list(dict.fromkeys(part.ref for part in parts))

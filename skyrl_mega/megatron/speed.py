@@ -25,11 +25,11 @@ _WHOLE = dict(recompute_granularity="full", recompute_method="uniform", recomput
 
 
 def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
-    """Returns arguments of megatron-core's TransformerConfig.
+    """Returns arguments of megatron-core's TransformerConfig for fusions, recomputation and the dispatcher of experts.
 
     Args:
         policy: The settings, already checked by `config.speed_checks`.
-        spec: The kind of layers.
+        spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
         experts: True for a model with experts.
     """
     return fusions(policy, spec, experts) | recompute(policy, experts) | dispatcher(policy)

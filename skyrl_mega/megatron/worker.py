@@ -181,8 +181,15 @@ class ModelWorker:
             self._reference = reference
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Moves parts of `config.residency` off the device, and returns torch's cached memory to the device. A
-        collective if parameters leave. Returns the bytes copied to host memory."""
+        """Moves parts off the device, and returns torch's cached memory to the device. A collective if parameters
+        leave.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+
+        Returns:
+            The bytes copied to host memory.
+        """
         parts = expand_critic(parts)
         leaving = {*parts} - self.resident.offloaded
         if "parameters" in leaving:
@@ -192,7 +199,14 @@ class ModelWorker:
         return self.resident.offload(parts)  # including half-loaded parts
 
     def onload(self, parts: Sequence[str]) -> int:
-        """Moves parts back to the device: gradients as zeros, other parts bit by bit. Returns the bytes copied."""
+        """Moves parts back to the device: gradients as zeros, other parts bit by bit.
+
+        Args:
+            parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.
+
+        Returns:
+            The bytes copied to the device.
+        """
         return self.resident.onload(expand_critic(parts))
 
     def _restore_policy_weights(self) -> None:
@@ -280,8 +294,19 @@ class ModelWorker:
         """Takes one optimizer step on the micro-batches' summed objective.
 
         The objective's weights are final (`1 / tokens of the whole mini-batch` and the like). So nothing is rescaled
-        here, and the result does not depend on the cut of the mini-batch. With a gradient of 0 no weight moves. Returns
-        the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
+        here, and the result does not depend on the cut of the mini-batch. With a gradient of 0 no weight moves.
+
+        Args:
+            micros: This rank's micro-batches.
+            objective: The loss of a micro-batch.
+            temperature: Divides the logits; unused by a critic.
+
+        Returns:
+            The metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
+
+        Raises:
+            FloatingPointError: The gradient is NaN or infinite; the message has the loss sums.
+            NotOnDevice: Parameters, gradients or optimizer state are offloaded.
         """
         self.resident.require(*POLICY)
         self._restore_policy_weights()
@@ -411,14 +436,27 @@ class ModelWorker:
 
     def save(self, folder: Path) -> None:
         """Writes this rank's part of a checkpoint: weights, optimizer, schedule. Reads offloaded state from host
-        memory."""
+        memory.
+
+        Args:
+            folder: An empty directory, the same on all ranks.
+
+        Raises:
+            RuntimeError: A rank could not write; names the rank and the reason.
+        """
         if "parameters" not in self.resident.offloaded:
             self._gather_policy_weights()
         checkpoint.save(folder, self._trained())
         self.resident.release_pages()
 
     def restore(self, folder: Path) -> None:
-        """Reads this rank's part of a checkpoint, saved in any layout."""
+        """Reads this rank's part of a checkpoint, saved in any layout.
+
+        Raises:
+            UserError: The checkpoint belongs to another model; raised on every rank.
+            Damaged: The checkpoint is incomplete or corrupted; raised on every rank.
+            RuntimeError: A rank could not read; names the rank and the reason.
+        """
         with self.resident.onloaded("parameters", "optimizer"):
             self._gather_policy_weights()
             checkpoint.load(folder, self._trained())
