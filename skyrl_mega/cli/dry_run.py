@@ -69,19 +69,11 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
 def values(
     config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), data_notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns everything that `--dry-run` prints, as plain values in bytes and seconds.
+    """Returns the content of `--dry-run` in bytes and seconds; `sync` and `seconds` are None on a CPU.
 
-    Includes memory per rank, engine and node, batch sizes, disk use, the weight sync plan, and step times. The sync and
-    the times are None on a CPU.
-
-    Args:
-        config: The settings.
-        hf: The model's config.json.
-        absent: Paths absent from this machine; returned under `absent`.
-        data_notes: Notes of the data check; returned first under `notes`.
-
-    Raises:
-        UserError: The planned weight sync takes longer than `weights.timeout_s`.
+    Raises UserError if the planned sync exceeds `weights.timeout_s`. `hf`: the model's config.json. `absent`: paths
+    absent from this machine; returned under `absent`. `data_notes`: notes of the data check; returned first under
+    `notes`.
     """
     decoder, original = architecture(hf).describe(hf), config
     config = micro_tokens.with_micro_tokens(config, hf)

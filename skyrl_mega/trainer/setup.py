@@ -59,11 +59,8 @@ from skyrl_mega.weights.sync import WeightSync
 
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
-    """Starts Ray, engines, policy and rollout workers, and yields a run ready for its next step.
-
-    Restores the newest checkpoint; without a checkpoint, runs the SFT warm-up if configured. The engines then hold the
-    policy's weights. Ends all processes when the context ends, also after an error.
-    """
+    """Starts a run's processes and yields it ready for its next step; engines hold the policy's weights. Restores the
+    newest checkpoint, else runs the SFT warm-up if configured. Ends all processes with the context."""
     torch.set_num_threads(1)  # cutting a batch takes no time, but more threads would spin on cores of ranks and engines
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
