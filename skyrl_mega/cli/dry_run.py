@@ -52,7 +52,8 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
         say: Called with a message about rows whose reward no answer can earn.
 
     Raises:
-        UserError: One line, with the nearest working settings if any.
+        UserError: An input is invalid, or the run does not fit; the message is one line, with the nearest working
+            settings if any.
     """
     if not config.model.path:
         check(config, planned=True)

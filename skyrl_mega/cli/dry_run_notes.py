@@ -37,7 +37,13 @@ from skyrl_mega.telemetry.trackers import registry
 
 
 def notes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
-    """Returns all notes, one line each."""
+    """Returns all notes of a dry run about the settings, one line each.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+    """
     sizes = batch(config, parallel)
     lines = [cutoff_note(config), *unused_notes(config), *registry.unused_notes(config.telemetry)]
     lines += [*_on_model(config), *numa_warnings(config, decoder, parallel), *_on_batch(sizes), *_on_lengths(config)]

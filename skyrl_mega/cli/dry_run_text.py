@@ -45,7 +45,11 @@ Values = Mapping[str, Any]
 
 
 def text(v: Values) -> str:
-    """Returns all sections as text."""
+    """Returns the report of `--dry-run` as text for a terminal.
+
+    Args:
+        v: Result of `dry_run.values`.
+    """
     sections = [_first_line(v), _model(v)]
     sections += [part for name in TRAINED for part in _policy(name, v[name], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]

@@ -22,7 +22,16 @@ them."""
 
 
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Writes the estimate into a run's folder. An error prints a note and does not stop the run."""
+    """Writes the dry run's estimates of memory and times into a run's folder, for comparison in the report.
+
+    An error prints a note and does not stop the run.
+
+    Args:
+        folder: The run's folder.
+        config: The settings.
+        hf: The model's config.json.
+        say: Prints a line.
+    """
     try:
         estimate = estimated(dry_run.values(config, hf))
         partial = folder / f"{FILE}.partial"

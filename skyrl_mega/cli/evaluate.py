@@ -77,7 +77,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit code."""
+    """Runs `python -m skyrl_mega.evaluate`.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 fault, 2 invalid input, 75 stopped by a signal.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 

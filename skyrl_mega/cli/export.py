@@ -52,7 +52,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit code."""
+    """Runs `python -m skyrl_mega.export`.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 fault, 2 invalid input.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _run(parser().parse_args(argv)), "--json" in argv)
 

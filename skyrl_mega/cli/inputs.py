@@ -94,13 +94,13 @@ def planned_inputs(
 
     Args:
         config: The settings.
-        say: As in `check_inputs`.
+        say: Called with a message about rows whose reward no answer can earn.
 
     Returns:
         The model's config.json, or a known model's if `model.path` is absent; and the absent paths.
 
     Raises:
-        UserError: One line.
+        UserError: An input is invalid; the message is one line.
     """
     trackers.check(config.telemetry)
     advantages.check(config.algorithm)
@@ -221,7 +221,7 @@ def prepare(config: Config, console: Console) -> Config:
         The settings with `cluster.device` decided.
 
     Raises:
-        UserError: One line.
+        UserError: The device cannot be used, the model cannot be built, or the prepared data are invalid.
     """
     config = with_device(config)
     path = Path(config.model.path)
@@ -236,10 +236,10 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def make_data(config: Config, files: list[str], console: Console) -> bool:
-    """Runs `data.prepare` if any file is absent; returns True if run.
+    """Runs `data.prepare` if any of the files is absent; returns True if run.
 
     Raises:
-        UserError: One line.
+        UserError: An option or a source of `data.prepare` is wrong.
     """
     if not config.data.prepare or all(Path(file).exists() for file in files):
         return False
@@ -254,8 +254,12 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """Returns the model's config.json like `preflight.run_inputs.model_config`; also checks the files of an existing
-    model."""
+    """Returns the model's config.json, of `model.path` or as `model.build` will write it; also checks the files of an
+    existing model.
+
+    Raises:
+        UserError: The model is missing or its files are damaged.
+    """
     hf, path = run_inputs.model_config(config), Path(config.model.path)
     if path.exists():
         index.check_files(path, hf)
@@ -299,7 +303,11 @@ def check_rewriting(config: Config) -> None:
 
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks the layouts of policy, reference, critic and engines against the model."""
+    """Checks the layouts of policy, reference, critic and engines against the model.
+
+    Raises:
+        UserError: The model cannot be split into a layout, or megatron-core or vLLM rejects an option.
+    """
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
     grids = {"policy.layout": ParallelDims.from_config(config.policy.layout, policy_ranks(config))}
@@ -332,7 +340,12 @@ def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, k
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks an engine's arguments, layout and maximum sequence length against the model."""
+    """Checks an engine's arguments, layout and maximum sequence length against the model.
+
+    Raises:
+        UserError: vLLM rejects an option, the engines cannot split the model, or sequences may exceed the model's
+            length.
+    """
     arguments.check(config.rollout.options)
     kind = architecture(hf)
     cut = config.rollout.tensor, expert_parallel(config.rollout)
@@ -371,6 +384,10 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
 
 def with_device(config: Config, training: bool = True) -> Config:
     """Decides `cluster.device = auto`, and the memory of a GPU.
+
+    Args:
+        config: The settings.
+        training: True if policy, reference and critic need GPUs too; False for an evaluation.
 
     Raises:
         UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or

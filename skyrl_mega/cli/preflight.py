@@ -15,7 +15,14 @@ from skyrl_mega.config.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit code."""
+    """Runs `python -m skyrl_mega.preflight`.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 all nodes are fit, 1 some are not, 2 invalid input.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     p = Parser(
         prog="python -m skyrl_mega.preflight",

@@ -38,7 +38,14 @@ def find_error(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: 
 
 
 def find_settings_error(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
-    """Returns the error of settings for a model, without looking at files and memory; None if valid."""
+    """Returns the first error of the settings for a model, without looking at files and memory; None if valid.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        planned: True if nothing will be started. Settings supported only in a plan are then accepted, and
+            `cluster.device=auto` means GPUs.
+    """
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
@@ -65,6 +72,12 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     margin.
 
     Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
+
+    Args:
+        error: An error of these settings.
+        config: The settings.
+        hf: The model's config.json.
+        planned: As for `find_error`: True if nothing will be started.
     """
     if error.fix or not fixes.concerns_settings(error) or find_error(config, hf, planned=planned) is None:
         return error

@@ -17,7 +17,8 @@ from skyrl_mega.config.errors import UserError
 
 
 def trajectories(argv: Sequence[str]) -> None:
-    """Prints trajectories, or writes a page of them."""
+    """Prints trajectories, or writes a page of them. Raises UserError if an option is wrong, or a path contains no
+    trajectories."""
     p = Parser(
         prog="python -m skyrl_mega.report trajectories",
         description="Shows what the policy did: as text, or with --html as a page for a browser.",
@@ -74,7 +75,14 @@ def trajectories(argv: Sequence[str]) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Writes the page of a run, or of several."""
+    """Writes the page of a run, or of several: the subcommand `run`.
+
+    Args:
+        argv: The arguments after the subcommand.
+
+    Raises:
+        UserError: A folder does not belong to a run, or the file cannot be written.
+    """
     p = Parser(
         prog="python -m skyrl_mega.report run",
         description="Writes one page on how a run went; with several runs, how they compare.",
@@ -90,7 +98,14 @@ def run(argv: Sequence[str]) -> None:
 
 
 def timeline(argv: Sequence[str]) -> None:
-    """Prints the activity during some steps of a run, or writes a trace or a page."""
+    """Prints the activity during some steps of a run, or writes a trace or a page: the subcommand `timeline`.
+
+    Args:
+        argv: The arguments after the subcommand.
+
+    Raises:
+        UserError: None of the steps has a timeline, or the file cannot be written.
+    """
     p = Parser(
         prog="python -m skyrl_mega.report timeline",
         description="Shows what engines, environments and policy did when: as text, as a trace, or as a page.",

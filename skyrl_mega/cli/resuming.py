@@ -48,7 +48,8 @@ def changes(config: Config) -> list[str]:
     Call before opening the run's folder, which overwrites the stored settings.
 
     Raises:
-        UserError: A changed setting is bound to the checkpoint.
+        UserError: A changed setting is bound to the checkpoint, the checkpoint lacks a critic, or the stored settings
+            cannot be read.
     """
     file = Path(config.run.directory) / config.run.name / "config.yaml"
     checkpoint = checkpoint_of(config)

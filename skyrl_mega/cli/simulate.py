@@ -30,7 +30,12 @@ from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workl
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
-    """Simulates and prints the tables.
+    """Simulates the settings and prints the report: tables of asynchrony modes, splits and engines, then advice.
+    Returns the exit code.
+
+    Args:
+        config: The settings.
+        args: Options of `--simulate`.
 
     Raises:
         UserError: The settings cannot be planned or simulated, or an option is wrong.

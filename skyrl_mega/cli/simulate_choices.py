@@ -70,7 +70,15 @@ def as_given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
-    """Returns a mode in a split, with an off-policy correction if needed, or the error if invalid."""
+    """Returns a mode in a split, with an off-policy correction if needed, or the error if invalid.
+
+    Args:
+        config: The given settings.
+        split: Changes of settings that divide the GPUs.
+        mode: `asynchrony.mode`.
+        most: `asynchrony.max_staleness`.
+        hf: The model's config.json.
+    """
     change = (*_mode(mode, most), *split)
     needed = most and not has_correction(config.algorithm)
     refusals = []
@@ -176,7 +184,8 @@ def shared_engines(config: Config, hf: Mapping[str, Any]) -> list[Change]:
 
 
 def with_given_fraction(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
-    """Returns a split with the given memory fraction; empty if already tried."""
+    """Returns a split with the given `rollout.memory_fraction`, as the only entry of a list; empty if already in
+    `tried`."""
     plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())
     already_tried = [fixes.changed(config, each) for each in tried]
     return [] if fixes.changed(config, plain) in already_tried else [plain]

@@ -255,7 +255,8 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
 
 
 def values(c: Comparison) -> dict[str, Any]:
-    """Returns plain values for programs."""
+    """Returns the results of a simulation as plain values for `--json`: rows of each table, refused modes, advice and
+    notes."""
     return {
         "modes": [_values(row) for row in c.rows],
         "shared": [_values(row) for row in c.shared_engines],

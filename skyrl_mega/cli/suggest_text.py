@@ -88,7 +88,8 @@ def _misfit_text(search: SearchResult) -> str:
 
 
 def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
-    """Returns notes on given settings unused by all layouts, and on FP8 blocks of the engines in the table."""
+    """Returns notes on given settings unused by all layouts, and on suggested engines whose FP8 blocks differ from the
+    policy's."""
     lines = [*filter(None, [dynamic.note(given)])]
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
@@ -126,7 +127,7 @@ def memory_warning(s: Suggestion, decoder: Decoder) -> str:
 def values(search: SearchResult, given: Config, decoder: Decoder) -> dict[str, Any]:
     """Returns all suggestions as plain values, in bytes and seconds.
 
-    `room` is given for layouts in the table only, `why` only if nothing fits.
+    `room` (a memory warning) is given only for the layouts shown by `text`, `why` only if nothing fits.
     """
     return {
         "gpus": search.gpus,

@@ -67,13 +67,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit code."""
+    """Runs `python -m skyrl_mega.launch`.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 fault, 2 invalid input, 75 stopped by a signal.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 
 
 def stoppable(run: Callable[[], int], as_json: bool) -> int:
-    """Runs a command that a signal may stop with `command.guarded`, and returns the exit code."""
+    """Runs a command that a signal may stop, with `command.guarded`.
+
+    Args:
+        run: The command; returns its exit code.
+        as_json: True to print an error line on standard output too, as JSON.
+
+    Returns:
+        The exit code: the command's, 2 after a UserError, 75 after a signal.
+    """
     try:
         return guarded(run, as_json)
     except Stopped:  # the supervisor prints the message

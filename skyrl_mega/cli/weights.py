@@ -24,7 +24,17 @@ from skyrl_mega.config.schema import Config
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Prints the transfer plan of a run's settings and returns the exit code."""
+    """Prints the transfer plan of a run's settings, from the settings and config.json alone: the subcommand `plan`.
+
+    Args:
+        argv: The arguments after the subcommand.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        UserError: The settings are wrong, or the model cannot be split into a layout.
+    """
     p = _parser("plan", "Plans a weight sync from the settings and config.json alone, and prints what it costs.")
     args = p.parse_intermixed_args(argv)
     config, hf = _settings(args)
@@ -47,7 +57,14 @@ def plan(argv: Sequence[str]) -> int:
 def check(argv: Sequence[str]) -> int:
     """Starts policy and engines, synchronises twice, and compares every engine's parameters with the policy's.
 
-    Returns the exit code.
+    Args:
+        argv: The arguments after the subcommand `check`.
+
+    Returns:
+        The exit code: 0 if all are equal, 1 if a parameter differs or an actor failed.
+
+    Raises:
+        UserError: An option or a setting is wrong.
     """
     p = _parser("check", "Starts policy and engines, synchronises twice, and compares all weights, name by name.")
     args = p.parse_intermixed_args(argv)
@@ -116,7 +133,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": ch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns the exit code."""
+    """Runs `python -m skyrl_mega.weights` with a subcommand: plan, check or logprobs.
+
+    Args:
+        arguments: The command line without the program; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 fault or difference, 2 invalid input.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     top = Parser(prog="python -m skyrl_mega.weights", description=__doc__, allow_abbrev=False)
     top.add_argument("command", choices=COMMANDS, help="each has --help of its own")

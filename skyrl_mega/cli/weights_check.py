@@ -24,7 +24,8 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
     compares their weights.
 
     Args:
-        file, overrides: As for the launcher.
+        file: Configuration file of the run.
+        overrides: `group.key=value` arguments.
         as_json: Print nothing on standard output; progress goes to standard error.
 
     Returns:
@@ -45,7 +46,16 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
 
 @contextmanager
 def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Run]:
-    """Starts policy and engines like a run, with the weights of `model.path`, in a temporary folder."""
+    """Starts policy and engines like a run, with the weights of `model.path`, in a temporary folder.
+
+    Args:
+        file: Configuration file of the run.
+        overrides: `group.key=value` arguments.
+        as_json: True to print nothing on standard output.
+
+    Raises:
+        UserError: The settings are wrong.
+    """
     with tempfile.TemporaryDirectory(prefix="weights-check-") as directory:
         fixed_settings = [
             f"run.directory={directory}",

@@ -136,7 +136,13 @@ def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
 
 
 def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[str, bool]:
-    """Returns the verdict as text, and whether engine and policy differ by less than the alarm."""
+    """Returns the verdict as text, and whether engine and policy differ by less than the alarm.
+
+    Args:
+        pairs: Result of `pairs_of`.
+        alarm: Threshold of the mean difference, in nats per token.
+        cut: Note about samples from a truncated distribution; None without truncation.
+    """
     mean = {(pair.first, pair.second): pair.mean for pair in pairs}
     distance = mean[ENGINE, POLICY]
     repeats = mean.get((ENGINE, AGAIN), 0.0)
@@ -159,7 +165,15 @@ def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[
 def worst_of(
     batch: Batch, logprobs: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
 ) -> list[Worst]:
-    """Returns the tokens with the largest difference between engine and policy, largest first."""
+    """Returns the tokens with the largest difference between engine and policy, largest first.
+
+    Args:
+        batch: The answered samples.
+        logprobs: Source → log-probs, float [T]; includes engine and policy.
+        counts: bool [T]: True for the tokens to compare.
+        most: Maximum number of tokens to return.
+        decode: Returns the text of tokens.
+    """
     distance = torch.where(counts, (logprobs[ENGINE] - logprobs[POLICY]).abs(), -1.0)
     starts = np.concatenate([[0], np.cumsum(batch.lengths.numpy())])
     chosen = []
