@@ -68,12 +68,14 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """Returns the peak activation memory of a rank of pipeline stage `pp`.
+    """Returns the peak activation memory of a rank of pipeline stage `pp` (from 0).
 
     Args:
+        row: The longest micro-batch.
+        itemsize: Bytes of an activation element.
         recompute: `policy.recompute`, for Transformer Engine's layers.
-        offload_layers: `policy.offload_layers`.
         logit_chunk: Tokens with logits in memory at once; None with the fused head.
+        offload_layers: `policy.offload_layers`.
         token_bytes: Bytes per token of a packed micro-batch.
         spec: Implementation of the layers.
         fused: Active subset of `policy.fusions`.
@@ -116,7 +118,13 @@ def activations(
 
 def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
     """Returns the number of micro-batches whose activations exist at once for a model chunk, with the 1F1B schedule or
-    its interleaved form."""
+    its interleaved form.
+
+    Args:
+        parallel: The grid of ranks.
+        pp: Pipeline stage, from 0.
+        count: Micro-batches per optimizer step on each data-parallel rank.
+    """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
         return min(count, stages - pp)
@@ -137,7 +145,16 @@ def layer(
 ) -> int:
     """Returns the bytes saved by a dense or MoE layer for the backward pass, including its input.
 
-    Supports every `policy.recompute` except full.
+    Args:
+        decoder: The model.
+        parallel: The grid of ranks.
+        tokens: Tokens of the micro-batch on a rank.
+        itemsize: Bytes of an activation element.
+        moe: True for a MoE layer, False for a dense layer.
+        imbalance: Tokens of the rank's experts, relative to an even distribution.
+        recompute: `policy.recompute`, except full.
+        spec: Implementation of the layers.
+        fused: Active subset of `policy.fusions`.
     """
     kind = next(decoder.layer(i) for i in range(decoder.layers) if decoder.is_moe(i) == moe)
     return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
@@ -181,6 +198,13 @@ def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int,
 
     Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus the weight's
     gradient.
+
+    Args:
+        decoder: The model.
+        parallel: The grid of ranks.
+        tokens: Tokens of the micro-batch on a rank.
+        itemsize: Bytes of an element of the hidden states.
+        chunk: Tokens with logits in memory at once; None with the fused head.
     """
     rows = padded_vocab(decoder.vocab, parallel.tensor) // parallel.tensor
     weight = rows * decoder.hidden

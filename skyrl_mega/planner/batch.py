@@ -64,7 +64,7 @@ class Batch:
 
 
 def batch(config: Config, parallel: ParallelDims) -> Batch:
-    """Returns the sizes of an RL step with equally long sequences.
+    """Returns the sizes of an RL step with equally long sequences, of the length from `cluster.rates.length_share`.
 
     Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.
     """

@@ -64,7 +64,10 @@ def model_state(
 
     Args:
         chunks: Model chunks of the rank, from `parameters.stage`.
+        parallel: The grid of ranks.
+        at: Coordinates of the rank in the grid.
         itemsize: Bytes of a parameter element: 2 with additional master weights, 4 without.
+        freeze_router: True if routers are not trained: they have no gradients and optimizer state.
         overlap: True if communication overlaps with compute.
         moments: Bytes of the two moments per element.
     """
@@ -90,7 +93,13 @@ def model_state(
 
 def full_bucket(parallel: ParallelDims, at: RankCoords, chunk: int) -> int | None:
     """Returns the number of elements at which a bucket is full if communication overlaps; None if the buffer is a
-    single bucket."""
+    single bucket.
+
+    Args:
+        parallel: The grid of ranks.
+        at: Coordinates of the rank in the grid.
+        chunk: Index of the model chunk on the rank.
+    """
     return max(BUCKET[0], BUCKET[1] * parallel.data) if at.pp == chunk == 0 else None
 
 
@@ -135,7 +144,13 @@ class Buffer:
 
 
 def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffer:
-    """Returns the buffer of `parameters` over `ranks` data-parallel ranks; a bucket is full at `full` elements."""
+    """Returns the buffer of `parameters` over `ranks` data-parallel ranks.
+
+    Args:
+        parameters: The parameters, in order.
+        ranks: Number of data-parallel ranks.
+        full: Number of elements at which a bucket is full; None for a single bucket.
+    """
     size, alone = parameters.numel[::-1], parameters.shared[::-1]
     place = np.concatenate([[0], np.cumsum(-(-size // START) * START)])
     start, end = place[:-1], place[:-1] + size

@@ -33,7 +33,11 @@ def checkpoint_bytes(
     the weight.
 
     Args:
+        decoder: The model.
+        parallel: The grid of ranks.
+        rank: The rank.
         itemsize: Bytes of a parameter element; frozen parameters are written unchanged.
+        freeze_router: True if routers are not trained.
         overlap: True if communication overlaps with compute, which cuts buffers into buckets.
         moments: Bytes of the two moments per element.
     """

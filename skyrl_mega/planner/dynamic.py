@@ -28,7 +28,8 @@ def rounds(config: Config) -> list[int]:
 
 
 def note(config: Config) -> str | None:
-    """Returns a sentence stating the assumption; None without dynamic sampling."""
+    """Returns a sentence stating the assumed share of groups with a signal, and the prompts and rounds of a step; None
+    without dynamic sampling."""
     if not config.algorithm.dynamic_sampling.enabled:
         return None
     sampled = rounds(config)

@@ -11,7 +11,8 @@ from skyrl_mega.models.decoder import Decoder
 
 
 def engine_cut(rollout: RolloutConfig) -> EngineCut:
-    """Returns how engines cut the model."""
+    """Returns how engines cut the model: tensor parallelism, expert parallelism and number of data-parallel
+    replicas."""
     return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
 

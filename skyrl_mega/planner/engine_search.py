@@ -50,7 +50,7 @@ class EngineChoice:
     """Memory of a worker. The parts used here are the same for every fraction."""
 
     def rollout(self, fraction: float) -> RolloutConfig:
-        """Returns the rollout settings with a memory fraction."""
+        """Returns the rollout settings with a memory fraction from `fractions`."""
         return replace(self.config.rollout, memory_fraction=fraction)
 
 
@@ -94,7 +94,7 @@ class PolicyRanks:
 
 
 def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[EngineChoice]:
-    """Returns every cut of engines over `workers` GPUs that leaves room for the model and a sequence.
+    """Returns every cut of engines over `workers` GPUs whose memory holds the model and the KV cache of a sequence.
 
     If some of these cuts use the policy's FP8 blocks, returns only them.
     """
@@ -132,7 +132,14 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
 
 
 def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> Iterator[EnginePlan]:
-    """Yields, for each choice of `residency.keep`, the fastest fitting engines."""
+    """Yields, for each choice of `residency.keep`, the fastest engines that fit; on separate GPUs only the given
+    choice. Yields nothing if the policy does not fit.
+
+    Args:
+        config: The settings.
+        ranks: Memory of the policy.
+        candidates: Result of `engine_choices`.
+    """
     given = config.residency.keep
     if not config.cluster.shared:
         # On separate GPUs only the policy must fit, and the fastest engines are best.
@@ -193,7 +200,13 @@ def _bytes_by_phase(e: EngineChoice, keep: list[str] | None, policy: dict[str, i
 
 def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
     """Returns how many bytes of a GPU are missing with the least demanding engines and `residency.keep`; 0 or less if
-    these fit."""
+    these fit.
+
+    Args:
+        config: The settings.
+        ranks: Memory of the policy.
+        candidates: Result of `engine_choices`.
+    """
     if not config.cluster.shared:
         return ranks.peak(config.residency.keep) - ranks.size
     shortages = []

@@ -85,7 +85,13 @@ def cache_itemsize(config: Config) -> int:
 
 
 def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
-    """Returns the KV cache bytes per token in an engine worker, over all layers."""
+    """Returns the KV cache bytes per token in an engine worker, over all layers.
+
+    Args:
+        decoder: The model.
+        tensor: Tensor parallelism of the engine.
+        size: Bytes of an element of the cache.
+    """
     return sum(
         count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.layer_counts() for block in kind
     )
@@ -93,7 +99,15 @@ def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
 
 @lru_cache(maxsize=256)
 def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
-    """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`."""
+    """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`.
+
+    Args:
+        decoder: The model.
+        tensor: Tensor parallelism.
+        data: Data-parallel replicas inside the engine.
+        experts_dealt: True if whole experts are distributed over the workers.
+        worker: Number of the worker.
+    """
     total = Elements()
     for kind, count in decoder.layer_counts():
         shard = engine.shard(decoder.of_one_layer(kind), tensor, worker, experts_dealt, data)

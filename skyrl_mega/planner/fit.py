@@ -47,14 +47,16 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
-    """Raises if the run does not fit on the nodes or in memory. Layouts must have been checked
+    """Checks the fit of the run on the nodes and in memory. Layouts must have been checked
     (`cli.inputs.check_layouts`).
 
     Args:
+        config: The settings.
+        hf: The model's config.json.
         strict: Also raise if the plain estimates are too large, without subtracting the margin.
 
     Raises:
-        UserError: One line with key, value and the violated number.
+        UserError: The run does not fit; one line with key, value and the exceeded limit.
     """
     if not on_cpu(config):
         check_nodes(config)
@@ -68,13 +70,19 @@ def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserEr
     Args:
         config: The settings, with checked layouts.
         decoder: The model.
-        strict: As in `check`.
+        strict: True to compare the plain estimates, without subtracting the margin.
     """
     return next(_problems(config, decoder, *parallel_of(config), strict), None)
 
 
 def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[UserError]:
-    """Returns an error for each GPU or host with too little memory; see `problem`."""
+    """Returns an error for each GPU or host with too little memory; empty if everything fits.
+
+    Args:
+        config: The settings, with checked layouts.
+        decoder: The model.
+        strict: True to compare the plain estimates, without subtracting the margin.
+    """
     return [*_problems(config, decoder, *parallel_of(config), strict)]
 
 
@@ -165,14 +173,14 @@ def host_problem(
 
 
 def check_sandboxes(config: Config, trajectories: int) -> None:
-    """Raises if the sandboxed programs of a standalone evaluation may take more memory than the node offers.
+    """Checks the memory limits of the sandboxed programs of a standalone evaluation against the node's memory.
 
     Args:
         config: The settings.
         trajectories: Number of concurrent trajectories.
 
     Raises:
-        UserError: One line.
+        UserError: The programs may take more memory than the node offers.
     """
     available, required = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
     if available is not None and required > RAY_KILLS * available * GIB:
@@ -186,7 +194,15 @@ def check_sandboxes(config: Config, trajectories: int) -> None:
 
 
 def check_sync(config: Config, seconds: float) -> None:
-    """Raises a UserError if the planned sync exceeds `weights.timeout_s` even at the full rate of the links."""
+    """Checks that the planned sync takes at most `weights.timeout_s` at the full rate of the links.
+
+    Args:
+        config: The settings.
+        seconds: Planned duration of the sync.
+
+    Raises:
+        UserError: The sync takes longer.
+    """
     if seconds > config.weights.timeout_s:
         raise UserError(
             f"the planned sync takes {seconds:.3g} s at least over links of cluster.topology; "

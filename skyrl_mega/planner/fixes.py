@@ -173,6 +173,11 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
     """Returns changes of a single key, or else of two, after which `verdict` returns None.
 
     Tries keys named by the error first, then keys for which the error proposes a value (`key=`).
+
+    Args:
+        config: The invalid settings.
+        verdict: Returns the error of settings; None if valid.
+        error: The error of `config`.
     """
     end = time.process_time() + SECONDS
     named, proposed = settings_of(error)
@@ -206,7 +211,12 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
 
 def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
     """Returns working changes of settings that share GPUs and generate ahead: to separate GPUs, and to
-    `asynchrony.mode=off`."""
+    `asynchrony.mode=off`.
+
+    Args:
+        config: The invalid settings.
+        verdict: Returns the error of settings; None if valid.
+    """
     end = time.process_time() + SECONDS
     base: Change = (("cluster.shared", False), ("residency.keep", None))
     if not has_correction(config.algorithm):

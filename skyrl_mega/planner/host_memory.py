@@ -90,7 +90,16 @@ def host_memory(
     node: PlannedNode,
     first: bool,
 ) -> HostMemory:
-    """Returns the host memory of a node; `first` marks the driver's node."""
+    """Returns the host memory of a node.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+        reference: Grid of a reference with a separate layout; None without such a reference.
+        node: Ranks and engine workers of the node.
+        first: True for the driver's node.
+    """
     cpu = on_cpu(config)
     streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
     offloads = streamed or config.residency.keep is not None or config.policy.offload_layers > 0

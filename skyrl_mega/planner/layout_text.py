@@ -27,7 +27,8 @@ def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
-    """Returns a row per worker of an engine; all engines are alike."""
+    """Returns a row per worker of an engine, with the ranges of its layers, heads and experts; all engines are
+    alike."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

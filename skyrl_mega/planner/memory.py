@@ -218,7 +218,8 @@ def kept_in_fp8(config: Config, decoder: Decoder, parallel: ParallelDims, pp: in
 
 
 def fp8_copies(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
-    """Returns the bytes of a rank's FP8 copies of weights (`policy.precision`), without and with a backward pass.
+    """Returns the bytes of a rank's FP8 copies of weights (`policy.precision`): in a pass without backward, and in a
+    pass with backward.
 
     Transformer Engine keeps a byte per weight for products with activations, and a byte for products with gradients. On
     a CPU the rounded weights are in `model.dtype`; `mxfp8` always needs both copies there.

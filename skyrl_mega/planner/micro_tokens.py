@@ -57,7 +57,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
         config: The settings.
         hf: The model's config.json.
         folder: The run's folder.
-        resumes: The run resumes from a checkpoint.
+        resumes: True if the run resumes from a checkpoint.
 
     Raises:
         UserError: The previous choice cannot be read.

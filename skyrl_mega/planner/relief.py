@@ -55,7 +55,14 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
 
 
 def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str) -> list[Relief]:
-    """Returns settings freeing memory of the fullest shared GPU in a phase, largest gain first."""
+    """Returns settings freeing memory of the fullest shared GPU in a phase, largest gain first.
+
+    Args:
+        config: The settings.
+        decoder: The model.
+        parallel: The policy's grid.
+        phase: Name of the phase, such as `generate` or `train`.
+    """
 
     def free(other: Config) -> int:
         return min(gpu.free(phase) for gpu in shared_gpus(other, decoder, parallel))

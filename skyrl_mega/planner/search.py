@@ -135,7 +135,8 @@ class SearchResult:
 
 
 def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> SearchResult:
-    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings) and returns those that fit.
+    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings) and returns the fitting layouts, or the nearest
+    miss.
 
     Raises:
         UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate
@@ -199,7 +200,11 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
 def ordered(suggestions: Iterable[Suggestion], unsafe: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
     """Yields suggestions by step time; suggestions at most `TIE` slower than the fastest remaining one form a tie.
 
-    Within a tie suggestions that are not crowded come first, then those that cut the model least.
+    Within a tie safe suggestions come first, then suggestions that cut the model least.
+
+    Args:
+        suggestions: The suggestions.
+        unsafe: Returns True if a suggestion leaves too little free memory on a shared GPU.
     """
     rest = sorted(suggestions, key=lambda s: s.seconds)
     while rest:

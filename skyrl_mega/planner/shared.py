@@ -50,11 +50,13 @@ class SharedGpu:
         return self.engine.lower_bound_in(phase) + lower_bound(self.policy.phase(phase))
 
     def worst(self, strict: bool) -> str:
-        """Returns the phase needing the most memory."""
+        """Returns the phase needing the most memory; with `strict` by plain estimates, else with estimates reduced by
+        the margin."""
         return max(PHASES, key=lambda phase: self.needed(phase, strict))
 
     def fits(self, strict: bool) -> bool:
-        """Returns True if every phase fits."""
+        """Returns True if policy and engine fit together in every phase; with `strict` by plain estimates, else with
+        estimates reduced by the margin."""
         return self.needed(self.worst(strict), strict) <= self.size
 
     def with_keep(self, parts: Iterable[str]) -> SharedGpu:
@@ -63,7 +65,12 @@ class SharedGpu:
         return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
 
     def largest_budget(self, strict: bool) -> float:
-        """Returns the largest engine budget fitting beside the policy in all phases with a KV cache."""
+        """Returns the largest bytes of GPU memory for the engine that fit beside the policy in all phases with a KV
+        cache.
+
+        Args:
+            strict: True to use plain estimates, False to subtract the margin.
+        """
         with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
         return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
 

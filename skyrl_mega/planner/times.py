@@ -166,7 +166,7 @@ def _round_time(config: Config, decoder: Decoder, sizes: Batch, sequences: int) 
 
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
-    """Returns the seconds in which an engine reads a token of a prompt of `tokens` tokens."""
+    """Returns the seconds in which an engine reads one token of a prompt, for prompts of `tokens` tokens."""
     rates, work = config.cluster.rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
@@ -194,7 +194,9 @@ def mean_concurrency(config: Config, tokens: int, sizes: Batch) -> int:
     """Returns how many sequences of a step an engine runs at once on average.
 
     Args:
-        tokens: Capacity of the engine's KV cache.
+        config: The settings.
+        tokens: Capacity of the engine's KV cache in tokens.
+        sizes: Sizes of the step.
     """
     rollout = config.rollout
     per_engine = -(-sizes.sequences // rollout.engines)
