@@ -133,7 +133,8 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def redirect_and_bind(identity: ActorIdentity) -> None:
-    """Redirects the output to the log file and binds the process to the CPUs nearest to the visible GPUs."""
+    """Redirects the output to the actor's log file, if any, and binds the process to the CPUs nearest to the visible
+    GPUs."""
     if identity.log is not None:
         log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -149,10 +150,15 @@ def redirect_and_bind(identity: ActorIdentity) -> None:
 
 
 def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
-    """Starts a guard process for this process (see `reaper`).
+    """Starts a guard process, which cleans up after the end of this process.
 
     The guard acts when this process ends or closes the returned object's stdin. The guard's output is discarded: a full
     or closed log must not stop the guard.
+
+    Args:
+        kind: `group`: the guard kills this process's group, and removes its shared memory and the folder. `cluster`:
+            the guard kills the Ray processes of the folder, and removes the folder.
+        folder: Temporary folder to remove.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, kind, str(os.getpid()), folder],

@@ -46,7 +46,12 @@ class Channel:
         return StopRequest(self._flags[_REQUEST])
 
     def ask(self, what: StopRequest, number: signal.Signals) -> None:
-        """Sends a request to the driver, together with the received signal."""
+        """Sends a request to the driver.
+
+        Args:
+            what: The request.
+            number: The received signal behind the request.
+        """
         self._flags[_SIGNAL] = number
         self._flags[_REQUEST] = what
 
@@ -62,7 +67,7 @@ class Channel:
         return bool(self._flags[_POLLING])
 
     def set_polled(self, heeded: bool) -> None:
-        """Reports that the driver starts or stops polling for requests."""
+        """Reports that the driver starts (`heeded=True`) or stops polling for requests."""
         self._flags[_POLLING] = heeded
 
     @property

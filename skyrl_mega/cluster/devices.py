@@ -66,7 +66,12 @@ def torch_view() -> TorchView:
 
 
 def gpu_evidence(env: Mapping[str, str] = os.environ, nvml: Any = None) -> GpuEvidence:
-    """Returns the evidence of GPUs from NVML and Slurm's variables."""
+    """Returns the evidence of GPUs from NVML and Slurm's variables.
+
+    Args:
+        env: The process's environment.
+        nvml: The module `pynvml` or a substitute for tests; None imports the module.
+    """
     slurm_gpus = env.get("SLURM_GPUS_ON_NODE", "")
     slurm = int(slurm_gpus) if slurm_gpus.isdigit() else 0
     try:
@@ -82,13 +87,19 @@ def least_driver(cuda: str | None) -> int | None:
 
 
 def outdated(cuda: str | None, driver: str | None) -> bool:
-    """Returns True if a driver is too old for this CUDA version."""
+    """Returns True if a driver is too old for this CUDA version; False if either is unknown."""
     minimum, branch = least_driver(cuda), (driver or "").partition(".")[0]
     return minimum is not None and branch.isdigit() and int(branch) < minimum
 
 
 def why_no_gpu(torch: TorchView, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """Returns the reason why torch sees none of this machine's GPUs."""
+    """Returns the reason why torch sees none of this machine's GPUs.
+
+    Args:
+        torch: torch's view of the GPUs.
+        driver: Version of the NVIDIA driver; None if unknown.
+        env: The process's environment.
+    """
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA; {REMEDY}"
     if outdated(torch.cuda, driver):

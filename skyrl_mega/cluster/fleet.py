@@ -188,6 +188,9 @@ class Fleet:
         Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
         becomes stale.
 
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).
+
         Raises:
             ActorFailed: The restart budget is used up.
             NodeGone: An actor cannot be restarted because the node is gone.
@@ -202,6 +205,9 @@ class Fleet:
     def wake(self, parts: Collection[str]) -> None:
         """Wakes parts of all actors and retires actors on failure. When all parts are awake, starts the postponed
         restarts.
+
+        Args:
+            parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).
 
         Raises:
             ActorFailed: The restart budget is used up.
@@ -220,11 +226,16 @@ class Fleet:
             self.retire(call.rank, f"{method}: no answer within {timeout:g} s")
 
     def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[Call]:
-        """Starts a call at each of these ranks."""
+        """Starts a call of `method` at each of these ranks without waiting; `gather` or `settle` waits for the
+        answers."""
         return [self.group.submit(rank, method, *args) for rank in ranks]
 
     def ask(self, method: str, timeout: float) -> None:
         """Calls a method of all serving actors; retires actors on failure or time-out.
+
+        Args:
+            method: Name of a method without arguments.
+            timeout: Time limit in seconds.
 
         Raises:
             NoServingActor: No serving actor is left.

@@ -135,6 +135,12 @@ class ActorGroup:
     ) -> list[Any]:
         """Calls every actor and returns the answers by rank. On a failure the whole group is ended first.
 
+        Args:
+            method: Name of the method.
+            args: Arguments of the method, the same for all actors.
+            per_rank: Arguments of each rank, in place of `args`; None uses `args`.
+            timeout: Time limit in seconds.
+
         Raises:
             UserError: An actor raised it.
             ActorFailed: An actor died or raised another error; names the root cause.
@@ -143,7 +149,19 @@ class ActorGroup:
         return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout)
 
     def call_one(self, rank: int, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """Calls an actor and returns the answer. Raises the same errors as `call_all`."""
+        """Calls an actor and returns the answer. On a failure the whole group is ended first.
+
+        Args:
+            rank: The actor's rank.
+            method: Name of the method.
+            args, kwargs: Arguments of the method.
+            timeout: Time limit in seconds.
+
+        Raises:
+            UserError: The actor raised it.
+            ActorFailed: The actor died or raised another error.
+            ActorTimeout: The actor did not answer within `timeout` seconds.
+        """
         return self._bounded([self.submit(rank, method, *args, **kwargs)], timeout)[0]
 
     def _bounded(self, calls: list[Call], timeout: float) -> list[Any]:
@@ -269,9 +287,10 @@ def settle(
     """Waits for calls to any number of groups and collects answers and failures instead of raising.
 
     Args:
+        calls: The calls, possibly of several groups.
         timeout: Time limit in seconds.
         after_failure: Seconds to keep waiting for the other calls after the first failure.
-        failed: Called with the first failure, to notify waiting peers of the failed actor.
+        failed: Called with the first failure, to notify waiting peers of the failed actor. None calls nothing.
     """
     import ray
 

@@ -139,7 +139,8 @@ def try_probe() -> tuple[list[Node], UnavailableNodes] | None:
 
 
 def lost_since(before: UnavailableNodes) -> UnavailableNodes | None:
-    """Returns the nodes lost since `before`; None if unknown; callers then report the original fault alone."""
+    """Returns the nodes lost since `before` was taken; None if unknown, and callers then report the original fault
+    alone."""
     now = try_probe()
     return None if now is None else now[1].lost_since(before)
 

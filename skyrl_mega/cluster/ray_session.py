@@ -174,7 +174,17 @@ def _start(
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
-    """Returns the number of GPUs of the cluster at RAY_ADDRESS. Waits for nodes and raises like `session`."""
+    """Returns the number of GPUs of the cluster at RAY_ADDRESS, after waiting for its nodes.
+
+    Args:
+        nodes: Number of nodes to wait for.
+        timeout_s: Time limit of this wait in seconds.
+
+    Raises:
+        UserError: No response from RAY_ADDRESS, or the cluster requires another token.
+        ClusterError: Ray refused the connection.
+        NodesMissing: Nodes did not join in time.
+    """
     with session(actors=0, nodes=nodes, timeout_s=timeout_s):
         import ray
 

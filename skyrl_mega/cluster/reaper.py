@@ -104,8 +104,13 @@ def unlink(names: set[str], kept: set[int]) -> None:
 
 
 def end_cluster(folder: str, driver: int) -> None:
-    """Kills Ray processes with open files in the folder, and removes the folder. Most Ray processes end
-    without help."""
+    """Kills a private Ray cluster's processes, recognised by the cluster's folder, and removes the folder. Most Ray
+    processes end without help.
+
+    Args:
+        folder: Temporary folder of the cluster.
+        driver: Process to spare.
+    """
 
     def belongs(entry: Path) -> bool:
         command = (entry / "cmdline").read_bytes()
@@ -123,7 +128,14 @@ def end_cluster(folder: str, driver: int) -> None:
 
 
 def main(kind: str, pid: str, folder: str) -> None:
-    """Waits for the end of the guarded process and cleans up."""
+    """Waits for the end of the guarded process and cleans up.
+
+    Args:
+        kind: `group`: kills the process's group, and removes its shared memory and the folder. `cluster`: kills the Ray
+            processes of the folder, and removes the folder.
+        pid: The guarded process.
+        folder: Temporary folder to remove.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM to every process of a cancelled job
     group = kind == "group"
     if group and os.fork() > 0:

@@ -126,7 +126,11 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs this node's part and returns the exit code; on the first node this is the launcher's."""
+    """Runs this node's part of a Slurm job and returns the exit code; on the first node this is the launcher's.
+
+    Args:
+        arguments: Folder shared by the job's nodes, then the launcher's command line; None takes `sys.argv`.
+    """
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     set_user_variables()
     job = Job.of(Path(folder), os.environ)
@@ -153,7 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def head(job: Job, launcher: Sequence[str]) -> int:
     """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
-    exit code."""
+    exit code.
+
+    Raises:
+        Ended: The settings are wrong, a node failed, or some nodes did not come up in time.
+    """
     node_options = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     command = [sys.executable, "-m", "skyrl_mega.launch", *node_options, *launcher]
     job.say(shlex.join(["python", *command[1:]]))
@@ -226,7 +234,11 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
 
 
 def worker(job: Job) -> int:
-    """Runs Ray on a node other than the first until the job is over; returns the exit code."""
+    """Runs Ray on a node other than the first until the job is over; returns the exit code.
+
+    Raises:
+        Ended: The head did not come up in time, Ray failed on this node, or a signal was received.
+    """
     while not (address := job.folder / "address").exists():
         if (job.folder / "code").exists():
             return 0

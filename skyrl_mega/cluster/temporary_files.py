@@ -38,7 +38,7 @@ def partial_file(file: Path) -> Iterator[Path]:
 
 
 def remove_stale(folder: Path, prefix: str) -> None:
-    """Removes files and folders with this prefix left behind by killed processes of this user."""
+    """Removes files and folders of `folder` with this name prefix, left behind by killed processes of this user."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         with suppress(OSError), _open_owned(path) as descriptor:  # gone, owned by another user, or in use
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ def remove_stale(folder: Path, prefix: str) -> None:
 
 
 def in_use(folder: Path, prefix: str) -> bool:
-    """Returns True if a process is writing a file or a folder with this prefix."""
+    """Returns True if a process is writing a file or a folder of `folder` with this name prefix."""
     for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         try:
             with _open_owned(path) as descriptor:

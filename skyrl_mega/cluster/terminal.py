@@ -27,7 +27,8 @@ class Terminal:
             self._fd, self._settings = fd, termios.tcgetattr(fd)
 
     def suspended(self, by: int) -> None:
-        """Reacts to a driver stopped by a signal: gives the driver the foreground, or stops this process as well."""
+        """Reacts to a driver stopped by the signal `by`: gives the driver the foreground, or stops this process as
+        well. A driver stopped by SIGSTOP, on purpose, stays stopped."""
         if self._fd is None or by == signal.SIGSTOP:  # stopped on purpose
             return
         if by == signal.SIGTSTP or not self._ours():
