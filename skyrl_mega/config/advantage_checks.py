@@ -23,7 +23,7 @@ def check_advantage(c: Config) -> None:
     may use any of them.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     a = c.algorithm
     for name, weight in a.reward_weights.items():

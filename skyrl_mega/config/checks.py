@@ -94,7 +94,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     in a plan are accepted, and `cluster.device = auto` means GPUs.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting is rejected; names key, value, allowed values and fix.
     """
     check_values(config)
     _paths(config)
@@ -130,7 +130,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
         engines: True if the evaluation starts engines, False for an endpoint.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting is rejected; names key, value, allowed values and fix.
     """
     check_values(config)
     _paths(config)

@@ -13,7 +13,7 @@ def check_critic(c: Config) -> None:
     """Rejects critic settings without `advantage: gae`, and values that leave critic or policy untrained.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     if not has_critic(c):
         _check_unused(c)

@@ -30,7 +30,7 @@ def check_deterministic(config: Config) -> None:
     """Rejects a deterministic run with a time limit on trajectories, or with Megatron's deterministic mode turned off.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting is rejected; names key, value, allowed values and fix.
     """
     if not config.run.deterministic:
         return

@@ -10,7 +10,7 @@ def check_environment(config: Config) -> None:
     """Rejects impossible combinations of rollout workers, slots and determinism.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting is rejected; names key, value, allowed values and fix.
     """
     environment = config.environment
     processes, slots, workers = environment.processes, environment.slots, environment.workers

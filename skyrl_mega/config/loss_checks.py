@@ -17,7 +17,7 @@ def check_loss(c: Config) -> None:
     """Rejects settings of the loss that are incomplete, ignored or harmful to training.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     a = c.algorithm
     _check_correction(a)

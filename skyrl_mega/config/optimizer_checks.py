@@ -14,7 +14,7 @@ def check_optimizer(o: OptimizerConfig, key: str) -> None:
     """Rejects an impossible schedule or decay. `key`: the group of the settings.
 
     Raises:
-        UserError: key, value, allowed values, fix.
+        UserError: A setting is rejected; names key, value, allowed values and fix.
     """
     if o.schedule != "constant":
         if o.decay_steps is None:

@@ -15,7 +15,7 @@ def check_replay(c: Config) -> None:
     """Rejects settings for which router replay is impossible or without effect.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     replay, options = c.policy.moe.replay, c.policy.options
     if replay == "off":

@@ -10,7 +10,7 @@ def check_samples(c: Config) -> None:
     """Rejects settings of dynamic sampling and of the overlong filter without effect.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     dynamic, overlong, unset = c.algorithm.dynamic_sampling, c.algorithm.overlong, DynamicSamplingConfig()
     for name in ("mode", "oversample", "tolerance", "reward"):

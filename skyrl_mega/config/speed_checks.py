@@ -12,7 +12,7 @@ def check_speed(c: Config) -> None:
     """Rejects speed settings that would be ignored or would change the result.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     _check_fusions(c)
     _check_recompute(c)

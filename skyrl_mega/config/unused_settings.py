@@ -40,7 +40,7 @@ def check_unused(c: Config) -> None:
     """Raises UserError for the first setting without effect.
 
     Raises:
-        UserError: key, value, reason, fix.
+        UserError: A setting is rejected; names key, value, reason and fix.
     """
     if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
         raise error
