@@ -135,8 +135,7 @@ class SearchResult:
 
 
 def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> SearchResult:
-    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings) and returns the fitting layouts, or the nearest
-    miss.
+    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings); returns fitting layouts or the nearest miss.
 
     Raises:
         UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate
