@@ -79,7 +79,11 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
         name: Registered name.
         extras: The row's columns besides the prompt.
         config: Names, import paths and options.
-        max_turns: `rollout.max_turns`; available as `extras["max_turns"]` and `self.max_turns`.
+        max_turns: `rollout.max_turns`; available as `extras["max_turns"]` and `self.max_turns`. None leaves `extras`
+            unchanged.
+
+    Raises:
+        UserError: The name is unknown, or the import path leads nowhere.
     """
     row_extras = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
     cls = resolve(name, config)
@@ -160,7 +164,11 @@ def has_tools(name: str, config: EnvironmentConfig) -> bool:
 
 
 def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Returns the class's tools in chat-template form; [] for a class without tools or with tools per row."""
+    """Returns the class's tools in chat-template form; [] for a class without tools or with tools per row.
+
+    Raises:
+        UserError: The name is unknown, or the class's `tools` are not tools.
+    """
     try:
         return definitions(resolve(name, config))
     except TypeError as error:

@@ -10,7 +10,15 @@ from skyrl_mega.envs.base import Message
 def row(
     *, data_source: str, prompt: list[Message], env_class: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns a row of data: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`."""
+    """Returns a row of data: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`.
+
+    Args:
+        data_source: Name of the data set, for metrics.
+        prompt: The messages for the policy.
+        env_class: Registered name of the environment.
+        ground_truth: Right answer, in the environment's form.
+        extra_info: Further values for the environment.
+    """
     return {
         "data_source": data_source,
         "prompt": prompt,

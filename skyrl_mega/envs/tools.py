@@ -68,7 +68,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def argument_error(self, arguments: Mapping[str, Any]) -> str | None:
-        """Returns the mistake in a call's arguments, or None."""
+        """Returns the mistake in a call's arguments by the tool's schema; None if valid."""
         schema = {"additionalProperties": False, **self.schema}  # JSON Schema allows more arguments, `call` does not
         error = best_match(Draft202012Validator(schema).iter_errors(dict(arguments)))
         if error is None:
@@ -104,7 +104,8 @@ class ToolEnv(BaseTextEnv):
         """Parser of a turn; the agent loop sets the parser of the model's template."""
 
     def judge(self, answer: str) -> float:
-        """Returns the reward of the policy's answer, the text of a turn without calls."""
+        """Returns the reward of the policy's answer, the text of a turn without calls. A subclass must override this
+        method."""
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

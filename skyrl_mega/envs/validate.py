@@ -68,10 +68,10 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
     Args:
         env: The environment.
         action: The policy's text.
-        weights: `algorithm.reward_weights`.
+        weights: `algorithm.reward_weights`: reward name → factor in the sum of named rewards. None weighs all as 1.
 
     Raises:
-        BadOutput: The output breaks the contract.
+        BadOutput: The output breaks the contract, or a named reward has no weight.
     """
     return _output("step", env.step(action.encode(errors="replace").decode()), len(action), weights)
 

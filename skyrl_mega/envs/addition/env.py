@@ -22,12 +22,13 @@ class AdditionEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses a text with surrounding white space, since answers are stripped."""
+        """Returns the reason why a ground truth cannot earn the reward: surrounding white space, since answers are
+        stripped. None if valid."""
         around = str(truth) != str(truth).strip()
         return wrong_spelling(truth) or ("it has space around it; allowed is the answer alone" if around else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the answer."""
+        """Judges the answer and ends the trajectory: reward 1 for the sum with its digits in reverse, else 0."""
         answer = action.strip()
         return BaseTextEnvStepOutput(
             observations=[],

@@ -21,7 +21,11 @@ OPERATORS: Mapping[type, Callable[[int, int], int]] = {
 
 
 def calculate(expression: str) -> str:
-    """Computes whole numbers with +, -, * and brackets."""
+    """Returns the value of an expression of whole numbers with +, -, * and brackets, as text.
+
+    Raises:
+        ToolError: The text is no such expression.
+    """
     try:
         return str(_value(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

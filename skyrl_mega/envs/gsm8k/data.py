@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. The order is the source's, independent of `args.seed`."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `args.source` or Hugging Face's hub. The order
+    is the source's, independent of `args.seed`."""
     files = _from_hub() if args.source is None else _from_disk(args.source)
     shots = _shots(files, args.shots)
     return {f"{split}.parquet": _rows(file, split, args.limit, shots) for split, file in files.items()}

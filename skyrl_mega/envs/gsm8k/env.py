@@ -44,7 +44,8 @@ class Gsm8kEnv(BaseTextEnv):
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the solution."""
+        """Judges the solution and ends the trajectory: reward 1 if the number after the first `#### ` is right, else
+        0."""
         answer = strict_answer(action)
         return BaseTextEnvStepOutput(
             observations=[],

@@ -27,7 +27,11 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges an attempt."""
+        """Judges an attempt, and asks for another attempt after a wrong answer, until `max_turns`.
+
+        The reward is 1 for the right answer, 0.2 / max_turns for a wrong answer in the format `#### number`, and 0 for
+        no answer.
+        """
         self.turns += 1
         answer = strict_answer(action)
         correct = is_right(answer, self.ground_truth)

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. The seeds of the two files are disjoint."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, each with a seed of the environment. The seeds of the
+    two files are disjoint."""
     seeds = np.random.default_rng(args.seed).permutation(args.train + args.test).tolist()
     return {
         "train.parquet": _rows(seeds[: args.train], "train", args.prompt),

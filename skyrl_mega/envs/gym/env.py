@@ -39,7 +39,11 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Creates and resets an environment, and refuses observations other than text."""
+        """Creates and resets an environment with these options, to detect errors before the run.
+
+        Raises:
+            UserError: gymnasium cannot create the environment, or its observations are not text.
+        """
         env = _make(options)
         try:
             observation, _ = env.reset(seed=0)
@@ -67,7 +71,12 @@ class GymEnv(BaseTextEnv):
         return [*prompt, {"role": "user", "content": text}], _plain(info)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Takes a step in the gymnasium environment."""
+        """Takes a step in the gymnasium environment with the action in the policy's text; reward and end are the
+        environment's.
+
+        A text without a valid action gets the option `invalid_reward` and an explanation; with `invalid_ends` the
+        trajectory ends.
+        """
         self.turns += 1
         move, wrong = self._move(action)
         if wrong is not None:

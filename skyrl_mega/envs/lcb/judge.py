@@ -81,7 +81,7 @@ def code_of(answer: str) -> str | None:
 
 
 def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, stop: bool) -> list[str]:
-    """Runs the tests in order; returns for each test `ok`, `wrong`, or the sandbox's status.
+    """Runs the tests in order; returns for each test `ok`, `wrong`, or the status of a program ended by the sandbox.
 
     Args:
         code: The program.

@@ -149,7 +149,15 @@ class Worker:
             self._start()
 
     def ask(self, gold: str, answer: str, seconds: float) -> bool | str | None:
-        """Returns the worker's result; None if the algebra failed, "late" if the time limit passed.
+        """Compares two answers by algebra.
+
+        Args:
+            gold: The right answer in LaTeX.
+            answer: The answer to check in LaTeX.
+            seconds: Time limit.
+
+        Returns:
+            True if equal; None if the algebra failed, "late" if the time limit passed.
 
         Raises:
             TimeoutError: The worker did not even report being late and must be killed.
@@ -218,9 +226,11 @@ class Pool:
             self.free.put(Worker())
 
     def take(self) -> Worker:
+        """Returns a free worker; waits until there is one."""
         return self.free.get()
 
     def put(self, worker: Worker) -> None:
+        """Returns a worker to the pool."""
         self.free.put(worker)
 
 

@@ -24,7 +24,7 @@ def matches(gold: Reading, answer: Reading, ask: AlgebraCheck) -> bool:
     Args:
         gold: Reading of the right answer.
         answer: Reading of the answer to check.
-        ask: Equality by algebra.
+        ask: Returns True if two expressions are equal by algebra.
     """
     if not agree(gold.unit, answer.unit):
         return False

@@ -48,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. Problems are unique, within and across the files."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--train-file` and `--test-file`, or small
+    generated problems without files. Problems are unique, within and across the files.
+
+    Raises:
+        UserError: The training problems are fewer than `--shots`.
+    """
     if args.train_file is None and args.test_file is None:
         splits = dict(zip(("train", "test"), _small(np.random.default_rng([args.seed, 1])), strict=True))
     else:

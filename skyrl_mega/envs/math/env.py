@@ -70,7 +70,8 @@ class MathEnv(BaseTextEnv):
         return f"column {column}.ground_truth = {shown(truth)}: {wrong}" if wrong else None
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges a solution."""
+        """Judges a solution and ends the trajectory: reward of the option `right` for the right answer, else of the
+        option `wrong`."""
         text = action.split("<|im_end|>")[0]
         answer = extract(text[-int(self.options["tail"]) :], self.options["answer"])
         correct = answer is not None and self.is_right(answer)

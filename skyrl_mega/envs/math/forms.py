@@ -96,8 +96,12 @@ def copied(gold: str, answer: str, question: str) -> bool:
 
 
 def unfactored(gold: str, answer: str, question: str) -> bool:
-    """Returns True if a question asks for factors, and an answer has a sum outside factors, or fewer factors than
-    gold.
+    """Returns True if a question asks for factors, and an answer has a sum outside factors, or fewer factors than gold.
+
+    Args:
+        gold: The right answer.
+        answer: An answer equal to gold.
+        question: The question.
     """
     if not TO_FACTOR.search(question[-QUESTION:]):
         return False

@@ -39,11 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. Deterministic in `args.seed`.
+    """Returns file name → rows: `train.parquet`, `test.parquet`, and `demonstrations.parquet` if requested.
+    Deterministic in `args.seed`.
 
     A demonstration is a conversation with the environment about a training problem, drawn with repetition: attempts
     with the work shown, until an attempt is right or `args.turns` are used. A model trained on the demonstrations slips
     equally often and leaves real work for RL.
+
+    Raises:
+        UserError: An option is wrong, or the digits allow fewer problems than requested.
     """
     if args.demonstrations and (args.digits < 2 or args.second != 1):
         raise UserError(

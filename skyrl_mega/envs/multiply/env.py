@@ -36,7 +36,10 @@ class MultiplyEnv(BaseTextEnv):
         return None if boxed else "the box of an answer ends at its first brace; allowed is a number"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges an answer."""
+        """Judges an answer. A wrong answer may be retried until `max_turns`.
+
+        The reward of the right answer is the option `discount` to the power of the number of earlier attempts, else 0.
+        """
         self.turns += 1
         boxed = first_boxed(action)
         answer = boxed.strip() if boxed is not None else None

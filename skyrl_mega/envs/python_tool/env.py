@@ -51,7 +51,10 @@ class PythonToolEnv(BaseTextEnv):
         return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs a program, or judges the answer; the first of the two tags counts."""
+        """Runs the program in `<python>`, or judges the text in `<answer>`; the first of the two tags counts.
+
+        The reward of the right answer is 1. Any other end, also by `max_turns`, gets 0.
+        """
         self.turns += 1
         tag = first_tag(action, "python", "answer")
         if tag and tag.name == "answer":

@@ -40,8 +40,14 @@ class Budget:
         self._lock = threading.Lock()
 
     def note(self, command: object, used: int) -> bool:
-        """Records a command's current memory in bytes; returns True if the sum is too large and this one the
-        largest.
+        """Records a command's current memory.
+
+        Args:
+            command: Identifies the command.
+            used: Memory in bytes.
+
+        Returns:
+            True if the sum over all commands exceeds the limit, and this command uses the most.
         """
         with self._lock:
             self._used[command] = used
@@ -75,9 +81,11 @@ class Budget:
 
 
 def shared(name: str, total_mib: float) -> Budget:
-    """Returns this process's budget for an environment, shared by all sandboxes of the same name.
+    """Returns this process's memory limit for an environment, shared by all sandboxes of the same name.
 
-    `divide` sets the number of processes sharing the environment's total.
+    Args:
+        name: Name of the environment.
+        total_mib: Limit in MiB over all processes; `divide` sets the number of processes.
     """
     with _making:
         key = (os.getpid(), name, total_mib)
@@ -94,16 +102,16 @@ def divide(among: int) -> None:
 
 
 def add_ended(programs: int) -> None:
-    """Adds commands that another process of the run has ended for exceeding a budget."""
+    """Adds the number of commands that another process of the run has ended for exceeding the memory limit
+    `total_mib`."""
     global _ended_in_other_processes
     with _making:
         _ended_in_other_processes = (_ended_in_other_processes or 0) + programs
 
 
 def ended() -> int | None:
-    """Returns the number of commands ended for exceeding a budget, in this process and in the processes reported to
-    `add_ended`; None if there is no budget.
-    """
+    """Returns the number of commands ended for exceeding the memory limit `total_mib`, in this process and in the
+    processes reported to `add_ended`; None if there is no such limit."""
     with _making:
         counts = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
         return (

@@ -25,7 +25,18 @@ TRUNCATE_ABI = 3
 
 
 def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Leaves the host's namespaces, as root or as a plain user; returns False if the machine refuses."""
+    """Leaves the host's namespaces, as root or as a plain user.
+
+    Args:
+        request: The order of `run.Sandbox`, with the namespaces of the workspace if any.
+        result: Receives the confinements gained, or the reason under `absent`.
+
+    Returns:
+        False if the machine refuses.
+
+    Raises:
+        OSError: The namespaces of the workspace cannot be entered.
+    """
     uid, gid = os.geteuid(), os.getegid()
     try:
         if "namespaces" in request["disabled"]:
@@ -51,7 +62,16 @@ def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
 
 
 def confine(request: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
-    """Confines this process permanently; returns True if disk use is bounded only by watching."""
+    """Confines this process permanently to its working folder, limits and allowed system calls.
+
+    Args:
+        request: The order of `run.Sandbox`.
+        result: Receives the confinements gained and absent.
+        namespaces: True if the process is in namespaces of its own.
+
+    Returns:
+        True if disk use is bounded only by watching.
+    """
     active, absent = result["active"], result["absent"]
     outside = os.path.realpath(request["folder"] or request["scratch"])
     os.close(tree.enter(outside))  # an earlier command may have locked the folder

@@ -16,7 +16,13 @@ import kernel
 
 
 def main(folder: str, size: str, inodes: str) -> None:
-    """Mounts the file system; prints `ready`, or the error."""
+    """Mounts a temporary file system in a namespace of its own until standard input ends; prints `ready`, or the error.
+
+    Args:
+        folder: Folder to mount at.
+        size: Maximum size, as for tmpfs.
+        inodes: Maximum number of files, folders and links.
+    """
     uid, gid = os.geteuid(), os.getegid()
     try:
         if uid == 0:

@@ -35,7 +35,8 @@ REPORT_EVERY_S, MIB = 0.5, 2**20
 
 
 def main() -> None:
-    """Reads an order from standard input, executes the order, and writes the result to the given descriptor."""
+    """Reads an order of `run.Sandbox` from standard input, executes the order, and writes the result to the descriptor
+    in `sys.argv[1]`."""
     report = int(sys.argv[1])
     os.set_inheritable(report, False)
     signal.set_wakeup_fd(-1)
@@ -46,7 +47,15 @@ def main() -> None:
 
 
 def launch(request: dict[str, Any], report: TextIO) -> dict[str, Any]:
-    """Executes the order; returns the result once none of its processes is alive."""
+    """Executes an order of `run.Sandbox`; returns once none of its processes is alive.
+
+    Args:
+        request: The order: command, files, limits and confinements.
+        report: Receives lines of JSON with the memory use while the command runs.
+
+    Returns:
+        Exit status and use of resources, and the confinements gained and absent.
+    """
     result: dict[str, Any] = {"active": {}, "absent": {}, "stopped": None}
     namespaces = confine.enter_namespaces(request, result)
     if not namespaces:

@@ -50,7 +50,11 @@ def unshare(flags: int) -> None:
 
 
 def join(namespace: int, kind: int) -> None:
-    """Enters the namespace of a descriptor."""
+    """Enters a namespace by its descriptor; `kind` is a CLONE_NEW flag.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     _checked(_libc.syscall(_arch().setns, namespace, kind), "setns")
 
 
@@ -68,7 +72,11 @@ def drop_capabilities() -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """Calls mount(2)."""
+    """Calls mount(2).
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     done = _libc.mount(
         source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode()
     )

@@ -214,7 +214,11 @@ def python(script: str = "main.py", *arguments: str) -> list[str]:
 
 @functools.cache
 def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Returns confinement → mechanisms on this machine. Determined by a trial, once per process."""
+    """Returns confinement → mechanisms on this machine. Determined by a trial, once per process.
+
+    Args:
+        disabled: Mechanisms not to use, for tests.
+    """
     box = Sandbox(without=tuple(CONFINEMENTS), disabled=disabled)
     return {name: list(mechanisms) for name, mechanisms in box.run([]).active.items()}
 

@@ -138,7 +138,13 @@ def confine(shared: bool, counted: bool) -> None:
 
 
 def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
-    """Returns the filter's instructions."""
+    """Returns the instructions of the seccomp filter.
+
+    Args:
+        arch: System calls of the machine type.
+        shared: True to refuse also calls that reach other processes of the same user.
+        counted: True to refuse also calls that escape the watching of disk use.
+    """
     code: list[Line] = [
         (LOAD, 0, 0, ARCH),
         (EQUAL, 1, 0, arch.audit),

@@ -66,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows; `corpus.parquet` holds id, title and text. `args.seed` decides the held-out facts."""
+    """Returns file name → rows: `train.parquet`, `test.parquet` and `corpus.parquet` (id, title and text).
+
+    Without `--source`, questions about facts on countries; `args.seed` decides the held-out facts.
+
+    Raises:
+        UserError: An option needs `--source`, or the source is wrong.
+    """
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):

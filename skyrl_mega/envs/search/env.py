@@ -60,7 +60,11 @@ class SearchEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses to run without a retrieval service."""
+        """Checks that a retrieval service is set: its address or an index.
+
+        Raises:
+            UserError: Neither is set.
+        """
         retriever: RetrieverConfig = options["retriever"]
         if not (retriever.url or retriever.index):
             raise UserError(
@@ -75,7 +79,11 @@ class SearchEnv(BaseTextEnv):
         return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Executes a search, or judges the answer."""
+        """Executes the query in `<search>`, or judges the text in `<answer>`; the first of the two tags counts.
+
+        The reward is the score chosen by the option `reward`; the option `wrong_answer` for a score of 0. A trajectory
+        ended by `max_turns` gets 0.
+        """
         self.turns += 1
         tag = first_tag(action, "search", "answer")
         kind, text = (tag.name, tag.text.strip()) if tag else (None, "")

@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. The tasks of the two files are disjoint."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from the tasks in `--source` or small generated
+    tasks. The tasks of the two files are disjoint.
+
+    Raises:
+        UserError: `--source` has no tasks.
+    """
     folder = args.source
     if folder is None:
         folder = args.output / "tasks"

@@ -113,7 +113,11 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a missing folder of tasks, and for local sessions a machine without the needed confinement."""
+        """Checks the folder of tasks, and for local sessions the machine's confinement.
+
+        Raises:
+            UserError: The folder is missing, or the machine lacks a confinement.
+        """
         if options["tasks"] is None or not Path(options["tasks"]).is_dir():
             raise UserError(
                 "allowed: the folder of the tasks", key="environment.options.swe.tasks", value=options["tasks"]

@@ -63,10 +63,15 @@ class Session(Protocol):
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None: ...
 
     def open(self, timeout_s: float) -> None:
-        """Creates the machine, with the repository as the working folder."""
+        """Creates the machine, with the repository as the working folder, within `timeout_s` seconds."""
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Runs a shell command; no process started by the command survives."""
+        """Runs a shell command; no process started by the command survives.
+
+        Args:
+            command: The command.
+            timeout_s: Time limit in seconds; a late command returns the status `timeout`.
+        """
 
     def changes(self, timeout_s: float) -> Files:
         """Returns the files that differ from the task's repository; raises UnfitError if the files cannot be read."""
@@ -92,13 +97,19 @@ class LocalSession:
         _copy(self.repo, self.folder)
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Runs `sh -c command` in the sandbox."""
+        """Runs `sh -c command` in the sandbox; after `timeout_s` seconds the command ends with the status `timeout`."""
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)
         return CommandResult(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def changes(self, timeout_s: float) -> Files:
-        """Returns the differences between the folder and the repository, without sockets, pipes and empty folders."""
+        """Returns the differences between the folder and the repository, without sockets, pipes and empty folders.
+
+        Returns path → file; None for a removed file.
+
+        Raises:
+            UnfitError: The files cannot be read, or exceed the disk limit.
+        """
         changed: dict[str, File | None] = {}
         space_left, originals = self._open_workspace().disk, {name: info for name, _, info in entries(self.repo)}
         try:
@@ -117,7 +128,15 @@ class LocalSession:
         return {**dict.fromkeys(originals), **changed}
 
     def write(self, files: Files, timeout_s: float) -> None:
-        """Writes files after all removals, so a name can change from a folder to a file."""
+        """Writes files after all removals, so a name can change from a folder to a file.
+
+        Args:
+            files: Path → file; None removes the file.
+            timeout_s: Unused.
+
+        Raises:
+            UnfitError: The files cannot be written.
+        """
         folder = self.folder
         owner = folder.stat().st_uid
         try:

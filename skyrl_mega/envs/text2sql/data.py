@@ -63,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name → rows. The databases of the test rows never occur in the training rows."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `--source` or small generated databases.
+
+    The databases of the test rows never occur in the training rows.
+
+    Raises:
+        UserError: The training rows are fewer than `--shots`, or the source is wrong.
+    """
     if args.source is None:
         folder = args.output / "database"
         small.write(folder, args.seed)

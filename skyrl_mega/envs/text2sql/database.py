@@ -75,11 +75,20 @@ class Database:
     compare: str = "set"
 
     def query(self, sql: str, seconds: float) -> Table:
-        """Runs a single query; any failure is reported in the table's `error`."""
+        """Runs a single query within `seconds` seconds; any failure is reported in the table's `error`."""
         return _table(self._run([sql], seconds)[0][0])
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, Table, Table]:
-        """Returns the reason why a solution's result differs from the gold result (None if equal), and both results."""
+        """Runs two queries, and compares the results.
+
+        Args:
+            sql: The policy's solution.
+            gold: The gold query.
+            seconds: Time limit of each query.
+
+        Returns:
+            The reason why the results differ (None if equal), the solution's result, and the gold result.
+        """
         (ours, theirs), reason = self._run([sql, gold], seconds)
         return reason, _table(ours), _table(theirs)
 

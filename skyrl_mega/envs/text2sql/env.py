@@ -65,7 +65,11 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a missing folder of databases, and a machine without the needed confinement."""
+        """Checks the folder of databases, and the machine's confinement.
+
+        Raises:
+            UserError: The folder is missing, or the machine lacks a confinement.
+        """
         if options["db_path"] is None or not Path(options["db_path"]).is_dir():
             raise UserError(
                 "allowed: the folder of the databases",
@@ -97,7 +101,8 @@ class Text2SqlEnv(BaseTextEnv):
         )
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs a query, or judges the solution."""
+        """Runs the query in `<sql>` and returns the rows, or judges the solution: after `<solution>…</solution>` or the
+        last turn."""
         self.turns += 1
         self.written.append(action)
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):

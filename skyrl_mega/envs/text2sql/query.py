@@ -63,7 +63,10 @@ class Result:
 
 
 def main() -> None:
-    """Runs the queries from standard input; prints the results, and the reason if two results differ."""
+    """Runs the queries of the JSON request on standard input.
+
+    Prints a line of JSON for each result, and a line with the reason if two results differ (null if equal).
+    """
     request = json.load(sys.stdin)
     results = []
     for sql in request["queries"]:
@@ -136,7 +139,12 @@ def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]
 
 
 def run(request: dict[str, Any], sql: str) -> Result | str:
-    """Returns a query's result; a text on failure."""
+    """Returns a query's result; the error as text on failure.
+
+    Args:
+        request: `database` (the file), `seconds` (time limit) and `rows` (maximum number of rows).
+        sql: The query.
+    """
     connection = connect(request["database"], request["seconds"])
     try:
         cursor = connection.execute(sql)
@@ -180,7 +188,11 @@ def _tables_read(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
 
 
 def connect(database: str, seconds: float) -> sqlite3.Connection:
-    """Returns a read-only connection, limited to statements for reading."""
+    """Returns a read-only connection, limited to statements for reading; statements end after `seconds` seconds.
+
+    Raises:
+        OperationalError: The file cannot be opened.
+    """
     connection = sqlite3.connect(f"file:{quote(database)}?mode=ro&immutable=1", uri=True, isolation_level=None)
     connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # distinct broken texts stay distinct
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
