@@ -7,7 +7,11 @@ from skyrl_mega.data.prepare import prepare
 
 
 def main() -> int:
-    """Writes the files requested on the command line; returns the exit code."""
+    """Runs `python -m skyrl_mega.data`: writes the files requested in `sys.argv`; returns the exit code 0.
+
+    Raises:
+        UserError: An option or a source is wrong.
+    """
     prepare(sys.argv[1:])
     return DONE
 

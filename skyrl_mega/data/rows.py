@@ -84,11 +84,17 @@ def check_files(
 ) -> int:
     """Checks every row without building prompts, and reports rows whose reward no answer can earn.
 
+    Args:
+        files: Parquet files.
+        config: Known environment names, and the default for rows without `env_class`.
+        key: Setting naming the files, for errors.
+        say: Called with a message about rows whose reward no answer can earn.
+
     Returns:
         The number of rows.
 
     Raises:
-        UserError: As for `load_prompts`.
+        UserError: A file, column or row is wrong, or no answer can earn the reward of too many rows.
     """
     wrong = WrongRows(key)
     count = sum(len(rows) for file in files for _, _, rows in _checked_batches(file, config, wrong))
@@ -116,8 +122,12 @@ def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> l
 def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
     """Reads prompts with the response, or the whole conversation, in `extra_info.demonstration`.
 
+    Args:
+        files: Parquet files.
+        key: Setting naming the files, for errors.
+
     Raises:
-        UserError: As for `load_prompts`; also if a row lacks a demonstration, or if the first or last message of a
+        UserError: A file, column or row is wrong, a row lacks a demonstration, or the first or last message of a
             demonstration is not the assistant's.
     """
     column = "extra_info.demonstration"

@@ -66,7 +66,11 @@ class WrongRows:
         return f"{self.key}: no answer can earn the reward of {share}; the first: {self.first}"
 
     def refuse(self) -> None:
-        """Raises UserError if the share of wrong rows exceeds `MOST_WRONG`."""
+        """Checks the share of wrong rows.
+
+        Raises:
+            UserError: The share exceeds `MOST_WRONG`.
+        """
         if self.count > MOST_WRONG * self.rows:
             raise UserError(
                 self.summary(), fix=f"correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so"

@@ -100,7 +100,7 @@ def _digest(file: IO[bytes], end: int) -> str:
 
 
 def with_progress(rows: Iterable[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:
-    """Yields the same rows, and prints a line to stderr every 3 seconds."""
+    """Yields the same rows, and prints the number of rows with `label` to stderr every 3 seconds."""
     last_report = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row
