@@ -65,6 +65,13 @@ class Endpoint:
     def of(cls, url: str, model: str | None, key_variable: str, key: str | None, extra: str) -> Endpoint:
         """Parses the command-line options.
 
+        Args:
+            url: Address of the endpoint (`--endpoint`).
+            model: Name of the model at the endpoint (`--served-model`).
+            key_variable: Name of the environment variable with the API key.
+            key: The API key; None without a key.
+            extra: Additional fields of each request, as a JSON object (`--request`).
+
         Raises:
             UserError: The address is invalid, the model's name is missing, or the fields are no JSON object.
         """
@@ -139,6 +146,11 @@ class Client:
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], max_tokens: int, seed: int) -> Reply | None:
         """Returns the next message, or None if the conversation exceeds the endpoint's context.
+
+        Args:
+            messages: The conversation.
+            max_tokens: Maximum number of tokens of the reply.
+            seed: Seed of the sampling.
 
         Raises:
             UserError: The endpoint refused the request, the key or the model's name.
@@ -268,7 +280,7 @@ class EndpointSource:
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:
-        """Opens an agent for an event loop."""
+        """Yields an agent with an HTTP client of its own, for use in a single event loop."""
         timeout = self.config.rollout.request_timeout_s
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {},

@@ -41,14 +41,30 @@ class EngineSource:
             agent.router.close()
 
     def refill(self) -> None:
-        """Waits for a restarted engine; weights are loaded from the directory at the start."""
+        """Waits for a restarted engine; weights are loaded from the directory at the start.
+
+        Raises:
+            ActorFailed: No engine could be restarted.
+        """
         fleet = self.generator.fleet
         fleet.serve(fleet.ensure_running())
 
 
 @contextmanager
 def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
-    """Starts engines with the weights in `model.path` and shuts all down at the end of the `with` block."""
+    """Starts engines with the weights in `model.path`, and rollout workers if configured; shuts all down at the end of
+    the `with` block.
+
+    Args:
+        config: The settings, with the device decided.
+        chat: Tokenizer and chat template.
+        folder: Folder of the evaluation, for logs.
+        console: Shows the progress.
+
+    Raises:
+        UserError: vLLM rejects the settings.
+        ActorFailed: An actor did not start.
+    """
     device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
     say: Callable[[str], None] = console.say
     with ExitStack() as stack:

@@ -168,7 +168,11 @@ def normalized(name: str) -> str:
 
 
 def matching_tables(names: Sequence[str]) -> list[str]:
-    """Returns the names of published results with a row for any of these sets."""
+    """Returns the keys in PUBLISHED of the published results with a row for any of these sets.
+
+    Args:
+        names: Names of our sets.
+    """
     ours = {normalized(name) for name in names}
     return [
         key for key, tables in PUBLISHED.items() if any(ours & set(row.names) for table in tables for row in table.rows)

@@ -113,7 +113,12 @@ def comparison_table(table: Table, sets: Sequence[SetScores]) -> str:
 
 
 def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any]:
-    """Returns the results as JSON values."""
+    """Returns the results as JSON values: scores of each set, the two means, and published tables.
+
+    Args:
+        sets: The sets, in row order.
+        published: Names in PUBLISHED of the tables to include.
+    """
     metrics = list(dict.fromkeys(m for s in sets for m in s.scores))
     return {
         "sets": [asdict(s) for s in sets],

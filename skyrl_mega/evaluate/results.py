@@ -127,11 +127,16 @@ class Results:
             self.samples[s.name] = {key: sample for key, sample in present.items() if sample.status is not lost}
 
     def missing(self, tasks: Iterator[SampleTask]) -> list[SampleTask]:
-        """Returns the draws without a sample."""
+        """Returns the tasks without a saved sample."""
         return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Saves a sample; from then on a crash of this process does not lose it."""
+        """Saves a sample; from then on a crash of this process does not lose it.
+
+        Args:
+            name: Name of the set.
+            row: Result of `row_of`.
+        """
         if name not in self._files:
             self._files[name] = self._file(name).open("ab", buffering=0)
         place = self._files[name].seek(0, os.SEEK_END)

@@ -92,7 +92,10 @@ def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
 
 
 def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Returns the mean over all scored prompts, weighting sets by the number of these. None as in `mean_over_sets`."""
+    """Returns the mean over all scored prompts, weighting sets by the number of these prompts.
+
+    None without any score, and if a set lacks all scores: the mean would cover other sets than the table.
+    """
     return _combined(sets, [(float(s.prompts - s.unjudged), s.scores[metric]) for s in sets if metric in s.scores])
 
 

@@ -74,6 +74,12 @@ def drop_long_prompts(
 ) -> list[PromptSet]:
     """Removes and counts prompts of more than `longest` tokens.
 
+    Args:
+        sets: The sets.
+        chat: Tokenizer and chat template.
+        longest: `rollout.max_prompt_tokens`.
+        environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
+
     Raises:
         UserError: A set would be empty.
     """
@@ -96,7 +102,13 @@ def drop_long_prompts(
 
 def sample_tasks(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[SampleTask]:
     """Yields every sample of every prompt; samples of the same prompt follow each other to share the engine's cached
-    prefix."""
+    prefix.
+
+    Args:
+        sets: The sets.
+        samples: Samples per prompt.
+        seed: Seed of all samples, part of each sample's name.
+    """
     for s in sets:
         for prompt in s.prompts:
             for sample in range(samples):
