@@ -32,7 +32,12 @@ BODY = """<noscript><p>This page shows its trajectories with JavaScript, which i
 
 
 def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: None) -> str:
-    """Returns the HTML page of the trajectories, in the order given."""
+    """Returns the HTML page of the trajectories, in the order given.
+
+    Args:
+        records: The trajectories.
+        progress: Called with the number of finished trajectories.
+    """
     decoders = _decoders(records)
     pieces = Pieces()
     blocks: dict[str, Any] = {}

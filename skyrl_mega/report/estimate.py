@@ -46,8 +46,12 @@ def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, flo
 
 
 def table(run: RunData, name: str = "") -> str:
-    """Returns the HTML of a run's comparison, or an empty text without an estimate. `name` identifies the run on a page
-    of several."""
+    """Returns the HTML table of a run's estimated and measured metrics; an empty text without an estimate or steps.
+
+    Args:
+        run: The run.
+        name: Name of the run, for a page of several runs.
+    """
     expected = read(run.folder)
     if not expected or not run.rows:
         return ""

@@ -35,7 +35,15 @@ class Selection:
 
 
 def as_text(selection: Selection, brief: bool) -> None:
-    """Prints trajectories and a summary to standard output."""
+    """Prints trajectories and a summary to standard output.
+
+    Args:
+        selection: The wanted trajectories.
+        brief: True for a line per trajectory, False for whole conversations.
+
+    Raises:
+        UserError: A path contains no trajectories.
+    """
     records = _select(selection)
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -55,7 +63,11 @@ def as_text(selection: Selection, brief: bool) -> None:
 
 
 def as_page(selection: Selection, file: Path) -> None:
-    """Writes the page and prints a summary with the location."""
+    """Writes the HTML page of trajectories to `file`, and prints a summary with the location.
+
+    Raises:
+        UserError: A path contains no trajectories, or the file cannot be written.
+    """
     from skyrl_mega.report.browse import page
 
     records = _select(selection)[: selection.limit]

@@ -45,8 +45,12 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
 def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
     """Returns the timelines of the requested steps.
 
+    Args:
+        run: Folder of the run.
+        steps: First and last wanted step; None means the newest steps.
+
     Raises:
-        UserError: None of the steps has a timeline.
+        UserError: None of the steps has a timeline, or a file cannot be read.
     """
     timelines = read(run, steps)
     if not timelines:

@@ -19,8 +19,12 @@ GAP_S = 0.01
 def write(steps: Sequence[StepTimeline], file: Path) -> None:
     """Writes the trace of some steps, in order.
 
+    Args:
+        steps: The steps; not empty.
+        file: Output path; must end in `.json.gz`.
+
     Raises:
-        UserError: The file cannot be written.
+        UserError: The name has another ending, or the file cannot be written.
     """
     if not file.name.endswith(".json.gz"):
         raise UserError("allowed: a name that ends in .json.gz", key="--trace", value=file)
