@@ -122,7 +122,12 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Opens a named phase of the run, with the number of items if known."""
+        """Opens a named phase of the run; prints its progress and duration.
+
+        Args:
+            name: Name of the phase.
+            total: Number of items; None if unknown.
+        """
         phase = Phase(name, total, self)
         self._enter(phase)
         try:

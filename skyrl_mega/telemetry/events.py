@@ -61,7 +61,12 @@ class Entry:
 
 
 def row(event: Event, after_step: int) -> dict[str, Any]:
-    """Returns the object of an event that happens now, for `events.jsonl`."""
+    """Returns the object written to `events.jsonl` for an event, with the present time.
+
+    Args:
+        event: The event.
+        after_step: Number of the last finished step.
+    """
     return {"time": time.time(), "kind": event.kind, "after_step": after_step, "text": str(event), **event.facts}
 
 

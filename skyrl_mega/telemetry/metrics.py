@@ -15,7 +15,7 @@ FIX = "remove that row, or give another run"
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns plain floats, with None for values that are not finite (JSON cannot represent them)."""
+    """Returns plain floats, with None for NaN and infinity (JSON cannot represent them)."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -53,7 +53,7 @@ def _row(line: bytes | str) -> dict[str, float | None]:
 
 
 def step_of(line: str) -> float:
-    """Returns the step of a row; infinity for a line that is not a complete row."""
+    """Returns the step of a row; infinity for an incomplete row."""
     try:
         return float(_row(line)["step"] or 0)
     except Malformed:

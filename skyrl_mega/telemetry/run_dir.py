@@ -166,8 +166,13 @@ def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
 
     The kernel holds the lock (flock on `.lock`) and releases it when this process ends, even after a crash.
 
+    Args:
+        folder: The folder.
+        key: Beginning of the error: the setting with the folder.
+        fix: End of the error: the remedy.
+
     Raises:
-        UserError: Another run is using the folder; the message begins with `key` and ends with `fix`.
+        UserError: Another run is using the folder, or `.lock` cannot be opened.
     """
     try:
         opened = (folder / ".lock").open("a+", errors="replace")

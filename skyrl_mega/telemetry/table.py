@@ -40,7 +40,7 @@ def header() -> str:
 
 
 def row(step: int, metrics: Mapping[str, float]) -> str:
-    """Returns the row of a step; a missing metric is shown as a dot."""
+    """Returns the table row of a step for the terminal; a missing metric is shown as a dot."""
     return f"{step:6d}" + "".join(number(_value(column.metric, metrics)).rjust(column.width + 1) for column in COLUMNS)
 
 

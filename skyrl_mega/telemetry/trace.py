@@ -125,7 +125,7 @@ class TraceWriter:
 
 
 def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Writes events for `TraceWriter.append`; times must already be relative to the trace."""
+    """Writes events to a gzip file for `TraceWriter.append`; times must be microseconds since the trace's zero."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb", compresslevel=1) as out:
         for event in events:
@@ -133,7 +133,7 @@ def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def named(pid: int, name: str) -> list[dict[str, Any]]:
-    """Returns the events that set the name and position of a track."""
+    """Returns the events for the name and position of a track."""
     meta = {"ph": "M", "pid": pid, "tid": 0}
     return [
         {**meta, "name": "process_name", "args": {"name": name}},

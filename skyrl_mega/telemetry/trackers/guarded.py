@@ -44,11 +44,12 @@ class Guarded:
         self._add(lambda: self._tracker.start(config, resumed_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues `Tracker.log`."""
+        """Queues the metrics of a step for the tracker's `log`."""
         self._add(lambda: self._tracker.log(step, metrics))
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Queues `Tracker.log_trajectories`."""
+        """Queues trajectories of a step for the tracker's `log_trajectories`, and shows the returned line to the
+        user."""
         self._add(lambda: self._tracker.log_trajectories(step, trajectories))
 
     def close(self, failed: bool = False) -> None:

@@ -28,7 +28,11 @@ class SentSteps:
         self._last = -1
 
     def resume(self, resumed_step: int | None) -> str | None:
-        """Returns the id of the store's run to continue; None if a new run must be created."""
+        """Returns the id of the store's run to continue; None if a new run must be created.
+
+        Args:
+            resumed_step: Last step of the checkpoint; None for a run from the beginning.
+        """
         if resumed_step is None or not self._file.is_file():
             return None
         kept: dict[str, Any] = json.loads(self._file.read_text())
@@ -56,7 +60,11 @@ class SentSteps:
             raise
 
     def skipped_text(self, resumed_step: int | None) -> str:
-        """Returns a message about steps that will be repeated and skipped; empty if there are none."""
+        """Returns a message about steps to be repeated and skipped; empty if there are none.
+
+        Args:
+            resumed_step: Last step of the checkpoint; None for a run from the beginning.
+        """
         first = (resumed_step or 0) + 1
         if self._last < first:
             return ""
