@@ -16,7 +16,11 @@ each step."""
 
 
 def check_asynchrony(c: Config) -> None:
-    """Raises UserError if generation and training cannot overlap with these settings, or if training would be wrong."""
+    """Checks that generation and training can overlap with these settings.
+
+    Raises:
+        UserError: A setting forbids the overlap, or training would be wrong.
+    """
     mode, max_staleness = c.asynchrony.mode, c.asynchrony.max_staleness
     if mode == "off":
         if max_staleness not in (0, DEFAULT_STALENESS):

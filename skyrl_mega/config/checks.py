@@ -90,8 +90,12 @@ LONGEST_NAME = 255
 
 
 def check(config: Config, *, planned: bool = False) -> None:
-    """Raises UserError for the first impossible setting. `planned`: nothing will be started, so settings supported only
-    in a plan are accepted, and `cluster.device = auto` means GPUs.
+    """Checks all settings and their relations, and raises for the first impossible setting.
+
+    Args:
+        config: The settings.
+        planned: True if nothing will be started. Settings supported only in a plan are then accepted, and
+            `cluster.device=auto` means GPUs.
 
     Raises:
         UserError: A setting is rejected; names key, value, allowed values and fix.
@@ -150,7 +154,11 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Checks every single value against the rule of its key."""
+    """Checks every single value against the type and range of its key.
+
+    Raises:
+        UserError: A value is not allowed.
+    """
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
             raise UserError(key.refusal(value), key=name, value=shown(value))
@@ -358,7 +366,11 @@ def _is_address(url: str) -> bool:
 
 
 def check_topology(c: Config) -> None:
-    """Checks the links of a node, and the engine settings used by the transfer plan."""
+    """Checks the links of a node, and the engine settings used by the transfer plan.
+
+    Raises:
+        UserError: A node has more NICs than GPUs, or vLLM's data-parallel size or cache type is not allowed.
+    """
     nics, gpus = c.cluster.topology.nics_per_node, c.cluster.gpus_per_node
     if nics is not None and nics > gpus:
         raise UserError(
@@ -423,8 +435,9 @@ def check_enough(c: Config, prompts: int, what: str) -> None:
 
 
 def check_gpus(c: Config, training: bool = True) -> None:
-    """Raises UserError if the cluster has too few GPUs: policy, reference, critic (training only) and engines each need
-    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node."""
+    """Checks that the cluster has enough GPUs: policy, reference, critic (`training` only) and engines each need
+    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node. Raises UserError
+    otherwise."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(

@@ -38,7 +38,11 @@ class Parser(argparse.ArgumentParser):
     """Argument parser with UserError instead of a usage page; rejects text not valid in any file."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments like the base class, after checking for valid text."""
+        """Parses arguments like the base class, after checking for valid text.
+
+        Raises:
+            UserError: An argument is not UTF-8 or contains NUL.
+        """
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if "\0" in word or not is_unicode(word):
@@ -47,7 +51,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments like the base class, for a command with settings; explains options and keys of other
-        programs."""
+        programs.
+
+        Raises:
+            UserError: An option is unknown or a value is not allowed.
+            UserErrors: Options or keys of other programs; names our settings.
+        """
         words = sys.argv[1:] if args is None else list(args)
         if lines := lookup.options(words, self._option_string_actions):
             raise UserErrors(lines)
@@ -63,6 +72,7 @@ class Parser(argparse.ArgumentParser):
         raise _HelpPrinted(status)
 
     def error(self, message: str) -> NoReturn:
+        """Raises a UserError with the message of argparse and a hint; never returns."""
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
         raise UserError(f"{named}{self._hint(unknown)}", fix=f"see {self.prog} --help")

@@ -72,8 +72,11 @@ def critic_model(config: Config) -> PolicyConfig:
 
 
 def micro_tokens(policy: PolicyConfig) -> int:
-    """Returns the token budget of a micro-batch; raises ValueError if null and not yet chosen by
-    `planner.micro_tokens`."""
+    """Returns the token budget of a micro-batch.
+
+    Raises:
+        ValueError: `policy.micro_tokens` is null, and `planner.micro_tokens` has not chosen a number yet.
+    """
     if policy.micro_tokens is None:
         raise ValueError("policy.micro_tokens has not been decided")
     return policy.micro_tokens

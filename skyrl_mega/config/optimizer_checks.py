@@ -11,7 +11,11 @@ bfloat16 numbers differ by 0.4 to 0.8 %: a change below 0.2 to 0.4 % may be roun
 
 
 def check_optimizer(o: OptimizerConfig, key: str) -> None:
-    """Rejects an impossible schedule or decay. `key`: the group of the settings.
+    """Rejects an impossible schedule or decay.
+
+    Args:
+        o: The optimizer's settings.
+        key: The group of the settings, such as `policy.optimizer`.
 
     Raises:
         UserError: A setting is rejected; names key, value, allowed values and fix.

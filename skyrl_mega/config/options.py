@@ -37,7 +37,14 @@ def number(
     high: float | None = None,
     above: float | None = None,
 ) -> Option:
-    """Returns the declaration of a finite number; nullable if the default is None."""
+    """Returns the declaration of a finite number; nullable if the default is None.
+
+    Args:
+        default: The default.
+        doc: Documentation for the user.
+        low, high: Allowed range, bounds included; None sets no bound.
+        above: Exclusive lower bound; None sets no bound.
+    """
     return Option(default, Rule(float, default is None, low, high, above), doc)
 
 

@@ -44,7 +44,12 @@ def needs(precision: PrecisionConfig) -> Needs | None:
 
 
 def row_multiple(precision: PrecisionConfig, spec: str) -> int:
-    """Returns the required divisor of a policy rank's token count, reached by padding. `spec`: `te` or `local`."""
+    """Returns the required divisor of a policy rank's token count, reached by padding.
+
+    Args:
+        precision: `policy.precision`.
+        spec: Implementation of the layers, `te` or `local`.
+    """
     requirements = needs(precision)
     return requirements.rows if requirements and spec == "te" else 1
 

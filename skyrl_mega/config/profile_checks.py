@@ -9,7 +9,11 @@ from skyrl_mega.config.schema import Config, ProfileConfig
 
 
 def check_profile(c: Config) -> None:
-    """Raises UserError for a duplicate or nonexistent step or rank, and for ranks without a step."""
+    """Checks the profiled steps and ranks.
+
+    Raises:
+        UserError: A step or rank is given twice or does not exist, or ranks are given without a step.
+    """
     profile, ranks = c.telemetry.profile, policy_ranks(c)
     for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
         check_unique(f"telemetry.profile.{name}", given)

@@ -29,8 +29,12 @@ INCOMPATIBLE_ARGUMENTS = {
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a duplicate part, for `critic` in a run without critic, and for offloading a part that
-    cannot leave the device."""
+    """Checks the parts in `residency.keep` and the offloading.
+
+    Raises:
+        UserError: A part is given twice, `critic` is given without a critic, or a part to offload cannot leave the
+            device.
+    """
     check_unique("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(

@@ -33,6 +33,11 @@ class Malformed(ValueError):
 def parse_json(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
     """Returns the value of a JSON text with finite numbers, valid Unicode and bounded depth.
 
+    Args:
+        data: The text.
+        most: Maximum length of the text, in bytes or characters.
+        deepest: Maximum depth of nested lists and objects.
+
     Raises:
         Malformed: The text violates one of these rules.
     """
@@ -95,8 +100,13 @@ def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> 
 def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
+    Args:
+        file: The file.
+        fix: End of the error: the remedy.
+        most: Maximum size in bytes.
+
     Raises:
-        UserError: The file cannot be read or is not a JSON object: file, reason and `fix`.
+        UserError: The file cannot be read or is not a JSON object.
     """
     try:
         value = parse_json(read(file, fix, most=most), most=most)
@@ -109,6 +119,11 @@ def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]
 
 def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
     """Returns a file's bytes.
+
+    Args:
+        file: The file.
+        fix: End of the error: the remedy.
+        most: Maximum size in bytes.
 
     Raises:
         UserError: The file cannot be read, or exceeds `most` bytes.

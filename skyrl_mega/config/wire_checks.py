@@ -15,7 +15,11 @@ ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
 
 
 def check_wire(c: Config) -> None:
-    """Raises UserError for engines with parameters not supported by the weight sync."""
+    """Checks that the weight sync supports the engines' parameters.
+
+    Raises:
+        UserError: The engines quantise weights in another way than the weight sync.
+    """
     options = c.rollout.options
     kind = options.get("quantization")
     if options.get("quantization_config"):
