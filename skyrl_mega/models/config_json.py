@@ -68,13 +68,23 @@ def number(hf: Hf, key: str) -> float:
 
 
 def require(hf: Hf, key: str, allowed: Any) -> None:
-    """Raises UserError for any value of `key` other than `allowed`, null or absent."""
+    """Checks that the value of `key` is `allowed`, null or absent.
+
+    Raises:
+        UserError: The value is another.
+    """
     if hf.get(key, allowed) not in (allowed, None):
         raise unsupported(hf, key, f"{allowed!r}")
 
 
 def unsupported(hf: Hf, key: str, allowed: str) -> UserError:
-    """Returns the error for a value outside of `allowed`."""
+    """Returns the error for an unsupported value of `key`.
+
+    Args:
+        hf: Content of config.json.
+        key: The key.
+        allowed: Description of the allowed values.
+    """
     return UserError(
         f"{key} is {shown(hf.get(key))}; skyrl_mega supports {allowed}; choose another model", key="config.json"
     )

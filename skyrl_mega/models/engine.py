@@ -23,7 +23,14 @@ BLOCK = 128
 def check(
     decoder: Decoder, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
 ) -> None:
-    """Refuses engine sizes that vLLM cannot split this model into: tensor parallel, and data parallel for experts.
+    """Refuses engine sizes that vLLM cannot split this model into.
+
+    Args:
+        decoder: The model.
+        tensor: Tensor parallelism.
+        expert_parallel: True if whole experts are distributed over the workers.
+        key: The setting, for errors.
+        data: Data-parallel replicas inside the engine, over which experts are distributed.
 
     Raises:
         UserError: Names `key`, the value and the allowed values.
@@ -64,8 +71,13 @@ def check_blocks(
 
 
 def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
-    """Returns the tensor-parallel sizes supported by vLLM for this model that cut through no block; see
-    `cut_blocks`."""
+    """Returns the tensor-parallel sizes supported by vLLM for this model that cut through no FP8 block.
+
+    Args:
+        decoder: The model.
+        cut: The division of an engine; tensor parallelism is replaced.
+        online: True if vLLM quantises the weights itself.
+    """
     sizes = []
     for size in range(1, decoder.hidden + 1):
         try:
@@ -78,9 +90,13 @@ def whole_sizes(decoder: Decoder, cut: EngineCut, online: bool = False) -> list[
 
 
 def cut_blocks(decoder: Decoder, cut: EngineCut, online: bool = False) -> str | None:
-    """Returns a description of a worker's part with a size other than a multiple of a block, or None.
+    """Returns a description of a worker's part with a size other than a multiple of an FP8 block; None if there is no
+    such part.
 
-    `online`: vLLM quantises the weights itself; then an expert held whole by a worker starts a new block.
+    Args:
+        decoder: The model.
+        cut: The division of an engine.
+        online: True if vLLM quantises the weights itself; then an expert held whole by a worker starts a new block.
     """
     blocks = [block for block in decoder.parts if not (online and cut.whole_experts and isinstance(block, Experts))]
     parts = (part for block in blocks for part in block.engine_columns(cut).items())
@@ -95,9 +111,15 @@ def shard(
     data: int = 1,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Shard:
-    """Returns the parameters of worker `rank` of an engine (`EngineCut`).
+    """Returns the parameters of worker `rank` of an engine.
 
-    `tensors` is `huggingface.tensors(decoder)`, for callers with the result at hand.
+    Args:
+        decoder: The model.
+        tensor: Tensor parallelism.
+        rank: Number of the worker.
+        expert_parallel: True if whole experts are distributed over the workers.
+        data: Data-parallel replicas inside the engine.
+        tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.
     """
     builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     cut = EngineCut(tensor, expert_parallel, data)

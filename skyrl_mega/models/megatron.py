@@ -83,6 +83,11 @@ def settings(decoder: Decoder) -> MegatronSettings:
 def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
     """Refuses a layout that this model cannot be split into, or that trains incorrectly.
 
+    Args:
+        decoder: The model.
+        parallel: The layout.
+        key: The layout's setting, for errors.
+
     Raises:
         UserError: Names the setting under `key`, the value and the allowed values.
     """
@@ -141,8 +146,14 @@ def shard(
 ) -> Shard:
     """Returns the parameters of `rank`, named `"<chunk>.<name in GPTModel.named_parameters()>"`, in that order.
 
-    Ranks with different dp, cp or edp only hold the same parameters. `tensors` is `huggingface.tensors(decoder)`, for
-    callers with the result at hand.
+    Ranks with different dp, cp or edp only hold the same parameters.
+
+    Args:
+        decoder: The model.
+        parallel: The layout.
+        rank: Number of the rank.
+        spec: Implementation of the layers.
+        tensors: Result of `huggingface.tensors(decoder)`, for callers with the result at hand; None computes it.
     """
     builder = ShardBuilder(tensors or huggingface.tensors(decoder))
     coords = parallel.coordinates(rank)

@@ -42,13 +42,33 @@ class Architecture:
         return padded_vocab(self.describe(hf).vocab, tensor)
 
     def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
-        """Refuses a policy layout that does not divide the model or trains incorrectly, naming `key`."""
+        """Checks that a policy layout divides the model and trains correctly.
+
+        Args:
+            hf: Content of config.json.
+            parallel: The layout.
+            key: The layout's setting, for errors.
+
+        Raises:
+            UserError: Names the setting under `key`, the value and the allowed values.
+        """
         megatron.check(self.describe(hf), parallel, key)
 
     def check_engine(
         self, hf: Hf, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor", data: int = 1
     ) -> None:
-        """Refuses engine sizes that do not divide the model."""
+        """Checks that vLLM can split the model into engines of this size.
+
+        Args:
+            hf: Content of config.json.
+            tensor: Tensor parallelism.
+            expert_parallel: True if whole experts are distributed over the workers.
+            key: The setting, for errors.
+            data: Data-parallel replicas inside the engine.
+
+        Raises:
+            UserError: Names `key`, the value and the allowed values.
+        """
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
     def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
