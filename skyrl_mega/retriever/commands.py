@@ -28,7 +28,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command line; returns the exit code.
+    """Runs `python -m skyrl_mega.retriever`; returns the exit code 0.
+
+    Args:
+        arguments: The command line without the program.
 
     Raises:
         UserError: An option, a file or an address is invalid.
@@ -44,7 +47,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_index(arguments: Sequence[str], output: Path, say: Callable[[str], None]) -> bool:
-    """Runs `build` with this --output and passes its messages to `say`; returns True if the index was built now."""
+    """Runs the subcommand `build`; returns True if the index was built now, False if it was up to date.
+
+    Args:
+        arguments: Options of the subcommand, without `--output`.
+        output: Folder of the index.
+        say: Receives lines about the progress.
+
+    Raises:
+        UserError: An option, the corpus or the model is invalid.
+    """
     args = parser().parse_args(["build", *arguments, "--output", str(output)])
     return _build(args, say)
 

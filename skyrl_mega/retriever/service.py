@@ -121,7 +121,12 @@ class Service:
         return JSONResponse({**state, "waiting": waiting}, 200 if ready else 503, headers)
 
     async def retrieve(self, question: Question) -> dict[str, Any]:
-        """Answers the queries of a request."""
+        """Answers the queries of a request: `result` with a list of passages for each query.
+
+        Raises:
+            HTTPException: 422 for an unknown method, 413 for too many queries or passages, 503 while the index is read
+                or too many queries are waiting.
+        """
         method = question.method or self.method
         if method not in self.methods:
             raise HTTPException(422, f"method {method!r}: allowed: {', '.join(self.methods)}")
