@@ -93,7 +93,13 @@ class Entry:
 
 
 def entry_name(tensor: str, box: Box, kind: str) -> str:
-    """Returns the name of a box in a file."""
+    """Returns the name of a box in a file: `<tensor>[<start>:<end>,…].<kind>`.
+
+    Args:
+        tensor: Name of the tensor.
+        box: The box.
+        kind: `Part.kind` of the values.
+    """
     at = ",".join(f"{a}:{a + n}" for a, n in zip(box.start, box.shape, strict=True))
     return f"{tensor}[{at}].{kind}"
 

@@ -44,7 +44,11 @@ def expected(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json; raises UserError for a missing file or invalid JSON."""
+    """Returns the content of config.json in the directory `path`.
+
+    Raises:
+        UserError: The file is missing or not valid JSON.
+    """
     if not path.is_dir():
         what = "is no directory" if path.exists() else "is not there"
         raise UserError(
@@ -69,7 +73,18 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, En
 
 
 def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-    """Checks some of the tensors (name → shape) and opens only their files; returns the entry of each tensor."""
+    """Checks some of the tensors and opens only their files.
+
+    Args:
+        path: The directory.
+        tensors: Name → shape of the tensors to check.
+
+    Returns:
+        The entry of each tensor.
+
+    Raises:
+        UserError: A tensor is missing, or has another shape or a type not supported.
+    """
     file_of = _files(path, tensors)
     headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
     entries: dict[str, Entry] = {}
@@ -102,7 +117,11 @@ def names_in(path: Path) -> set[str]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns the tensors in a file's header; raises UserError for a file cut off or not in safetensors format."""
+    """Returns name → entry of the tensors in a file's header.
+
+    Raises:
+        UserError: The file is cut off or not in safetensors format.
+    """
     try:
         size = os.path.getsize(file)
         with open_regular(file) as f:
