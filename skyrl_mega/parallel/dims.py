@@ -81,7 +81,16 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, layout: LayoutConfig, ranks: int, key: str = "policy.layout") -> ParallelDims:
-        """Returns the grid of a configuration over `ranks` processes."""
+        """Returns the grid of a configuration over `ranks` processes.
+
+        Args:
+            layout: The settings of the layout.
+            ranks: Number of processes.
+            key: The layout's setting, for errors.
+
+        Raises:
+            UserError: A size does not divide the ranks.
+        """
         expert_tensor = layout.expert_tensor
         if expert_tensor is None:
             expert_tensor = 1 if layout.expert > 1 else layout.tensor
@@ -109,7 +118,11 @@ class ParallelDims:
         return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
 
     def coordinates(self, rank: int) -> RankCoords:
-        """Returns the coordinates of `rank`."""
+        """Returns the coordinates of `rank`.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not within 0..{self.ranks - 1}")
         rest, tp = divmod(rank, self.tensor)
