@@ -28,7 +28,7 @@ class Report:
         return tuple(dict.fromkeys(f.node for f in self.findings if f.status == "bad"))
 
     def status(self, node: str, check: str) -> str:
-        """Returns ok, warn, bad, or – if unknown."""
+        """Returns the status of a node in a check: ok, warn, bad, or – if unknown."""
         states = {(f.check, f.status) for f in self.findings if f.node == node}
         for status in ("bad", "warn"):
             if (check, status) in states:
