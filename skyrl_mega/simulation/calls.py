@@ -35,8 +35,8 @@ class Places:
 
     @classmethod
     def of(cls, limit: int, factor: float) -> Places:
-        """Scales a bound for users representing `factor` real users: 5 places with factor 4 become 2, occupied 1.6
-        times as long."""
+        """Scales a bound for simulated users that each represent `factor` real users: 5 places with factor 4 become 2,
+        occupied 1.6 times as long."""
         count = math.ceil(limit / factor - EXACT)
         return cls(count, max(1.0, count * factor / limit))
 
