@@ -79,7 +79,7 @@ def export(
             does not fit on the disk. Nothing has been written then.
         Damaged: A file of the checkpoint differs from the saved state. Everything written is removed.
         WorkerDied: A worker was killed.
-        Different: The written data differs from the checkpoint.
+        ExportMismatch: The written data differs from the checkpoint.
         OSError: The file system failed.
     """
     progress = progress or Progress(None)

@@ -90,7 +90,7 @@ class Worker:
         The entry's own bytes are compared with the saved CRC-32.
 
         Raises:
-            Different: The files differ; names the tensor and the entry.
+            ExportMismatch: The files differ; names the tensor and the entry.
             Damaged: The entry differs from the saved state.
         """
         job, entry = self.job, self.job.entries[index]
