@@ -98,7 +98,7 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
     Args:
         tensor: Name of the tensor.
         box: The box.
-        kind: `Part.kind` of the values.
+        kind: Kind of the values: weight, master weight, or a moment of Adam.
     """
     at = ",".join(f"{a}:{a + n}" for a, n in zip(box.start, box.shape, strict=True))
     return f"{tensor}[{at}].{kind}"
