@@ -30,7 +30,7 @@ NEEDED = ("__init__.py", "envs/faults.py", "envs/options.py", "envs/sandbox", "e
 NEEDED += tuple(
     f"config/{name}.py"
     for name in (
-        *("__init__", "errors", "limits", "options", "outside", "sandboxes"),
+        *("__init__", "errors", "limits", "options", "safe_read", "sandboxes"),
         *("secret_names", "secrets", "terminal", "values"),
     )
 )
