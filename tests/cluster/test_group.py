@@ -284,7 +284,7 @@ def test_an_address_where_nobody_answers_is_refused_in_one_line(monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as closing:
         port = closing.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(UserError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no response"), session(actors=1):
+    with pytest.raises(UserError, match=f"RAY_ADDRESS = 127.0.0.1:{port}: no response"), session(actors=1):
         pass
 
 

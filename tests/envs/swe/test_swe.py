@@ -211,7 +211,7 @@ def test_a_source_of_tasks(tasks: Path, tmp_path: Path) -> None:
     (tasks / "cart" / "task.json").write_text(f'{{"instruction": "Mend it.", "test": "{COMMAND}"}}')
     prepare(f"swe --output {tmp_path} --source {tasks}")
     assert not (tmp_path / "test.parquet").exists()
-    with pytest.raises(UserError, match=r"environment\.options\.swe\.tasks=None"):
+    with pytest.raises(UserError, match=r"environment\.options\.swe\.tasks = None"):
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig())
 
 
@@ -250,7 +250,7 @@ def test_a_session_of_ones_own(tasks: Path) -> None:
     run = ["cart small", "open", "write a.py", first_call, f"{COMMAND} 9", "close"]
     assert Remote.log == ["cart small", "open", "make 20", *run, "close"]
     for wrong in ("nowhere", "os:Absent", "os:path", "no_such_module:X"):
-        with pytest.raises(UserError, match=r"environment\.options\.swe\.session="):
+        with pytest.raises(UserError, match=r"environment\.options\.swe\.session = "):
             game(tasks, session=wrong)
 
 

@@ -353,7 +353,7 @@ def test_a_file_of_skyrls_schema_loads_unchanged(databases: Path, tmp_path: Path
     config = EnvironmentConfig(options={"text2sql": {"db_path": str(databases)}})
     prompt = load_prompts([tmp_path / "train.parquet"], config)[0]
     assert make(prompt.env_class, prompt.extras, config, 6).step(GOOD)["reward"] == 1.0
-    with pytest.raises(UserError, match=r"environment\.options\.text2sql\.db_path=None"):
+    with pytest.raises(UserError, match=r"environment\.options\.text2sql\.db_path = None"):
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig())
     with pytest.raises(UserError, match=r"text2sql\.db_pth: there is no such option; did you mean db_path"):
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig(options={"text2sql": {"db_pth": "x"}}))
