@@ -52,7 +52,7 @@ def fetch_arrays(t: Trajectory) -> Trajectory:
     if t.remote_arrays is None:
         return t
     whole = copy.copy(t)
-    vars(whole).update(t.remote_arrays.fetch(), remote=None)
+    vars(whole).update(t.remote_arrays.fetch(), remote_arrays=None)
     return whole
 
 
