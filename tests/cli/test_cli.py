@@ -60,8 +60,9 @@ def test_a_wrong_key_is_answered_at_once_without_torch(inputs: Path) -> None:
 
 def test_json_says_the_error_too(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "--config", str(inputs / "config.yaml"), "run.seed=x"]) == 2
-    message = "run.seed = x: allowed is a whole number from 0 to 4294967295"
-    assert json.loads(capsys.readouterr().out) == {"error": message}
+    problem = "allowed is a whole number from 0 to 4294967295"
+    fields = {"key": "run.seed", "value": "x", "problem": problem}
+    assert json.loads(capsys.readouterr().out) == {"error": f"run.seed = x: {problem}", **fields}
 
 
 def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) -> None:
