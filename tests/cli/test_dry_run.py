@@ -422,7 +422,7 @@ SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollou
 def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: str | None) -> None:
     config = compose(large.write(tmp_path), settings.split())
     notes = dry_run.values(config, *dry_run.checked(config))["notes"]
-    matching = [note for note in notes if "nobody's" in note or "no engine" in note]
+    matching = [note for note in notes if "are unused" in note or "no engine" in note]
     assert len(matching) == bool(told) and all(note.startswith(told or "") for note in matching)
 
 
