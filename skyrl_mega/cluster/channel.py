@@ -80,7 +80,7 @@ class Channel:
         self._flags[_FINISHED] = code + 1
 
     def at_step(self, number: int) -> None:
-        """Reports the driver's current step."""
+        """Tells the supervisor the driver's current step, for the message about a driver that dies."""
         self._flags[_STEP] = number.to_bytes(8, "little")
 
     def set_environments(self, environments: str) -> None:

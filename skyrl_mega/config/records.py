@@ -92,7 +92,9 @@ def _json(file: Path) -> Iterator[Any]:
     try:
         rows = safe_read.parse_json(safe_read.read(file, ALLOWED, most=LARGEST_JSON), most=LARGEST_JSON)
     except safe_read.Malformed as error:
-        raise UserError(f"it cannot be read as .json: {error}", key=file, fix=ALLOWED) from error
+        raise UserError(
+            f"it cannot be read as .json: {error}", key=file, fix="write it as a JSON list, or as .jsonl"
+        ) from error
     if not isinstance(rows, list):
         raise UserError(f"it holds a {type(rows).__name__}; allowed is a list of rows", key=file)
     yield from rows

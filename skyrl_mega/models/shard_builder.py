@@ -36,7 +36,7 @@ class ShardBuilder:
         self._pieces.append(Piece(tensor, Box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
     def whole(self, param: str, tensor: str) -> None:
-        """Declares a parameter equal to the whole tensor."""
+        """Declares a new local parameter with the tensor's shape, filled by the whole tensor."""
         self.rows(self.param(param, *self._tensors[tensor]), 0, tensor)
 
     def shard(self) -> Shard:

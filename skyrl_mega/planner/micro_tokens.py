@@ -64,11 +64,13 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
     """
     if config.policy.micro_tokens is not None:
         return config
-    file, fix = folder / FILE, "remove it, and it is decided once more, or give policy.micro_tokens"
+    file, fix = folder / FILE, "remove the file, and the run chooses again, or give policy.micro_tokens"
     if resumes and file.exists():
         previous = read_json(file, fix).get("policy.micro_tokens")
         if previous not in MICRO_TOKENS:
-            raise UserError(f"policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}", key=file, fix=fix)
+            raise UserError(
+                f"its policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}", key=file, fix=fix
+            )
         return _with_size(config, previous)
     decided = with_micro_tokens(config, hf)
     with partial_file(file) as partial:

@@ -46,7 +46,7 @@ Kinds = Mapping[str, int]
 
 
 def lower_bound(kinds: Kinds) -> float:
-    """Returns the lower bound of the bytes: every estimate is reduced by the margin."""
+    """Returns the smallest plausible sum of bytes: counted kinds (`COUNTED`) in full, estimated kinds less `MARGIN`."""
     return sum(size if kind in COUNTED else (1 - MARGIN) * size for kind, size in kinds.items())
 
 

@@ -85,7 +85,7 @@ class Engines(Protocol):
 
     @property
     def facts(self) -> Sequence[Facts | None]:
-        """Facts of each engine, by rank."""
+        """Measurements of each engine's start (`engines.base.Facts`: its KV cache), by rank; None before its start."""
 
     @property
     def serving(self) -> Sequence[int]:

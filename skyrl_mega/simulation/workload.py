@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
 
 class Length(NamedTuple):
-    """Average length of a trajectory."""
+    """Averages per trajectory: tokens read, tokens written, and turns."""
 
     read: float
     """Tokens of the prompt and of the environment."""

@@ -146,10 +146,10 @@ def train_on_remote(run: Run, step: Step, groups: list[Group]) -> None:
 
 
 def compute_logprobs(run: Run, step: Step, minis: Sequence[MiniBatch]) -> None:
-    """Has the ranks compute the log-probs for the step, before the first optimizer step.
+    """Has the ranks compute old log-probs, and the reference's if there is one, and keep them as columns.
 
-    A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The extra pass is
-    then skipped unless the driver needs a column (`algorithms.old_logprobs`).
+    A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The policy's pass
+    is then skipped unless the driver needs a column; see `algorithms.old_logprobs`.
     """
     algorithm = run.config.algorithm
     needed = columns(algorithm)

@@ -42,7 +42,7 @@ def with_page(line: str) -> str:
 
 
 def counterpart(entry: Entry) -> str:
-    """Returns the counterpart of a key in words."""
+    """Returns a phrase with our settings for another program's key, or with the reason for having none."""
     if not entry.here:
         return f"there is none: {entry.note}"
     return f"it is {' and '.join(entry.here)}" + (f": {entry.note}" if entry.note else "")

@@ -69,7 +69,7 @@ class Trackers:
 
 
 def open_trackers(config: Config, folder: Path, say: Callable[[str], None]) -> Trackers:
-    """Returns the trackers of a run, not yet started.
+    """Returns the trackers of a run, not yet started: metrics.jsonl and the configured ones.
 
     Args:
         config: Settings of the run, already checked.
@@ -77,7 +77,7 @@ def open_trackers(config: Config, folder: Path, say: Callable[[str], None]) -> T
         say: Shows a line to the user.
 
     Raises:
-        UserError: `telemetry` contains an unknown name.
+        UserError: A tracker is unknown, listed twice or no tracker class, or its options are wrong.
     """
     trackers = registry.check(config.telemetry)
     others = [Guarded(name, cls(folder, options), say) for name, (cls, options) in trackers.items()]

@@ -146,7 +146,10 @@ class BucketViews:
                 packed[rows].copy_(quantise(local[rows], scale, row, column))
 
     def dequantise(self, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Dequantises E4M3 values from the bucket into parameters."""
+        """Dequantises the bucket's E4M3 parts into parameters of another type, with the scales among `params`.
+
+        `unpack` copies all other parts.
+        """
         for view in self.conversions:
             _dequantise(view, params, flat, view.local(params))
 

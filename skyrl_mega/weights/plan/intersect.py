@@ -122,7 +122,8 @@ class TransferClasses:
 
 
 def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int) -> TransferClasses:
-    """Returns the parts of everything the target wants, each of at most `slab_bytes` (at least one row).
+    """Cuts everything the target wants into parts of at most `slab_bytes` (at least one row), and groups parts with the
+    same holders and receivers.
 
     Args:
         source: Layout of the holders.
