@@ -44,8 +44,9 @@ class HoldingScheduler(Scheduler):
         self.sent = time.monotonic()
 
     def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:
-        """Returns the outputs to send now. Other outputs of a request are held, and merged into a single output when the
-        request ends, after `HOLD_S`, or on a pause.
+        """Returns the outputs to send now.
+
+        Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S`, or on a pause.
         """
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args)
         for client, message in messages.items():
