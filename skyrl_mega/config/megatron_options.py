@@ -34,8 +34,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.moe.dispatcher": "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
     "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
     "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
-    "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
-    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    "policy.precision": "fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     "policy.precision.parameters": "fp8_param",
     OFFLOAD: "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
     "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering",
@@ -61,8 +60,8 @@ _TRANSFORMER: dict[str | None, str] = {
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
     # Only recipes that a CPU can compute as well; padding is not routed.
-    "fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
-    "fp8_multi_head_attention tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
+    "fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention "
+    "fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
     "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
     "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
 }

@@ -31,7 +31,6 @@ RECIPES = MappingProxyType(
         "fp8_blockwise": Needs(128, 16, 128, ((9, 0), (10, 0)), (("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),)),
         # With power-of-two scales, rounding does not depend on how the batch is split.
         "fp8_current": Needs(1, 16, 16, ((8, 9), (99, 0)), (("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1"),)),
-        "fp8_delayed": Needs(1, 16, 16, ((8, 9), (99, 0))),
         "mxfp8": Needs(32, 32, 32, ((10, 0), (12, 0))),
     }
 )
@@ -76,39 +75,9 @@ def check_precision(c: Config) -> None:
                     key=f"policy.precision.{name}",
                     value=getattr(p, name),
                 )
-    if p.recipe == "fp8_delayed" and (p.first_layers or p.last_layers):
-        name = "first_layers" if p.first_layers else "last_layers"
-        raise UserError(
-            "megatron-core has no layers in another precision with delayed scaling; give 0, or "
-            "policy.precision.recipe=fp8_current",
-            key=f"policy.precision.{name}",
-            value=getattr(p, name),
-        )
-    if p.recipe != "fp8_delayed" and p.history != PrecisionConfig().history:
-        raise UserError(
-            f"policy.precision.recipe={p.recipe} keeps no magnitudes; give fp8_delayed, or "
-            f"policy.precision.history={PrecisionConfig().history}",
-            key="policy.precision.history",
-            value=p.history,
-        )
     _check_parameters(c)
-    if p.recipe == "model":
-        return
     if c.cluster.device == "cuda":
         check_device(c)
-    if p.recipe == "fp8_delayed" and c.policy.recompute == "selective":
-        raise UserError(
-            "megatron-core recomputes norms and activation functions with no delayed scaling; "
-            "allowed are none, moe and full, or give policy.precision.recipe=fp8_current",
-            key="policy.recompute",
-            value="selective",
-        )
-    if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_recompute_modules(c)):
-        raise UserError(
-            "megatron-core recomputes moe_act and layernorm with no delayed scaling",
-            key="policy.options.recompute_modules",
-            fix="leave them out, or give policy.precision.recipe=fp8_current",
-        )
 
 
 def _check_parameters(c: Config) -> None:
@@ -191,11 +160,6 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
         key="policy.precision.recipe",
         value=precision.recipe,
     )
-
-
-def _recompute_modules(c: Config) -> list[str]:
-    modules = c.policy.options.get("recompute_modules")
-    return [str(module) for module in modules] if isinstance(modules, list) else []
 
 
 def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None:

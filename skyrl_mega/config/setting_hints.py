@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
 _GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
-_FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current, fp8_delayed or mxfp8 multiplies FP8, and model does not"
+_FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current or mxfp8 multiplies FP8, and model does not"
 _SERVED = "rollout.options.quantization=fp8_per_block has engines serve FP8 (docs/precision.md)"
 _AGAIN = "policy.recompute=selective, moe or full computes activations once more (docs/speed.md)"
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"

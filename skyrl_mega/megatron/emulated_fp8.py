@@ -29,7 +29,6 @@ from torch import Tensor
 from skyrl_mega.config.schema import PrecisionConfig
 from skyrl_mega.kernels.block_fp8 import dequantise, quantise
 from skyrl_mega.megatron import fp8_rounding
-from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, WEIGHT, Magnitudes
 from skyrl_mega.megatron.fp8_rounding import E4M3, E5M2
 from skyrl_mega.parallel.box import Layout
 from skyrl_mega.weights.exchange.pack import local_view
@@ -52,22 +51,17 @@ class EmulatedFp8:
         self, chunks: Sequence[Any], precision: PrecisionConfig, params: Mapping[str, Tensor], layout: Layout, rank: int
     ) -> None:
         names = quantised(layout.tensors)
-        index_of = {name: i for i, name in enumerate(sorted(names))}
-        # A layer is numbered by the first tensor in its weight, the same on every rank.
-        pieces = [piece for piece in layout.shards[rank].pieces if piece.tensor in names]
-        layers = {piece.param: index_of[piece.tensor] for piece in reversed(pieces)}
-        device = next(iter(params.values())).device
+        weights = {piece.param for piece in layout.shards[rank].pieces if piece.tensor in names}
         self._params = params
-        self._magnitudes = Magnitudes(len(names), precision.history, device)
-        self._delayed = precision.recipe == "fp8_delayed"
         self.linears: dict[str, Linear] = {}
         """Layers by the local name of their weight."""
         for param, module in _fp8_linears(chunks, precision):
-            if param in layers:
-                self.linears[param] = Linear(precision.recipe, layers[param], self._magnitudes)
+            if param in weights:
+                self.linears[param] = Linear(precision.recipe)
                 module._forward_impl = self.linears[param]
         self._scales: Scales | None = None
         if precision.recipe == "fp8_blockwise":
+            device = next(iter(params.values())).device
             scales = {name + SUFFIX for name in names}
             self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _max_over_ranks, device)
 
@@ -89,14 +83,10 @@ class EmulatedFp8:
             for param, linear in self.linears.items():
                 linear.round_weight(self._params[param].detach())
 
-    def end(self, trained: bool) -> None:
-        """Ends a pass and frees the rounded weights. A collective of all ranks if the pass trained."""
+    def end(self) -> None:
+        """Ends a pass and frees the rounded weights."""
         for linear in self.linears.values():
             del linear.weight, linear.transposed
-        if self._delayed and trained:
-            self._magnitudes.end(_max_over_ranks)
-        else:
-            self._magnitudes.forget()
 
 
 class Linear:
@@ -104,8 +94,6 @@ class Linear:
 
     Args:
         recipe: `policy.precision.recipe`, other than `model`.
-        number: Index of the layer in `magnitudes`.
-        magnitudes: Magnitudes of all layers.
     """
 
     weight: Tensor
@@ -113,8 +101,8 @@ class Linear:
     transposed: Tensor
     """[out, in], rounded for the product with gradients."""
 
-    def __init__(self, recipe: str, number: int, magnitudes: Magnitudes) -> None:
-        self.recipe, self.number, self.magnitudes = recipe, number, magnitudes
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
 
     def __call__(
         self,
@@ -141,23 +129,16 @@ class Linear:
             self.weight = fp8_rounding.microscaled(weight)
             self.transposed = fp8_rounding.microscaled(weight.t()).t()
         else:
-            self.weight = self.transposed = self._scaled(weight, WEIGHT)
+            self.weight = self.transposed = fp8_rounding.tensor(weight, E4M3)
 
-    def round(self, x: Tensor, tensor_kind: int) -> Tensor:
-        """Rounds activations (`tensor_kind` = INPUT) or gradients (GRADIENT)."""
+    def round(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """Rounds activations or gradients. Recipes with a scale per tensor round to `kind`, other recipes to E4M3."""
         match self.recipe:
             case "fp8_blockwise":
                 return fp8_rounding.blocks(x)
             case "mxfp8":
                 return fp8_rounding.microscaled(x)
-        return self._scaled(x, tensor_kind)
-
-    def _scaled(self, x: Tensor, tensor_kind: int) -> Tensor:
-        amax = fp8_rounding.magnitude(x)
-        if self.recipe == "fp8_delayed":
-            amax = self.magnitudes.amax_for_scaling(self.number, tensor_kind, amax)
-        kind = E5M2 if tensor_kind == GRADIENT else E4M3
-        return fp8_rounding.tensor(x, fp8_rounding.power(amax, kind), kind)
+        return fp8_rounding.tensor(x, kind)
 
 
 class _Product(torch.autograd.Function):
@@ -165,7 +146,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
-        rounded = linear.round(x, INPUT)
+        rounded = linear.round(x, E4M3)
         ctx.save_for_backward(rounded, linear.transposed)
         ctx.linear = linear
         return rounded @ linear.weight.t()
@@ -173,7 +154,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, transposed = ctx.saved_tensors
-        rounded = ctx.linear.round(gradient, GRADIENT)
+        rounded = ctx.linear.round(gradient, E5M2)
         grad_x = rounded @ transposed if ctx.needs_input_grad[0] else None
         grad_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None

@@ -28,11 +28,6 @@ LOWEST = -127
 """Smallest exponent of a microscaled block (E8M0)."""
 
 
-def magnitude(x: Tensor) -> Tensor:
-    """Returns the largest magnitude, float32 []; 0 for an empty tensor."""
-    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-
-
 def power(amax: Tensor, kind: torch.dtype) -> Tensor:
     """Returns the largest power of two p such that `amax` · p fits the format: float32, the shape of `amax`.
 
@@ -44,15 +39,12 @@ def power(amax: Tensor, kind: torch.dtype) -> Tensor:
     return torch.where((ratio > 0) & ratio.isfinite(), scale, 1.0)
 
 
-def tensor(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns the nearest values n / scale with n in the format; larger magnitudes are clipped to the largest value.
-
-    Args:
-        x: Any shape.
-        scale: float32 []; from `power`.
-        kind: E4M3 or E5M2.
-    """
-    largest = torch.finfo(kind).max
+def tensor(x: Tensor, kind: torch.dtype) -> Tensor:
+    """Rounds a tensor of any shape to E4M3 or E5M2 with one power of two as scale; infinity becomes the largest number
+    of the format."""
+    if not x.numel():
+        return x
+    scale, largest = power(x.detach().abs().amax().float(), kind), torch.finfo(kind).max
     return ((x.float() * scale).clamp(-largest, largest).to(kind).float() / scale).to(x.dtype)
 
 

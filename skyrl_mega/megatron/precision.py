@@ -12,7 +12,6 @@ RECIPES = MappingProxyType(
     {
         "fp8_blockwise": ("e4m3", "blockwise"),
         "fp8_current": ("hybrid", "tensorwise"),
-        "fp8_delayed": ("hybrid", "delayed"),
         "mxfp8": ("e4m3", "mxfp8"),
     }
 )
@@ -35,8 +34,6 @@ def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
         fp8=numbers,
         fp8_recipe=recipe,
         fp8_param=precision.parameters == "fp8",
-        fp8_amax_history_len=precision.history,
-        fp8_amax_compute_algo="max",
         first_last_layers_bf16=bool(precision.first_layers or precision.last_layers),
         num_layers_at_start_in_bf16=precision.first_layers,
         num_layers_at_end_in_bf16=precision.last_layers,

@@ -400,7 +400,7 @@ class ModelWorker:
             forward_only=forward_only,
         )
         if self.fp8:
-            self.fp8.end(trained=not forward_only)
+            self.fp8.end()
         drop_fp8_copies(self.chunks)
         if self.replay:
             self.replay.end(micros, packed)

@@ -283,12 +283,12 @@ def _recompute_choices(config: Config, layers: int) -> Iterator[tuple[str, int]]
 
 
 def _recompute_kinds(config: Config) -> list[str]:
-    """Returns the allowed values of `policy.recompute` (`config/speed_checks.py`, `config/precision.py`)."""
+    """Returns the allowed values of `policy.recompute` (`config/speed_checks.py`)."""
     policy = config.policy
     if any(name.startswith("recompute_") for name in policy.options):
         return ["none"]  # the given options are more specific (`config/megatron_options.py`)
     excluded = {"moe"} if policy.moe.replay != "off" else set()
-    if on_cpu(config) or policy.spec == "local" or policy.precision.recipe == "fp8_delayed":
+    if on_cpu(config) or policy.spec == "local":
         excluded.add("selective")
     return [kind for kind in RECOMPUTE if kind not in excluded]
 

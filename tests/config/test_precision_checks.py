@@ -27,7 +27,6 @@ GPU = "cluster.device=cuda policy.ranks=1 rollout.engines=1 cluster.gpus_per_nod
     [
         *(f"{R}={recipe}" for recipe in ("model", *RECIPES)),
         f"{R}=mxfp8 policy.precision.first_layers=1 policy.precision.last_layers=1",
-        f"{R}=fp8_delayed policy.precision.history=1",
         f"{R}=fp8_blockwise model.dtype=bfloat16 {GPU}",
         f"{R}=fp8_blockwise {KEPT} weights.wire=fp8 model.dtype=bfloat16 {GPU}",
     ],
@@ -39,23 +38,10 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (f"{R}=fp8", f"{R} = fp8: allowed is one of model, fp8_blockwise"),
+        (f"{R}=fp8_delayed", f"{R} = fp8_delayed: allowed is one of model, fp8_blockwise, fp8_current, mxfp8"),
         ("policy.precision.first_layers=1", "policy.precision.first_layers = 1: with policy.precision.recipe=model"),
-        (
-            f"{R}=fp8_delayed policy.precision.last_layers=2",
-            "policy.precision.last_layers = 2: megatron-core has no layers in another precision with delayed",
-        ),
-        (f"{R}=mxfp8 policy.precision.history=3", "policy.precision.history = 3: policy.precision.recipe=mxfp8 keeps"),
         (f"{R}=fp8_current model.dtype=float32 {GPU}", "model.dtype = float32: allowed is bfloat16 where"),
         (f"{R}=fp8_current policy.spec=local model.dtype=bfloat16 {GPU}", f"{R} = fp8_current: with policy.spec=local"),
-        (
-            f"{R}=fp8_delayed policy.recompute=selective model.dtype=bfloat16 {GPU}",
-            "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed",
-        ),
-        (
-            f"{R}=fp8_delayed policy.options={{recompute_granularity:selective,recompute_modules:[moe_act]}}",
-            "policy.options.recompute_modules: megatron-core recomputes moe_act",
-        ),
         (f"{R}=fp8_current {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: only what fp8_blockwise multiplies"),
         (f"{R}=fp8_blockwise {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: these are Transformer Engine's"),
         (
@@ -83,9 +69,9 @@ def test_what_is_impossible_is_refused(base: Path, arguments: str, line: str) ->
 @pytest.mark.parametrize(
     ("recipe", "capability", "allowed"),
     [
-        ("fp8_blockwise", (10, 0), "model, fp8_current, fp8_delayed, mxfp8"),
-        ("mxfp8", (9, 0), "model, fp8_blockwise, fp8_current, fp8_delayed"),
-        ("mxfp8", (12, 0), "model, fp8_current, fp8_delayed"),
+        ("fp8_blockwise", (10, 0), "model, fp8_current, mxfp8"),
+        ("mxfp8", (9, 0), "model, fp8_blockwise, fp8_current"),
+        ("mxfp8", (12, 0), "model, fp8_current"),
         ("fp8_current", (8, 0), "model"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +30,6 @@ class Linear:
     weights: list[Tensor] = field(default_factory=list)
     """Weights [out, in] of each expert."""
     of_weights: list[Tensor] = field(default_factory=list)
-    scales: list[Scales] = field(default_factory=list)
-    """Scales of each expert with delayed scaling."""
-
-
-class Scales(NamedTuple):
-    """Scales of input, weight and output gradient."""
-
-    given: float
-    weight: float
-    gradient: float
 
 
 @contextmanager
@@ -47,20 +37,9 @@ def watched(modules: dict[str, Any]) -> Iterator[dict[str, Linear]]:
     """Records a pass through Transformer Engine modules, by name."""
     passes = {name: Linear() for name in modules}
     hooks = [module.register_forward_hook(_note(passes[name])) for name, module in modules.items()]
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in modules}
-    for name, module in modules.items():
-        # Must run before the pass ends: its own magnitudes change the scales.
-        hooks.append(module.register_forward_hook(_keep_scales(states[name], "scaling_fwd")))
     yield passes
     for hook in hooks:
         hook.remove()
-    for name, state in states.items():
-        if state:
-            forward, back = (state[key].tolist() for key in ("scaling_fwd", "scaling_bwd"))
-            passes[name].scales = [
-                Scales(*pair, gradient)
-                for *pair, gradient in zip(forward[0::3], forward[1::3], back[0::2], strict=True)
-            ]
     for name, module in modules.items():
         for p in (p for n, p in module.named_parameters() if n.startswith("weight")):
             passes[name].weights.append(_plain(p))
@@ -76,20 +55,6 @@ def _note(into: Linear) -> Any:
         if output.requires_grad:  # false in a pass that is only recomputed
             output.register_hook(lambda g: setattr(into, "of_made", _plain(g)))
             inputs[0].register_hook(lambda g: setattr(into, "of_given", _plain(g)))
-
-    return forward
-
-
-def _keep_scales(into: dict[str, Tensor], key: str) -> Any:
-    def forward(module: Any, _: Any, output: Any) -> None:
-        if not hasattr(module.fp8_meta.get(key), "amax_history"):
-            return
-        into[key] = _plain(module.fp8_meta[key].scale[None])[0]
-        output = output[0] if isinstance(output, tuple) else output
-        if output.requires_grad:
-            output.register_hook(
-                lambda _: into.update(scaling_bwd=_plain(module.fp8_meta["scaling_bwd"].scale[None])[0])
-            )
 
     return forward
 
@@ -151,10 +116,9 @@ def micro(x: Tensor, kind: torch.dtype = E4M3) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """Products of a layer in a recipe, float32; `scales` are given with delayed scaling."""
+    """The three products of a layer in a recipe, float32."""
 
     recipe: str
-    scales: Scales | None = None
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """Returns the output [R, out] of [R, in] and [out, in]."""
@@ -170,16 +134,12 @@ class Products:
         return self._gradient(g.T) @ self._given(x.T).T
 
     def _given(self, x: Tensor) -> Tensor:
-        return rounded(x, self.scales.given, E4M3) if self.scales else ALONG[self.recipe](x, E4M3)
+        return ALONG[self.recipe](x, E4M3)
 
     def _weight(self, w: Tensor) -> Tensor:
-        if self.scales:
-            return rounded(w, self.scales.weight, E4M3)
         return in_squares(w) if self.recipe == "fp8_blockwise" else ALONG[self.recipe](w, E4M3)
 
     def _gradient(self, g: Tensor) -> Tensor:
-        if self.scales:
-            return rounded(g, self.scales.gradient, E5M2)
         return ALONG[self.recipe](g, E5M2 if self.recipe == "fp8_current" else E4M3)
 
 

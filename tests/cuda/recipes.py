@@ -45,7 +45,6 @@ def describe(precision: dict[str, Any]) -> dict[str, Any]:
             for of in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
             if hasattr(recipe, of)
         ],
-        "history": [getattr(recipe, "amax_history_len", None), getattr(recipe, "amax_compute_algo", None)],
         "fp8": [context != "nullcontext" for context in contexts],
         "linear": sorted({name.rpartition(".")[2] for name in engine}),
         "attention": recipe.fp8_dpa or recipe.fp8_mha,

@@ -101,9 +101,7 @@ def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, _pinned: bool = False
 ) -> Any:
     """Returns an empty quantised tensor, with tensors and shapes from Transformer Engine's Python."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-
-    kind: Any = Float8CurrentScalingQuantizer if isinstance(quantizer, Float8Quantizer) else type(quantizer)
+    kind: Any = type(quantizer)
     specs = kind.inner_tensor_specs(quantizer, tuple(shape))
     meta = kind.storage_metadata(quantizer, dtype)
     cls, words = meta["cls"], dict(meta["nontensor_kwargs"])
@@ -144,16 +142,11 @@ def _fill_blocks(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None
 
 
 def _fill_tensor(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None:
-    """Rounds with a single scale: from earlier passes, or from the tensor, where a group of ranks can share the
-    maximum."""
+    """Rounds with a single scale from the tensor; a group of ranks can share the maximum."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    if hasattr(quantizer, "scale"):
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
-        scale = quantizer.scale
-    else:
-        if quantizer.with_amax_reduction:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
-        scale = _scale(amax, kind, quantizer.force_pow_2_scales)
+    if quantizer.with_amax_reduction:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+    scale = _scale(amax, kind, quantizer.force_pow_2_scales)
     numbers = _bytes(x * scale, kind)
     if out._data is not None:
         out._data.copy_(numbers.view(out._data.shape))
@@ -177,7 +170,6 @@ def _fill_micro(x: Tensor, quantizer: Any, kind: torch.dtype, out: Any) -> None:
 FILL: dict[str, Callable[..., None]] = {
     "Float8BlockQuantizer": _fill_blocks,
     "Float8CurrentScalingQuantizer": _fill_tensor,
-    "Float8Quantizer": _fill_tensor,
     "MXFP8Quantizer": _fill_micro,
 }
 

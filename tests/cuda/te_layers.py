@@ -99,7 +99,7 @@ class Ready:
         hidden = self.forward()
         self.backward(hidden)
         if fp8:
-            fp8.end(trained=True)
+            fp8.end()
         return hidden
 
     def gradients(self) -> dict[str, Any]:

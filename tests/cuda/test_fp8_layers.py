@@ -19,7 +19,7 @@ from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig, Preci
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda import te
-from tests.cuda.linears import Linear, Products
+from tests.cuda.linears import Products
 from tests.cuda.programs import run
 from tests.cuda.te_layers import Answer
 from tests.cuda.test_waits import DISPATCH, EMBEDDING, off, planned
@@ -35,10 +35,8 @@ BLACKWELL = 10, 0
 RECIPES = {
     "fp8_blockwise": te.HOPPER,
     "fp8_current": te.HOPPER,
-    "fp8_delayed": te.HOPPER,
     "mxfp8": BLACKWELL,
     "fp8_current on Blackwell": BLACKWELL,
-    "fp8_delayed on Blackwell": BLACKWELL,
 }
 """Recipe name → compute capability."""
 
@@ -57,7 +55,6 @@ BLOCKWISE = {
     "deepep": policy("te", "fp8_blockwise", moe=MoeConfig(dispatcher="deepep")),
 }
 """Policies with the recipe of Hopper's blocks."""
-DELAYED = {"delayed moe": policy("te", "fp8_delayed", recompute="moe")}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
         policies = {name: policy("te", name) for name in names}
         policies |= {f"local {name}": policy("local", name) for name in names}
         if capability == te.HOPPER:
-            policies |= BLOCKWISE | DELAYED | {"bfloat16": policy("te", "model")}
+            policies |= BLOCKWISE | {"bfloat16": policy("te", "model")}
         by_policy |= run("te_layers", folder, PARALLEL, policies, capability)
     return by_policy
 
@@ -81,10 +78,10 @@ def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
     return np.concatenate([of.hidden for of in ranks])
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE, *DELAYED])
+@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE])
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str, list[Answer]], name: str) -> None:
     """Counts waits: rounding, padding of experts' rows and FP8 gathers cause no wait."""
-    passes = {"moe": 2, "full": 2, "delayed moe": 2, "deepep": 0}.get(name, 1)
+    passes = {"moe": 2, "full": 2, "deepep": 0}.get(name, 1)
     for answer in answers[name]:
         waits = {key: count for key, count in answer.waits.items() if name != "nothing fused" or key == DISPATCH}
         assert waits == ({DISPATCH: passes * LAYERS} if passes else {})
@@ -97,9 +94,9 @@ def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer:
     for answer in answers[name]:
         linear = answer.linears[layer]
         assert len(linear.splits) == MODEL.experts / PARALLEL.expert and sum(linear.splits) == len(linear.given)
+        products = Products(name.split()[0])
         parts = [t.split(linear.splits) for t in (linear.given, linear.made, linear.of_made, linear.of_given)]
         for i, (x, y, g, of_x) in enumerate(zip(*parts, strict=True)):
-            products = Products(name.split()[0], linear.scales[i] if linear.scales else None)
             w, of_w = linear.weights[i], linear.of_weights[i]
             close(y, products.forward(x, w))
             close(of_x, products.of_given(g, w))
@@ -111,13 +108,13 @@ def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer
     """Compares the products of a layer shared by ranks. Each rank holds some columns of attention's output and gets
     some rows of the summed output. The ranks gather all rows of the gradient as FP8 numbers."""
     ranks = [answer.linears["proj"] for answer in answers[name]]
-    products = [Products(name.split()[0], of.scales[0] if of.scales else None) for of in ranks]
-    parts = [of.forward(rank.given, rank.weights[0]) for of, rank in zip(products, ranks, strict=True)]
+    products = Products(name.split()[0])
+    parts = [products.forward(rank.given, rank.weights[0]) for rank in ranks]
     close(torch.cat([rank.made for rank in ranks]), sum(parts), beside=sum(p.abs() for p in parts))
     gradient = torch.cat([rank.of_made for rank in ranks])
-    for of, rank in zip(products, ranks, strict=True):
-        close(rank.of_given, of.of_given(gradient, rank.weights[0]))
-        close(rank.of_weights[0], of.of_weight(gradient, rank.given))
+    for rank in ranks:
+        close(rank.of_given, products.of_given(gradient, rank.weights[0]))
+        close(rank.of_weights[0], products.of_weight(gradient, rank.given))
 
 
 def close(actual: Tensor, expected: Tensor, beside: Tensor | None = None) -> None:
@@ -128,44 +125,16 @@ def close(actual: Tensor, expected: Tensor, beside: Tensor | None = None) -> Non
     assert not ((actual - expected).abs() > room).any()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "delayed" in name])
-def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, list[Answer]], name: str) -> None:
-    """Compares delayed scales with the magnitudes of both ranks. Weights are unchanged; inputs and gradients of earlier
-    passes have about the same magnitude."""
-    for layer in ("proj", "fc1", "fc2"):
-        ranks = [answer.linears[layer] for answer in answers[name]]
-        for i, scales in enumerate(ranks[0].scales):
-            assert scales == ranks[1].scales[i]
-            assert scales.weight == pytest.approx(448 / max(float(of.weights[i].abs().max()) for of in ranks), rel=1e-6)
-            inputs, gradients = (
-                max(
-                    float(t.abs().max())
-                    for of, tensor in zip(ranks, tensors, strict=True)
-                    for t in [part(of, tensor, i)]
-                )
-                for tensors in ([of.given for of in ranks], [of.of_made for of in ranks])
-            )
-            assert scales.given * inputs == pytest.approx(448, rel=0.2)
-            assert scales.gradient * gradients == pytest.approx(57344, rel=0.4)
-
-
-def part(of: Linear, t: Tensor, i: int) -> Tensor:
-    """Returns an expert's rows, or all rows."""
-    return t.split(of.splits)[i] if of.splits else t
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares hidden states with the local spec. The difference must be smaller than the difference of the local spec
-    from bfloat16, whose noise changes some roundings. Delayed scaling uses any scale, ours a power of two: two noise
-    sources."""
+    from bfloat16, whose noise changes some roundings."""
     engine, local, plain = (hidden(answers[n]) for n in (name, f"local {name}", "bfloat16"))
-    near = 1.5 if "delayed" in name else 0.6
-    assert off(engine, local) < near * off(local, plain) < near * 0.09
+    assert off(engine, local) < 0.6 * off(local, plain) < 0.6 * 0.09
     assert off(engine, plain) < 1.1 * off(local, plain)
     for ours, other, reference in zip(answers[name], answers[f"local {name}"], answers["bfloat16"], strict=True):
         engine, local, plain = (of.gradients[EMBEDDING] for of in (ours, other, reference))
-        assert off(engine, local) < (1.5 if "delayed" in name else 0.85) * off(local, plain)
+        assert off(engine, local) < 0.85 * off(local, plain)
 
 
 @pytest.mark.parametrize("name", ["parameters", "selective", "moe", "full"])
@@ -181,11 +150,10 @@ def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[st
             )
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full")), *DELAYED])
+@pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full"))])
 def test_a_layer_keeps_about_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares the kept bytes with the planner. The planner counts two bytes for each number, but some are kept as one
-    byte, and an expert's few rows are padded to many. With delayed scaling and recomputed experts a layer keeps 8 %
-    more."""
+    byte, and an expert's few rows are padded to many."""
     for answer in answers[name]:
-        settings = (BLOCKWISE | DELAYED).get(name) or policy("te", name)
-        assert (0.92 if name in DELAYED else 0.94) < planned(answer, settings, MODEL, PARALLEL) / answer.kept < 1.2
+        settings = BLOCKWISE.get(name) or policy("te", name)
+        assert 0.94 < planned(answer, settings, MODEL, PARALLEL) / answer.kept < 1.2

@@ -47,15 +47,14 @@ LAYOUTS = {
     "cp2": ParallelDims(2, context=2),
     "cp4": ParallelDims(4, context=4),
 }
-PLAIN, BLOCKWISE, KEPT = "model", "fp8_blockwise", "fp8_blockwise parameters"
-PER_TENSOR = "fp8_current", "fp8_delayed"
+PLAIN, BLOCKWISE, KEPT, PER_TENSOR = "model", "fp8_blockwise", "fp8_blockwise parameters", "fp8_current"
 HOPPER = {
-    "tp2 ep2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "tp2 ep2": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
     "dp2": (PLAIN, BLOCKWISE, KEPT),
-    "tp2, dense with biases": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
-    "pp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "tp2, dense with biases": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
+    "pp2": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
     "pp2 in chunks": (PLAIN, BLOCKWISE, KEPT),
-    "cp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "cp2": (PLAIN, BLOCKWISE, KEPT, PER_TENSOR),
     "cp4": (PLAIN, BLOCKWISE, KEPT),
 }
 BLACKWELL = {

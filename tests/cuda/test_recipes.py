@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ASKED: list[dict[str, Any]] = [
     {"recipe": "fp8_blockwise", "first_layers": 1, "last_layers": 2},
     {"recipe": "fp8_current"},
-    {"recipe": "fp8_delayed", "history": 7},
     {"recipe": "mxfp8", "last_layers": 1},
 ]
 
@@ -52,10 +51,8 @@ def test_recipes_and_formats(answers: dict[str, dict[str, Any]]) -> None:
     assert {name: (of["recipe"], of["format"]) for name, of in answers.items()} == {
         "fp8_blockwise": ("Float8BlockScaling", "E4M3"),
         "fp8_current": ("Float8CurrentScaling", "HYBRID"),
-        "fp8_delayed": ("TEDelayedScaling", "HYBRID"),
         "mxfp8": ("MXFP8BlockScaling", "E4M3"),
     }
-    assert answers["fp8_delayed"]["history"] == [7, "max"]
 
 
 def test_scales_are_those_of_the_wire_and_of_the_emulation(answers: dict[str, dict[str, Any]]) -> None:
@@ -68,7 +65,6 @@ def test_layers_in_another_precision(answers: dict[str, dict[str, Any]]) -> None
     assert {name: of["fp8"] for name, of in answers.items()} == {
         "fp8_blockwise": [False, True, False, False],
         "fp8_current": [True] * 4,
-        "fp8_delayed": [True] * 4,
         "mxfp8": [True, True, True, False],
     }
 
