@@ -66,7 +66,9 @@ def test_a_run_that_goes_on_has_what_it_had(tmp_path: Path) -> None:
     )
     assert micro_tokens(for_run(settings(1000), HF, tmp_path, resumes=True).policy) == 1000
     (tmp_path / FILE).write_text('{"policy.micro_tokens": "many"}')
-    with pytest.raises(UserError, match=r"micro_tokens\.json: policy\.micro_tokens is none of 4096, .*; remove it"):
+    with pytest.raises(
+        UserError, match=r"micro_tokens\.json: its policy\.micro_tokens is none of 4096, .*; remove the file"
+    ):
         for_run(larger, HF, tmp_path, resumes=True)
     assert micro_tokens(for_run(larger, HF, tmp_path, resumes=False).policy) == 32768
 
