@@ -65,7 +65,7 @@ class CalculatorEnv(ToolEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a whole number short enough to be read in an answer."""
+        """Returns a reason for everything but a whole number short enough to be read in an answer, else None."""
         number = re.fullmatch(r"-?\d+", str(truth).strip()) and len(str(truth).strip()) <= LONGEST
         return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 

@@ -40,7 +40,7 @@ class Gsm8kEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a number in the form of a strict answer."""
+        """Returns a reason for everything but a number in the form of a strict answer, else None."""
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -53,7 +53,7 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Refuses a seed other than a whole number; rows without a seed are allowed."""
+        """Returns a reason for a seed that is no whole number, else None; a row needs no seed."""
         info = row.get("extra_info")
         seed = info.get("seed") if isinstance(info, Mapping) else info
         if seed is None or (isinstance(info, Mapping) and isinstance(seed, int | float) and seed == int(seed)):

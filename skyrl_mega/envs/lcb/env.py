@@ -39,7 +39,7 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a list of at least one test."""
+        """Returns a reason for everything but a list of at least one test, else None."""
         try:
             cases(truth)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

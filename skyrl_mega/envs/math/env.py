@@ -52,7 +52,7 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a single answer as text or a number; NaN is refused."""
+        """Returns a reason for everything but one answer, as text or a number (NaN is none), else None."""
         if str(truth).strip().lower().lstrip("+-") == "nan":
             return "it is no number; allowed is an answer that can be right"
         return wrong_text(truth)

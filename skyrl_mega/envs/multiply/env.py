@@ -29,7 +29,7 @@ class MultiplyEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses a ground truth that cannot be read from a box."""
+        """Returns a reason for a ground truth that cannot be read from a box, else None."""
         if reason := wrong_spelling(truth):
             return reason
         boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()

@@ -46,7 +46,7 @@ class PythonToolEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses a ground truth that cannot stand between the tags of an answer."""
+        """Returns a reason for a ground truth that cannot stand between the tags of an answer, else None."""
         closes = "</answer>" in str(truth)
         return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 

@@ -75,7 +75,7 @@ class SearchEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses a ground truth without a usable right answer."""
+        """Returns a reason for a ground truth without a usable right answer, else None."""
         return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

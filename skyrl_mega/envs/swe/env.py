@@ -127,7 +127,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a shell command."""
+        """Returns a reason for everything but a shell command, else None."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is the tests' command, a text"
 
     @classmethod

@@ -80,7 +80,7 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Refuses everything but a query."""
+        """Returns a reason for everything but a query, else None."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is a query, a text"
 
     @classmethod
