@@ -44,60 +44,23 @@ RANKS, TENSOR = 4, 2
 MICRO_TOKENS = 32_768
 
 
-# ---- calls that differ between versions ------------------------------------------------------------------------------
-
-
 def held(values: np.ndarray) -> Any:
-    """Returns the values per token in the checkout's form: an array, or a list of Python numbers."""
-    from skyrl_mega.rollout.trajectory import Trajectory
-
-    if str(Trajectory.__annotations__["tokens"]).startswith("list"):
-        return values.tolist()
+    """Returns the values per token as an array."""
     return array({np.int32: "i", np.int8: "b", np.float32: "f"}[values.dtype.type], values.tobytes())
 
 
 def grouped(trajectories: list[Any]) -> list[Any]:
-    """Returns groups in the checkout's form."""
-    from skyrl_mega.rollout import trajectory
+    """Returns groups of `GROUP` trajectories each."""
+    from skyrl_mega.trajectories.trajectory import Group
 
     parts = [trajectories[i : i + GROUP] for i in range(0, len(trajectories), GROUP)]
-    if not hasattr(trajectory, "Group"):
-        return parts
-    return [trajectory.Group(part[0].prompt, part) for part in parts]
+    return [Group(part[0].prompt, part) for part in parts]
 
 
-def step_of() -> Callable[..., None]:
-    """Returns the driver's part of a step in the checkout's form."""
-    from skyrl_mega.megatron.group import TrainGroup
-
-    return step_with_held if hasattr(TrainGroup, "hold") else step_with_sent
-
-
-def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
-    """Runs a step with batches sent in every call."""
-    import torch
-
-    from skyrl_mega.algorithms.mismatch import mismatch
-    from skyrl_mega.config.schema import AlgorithmConfig
-    from skyrl_mega.trainer import batch as batches
-
-    algorithm = AlgorithmConfig()
-    batch = batches.batch_of(groups, algorithm, sys.maxsize)
-    on_batch()
-    old, _ = policy.logprobs(batch, temperature=1.0)
-    batch.fields["old_logprobs"] = old
-    engine, drawn = batch.fields["rollout_logprobs"], ~batches.not_drawn(batch, "messages")
-    mask = batch.fields["mask"] * drawn
-    mismatch(torch.from_numpy(engine), torch.from_numpy(old), torch.from_numpy(mask))
-    batch.fields["rollout_logprobs"] = np.where(drawn, engine, old)
-    for mini in batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm):
-        policy.train(mini, temperature=1.0, loss="ppo")
-
-
-def step_with_held(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
-    """Runs a step with micro-batches held by ranks."""
+def step_of_driver(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
+    """Runs the driver's part of a step; ranks hold the micro-batches."""
+    from skyrl_mega.batch import make_batch as batches
     from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
-    from skyrl_mega.trainer import batch as batches
 
     algorithm = AlgorithmConfig()
     batch = batches.make_batch(groups, algorithm, RolloutConfig())
@@ -168,7 +131,7 @@ def resident(key: str = "VmRSS") -> int:
 def trajectories(count: int, tokens: int) -> list[Any]:
     """Returns random trajectories of `tokens` tokens each, in the checkout's form."""
     from skyrl_mega.envs.prompt import Prompt
-    from skyrl_mega.rollout.trajectory import Status, Trajectory
+    from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
     draw = np.random.default_rng(0)
     words = np.array(["the", "number", "of", "apples", "is", "therefore", "twice", "12", "+", "345"])
@@ -205,7 +168,7 @@ def trajectories(count: int, tokens: int) -> list[Any]:
 
 def steps_of(tokens: int, turns: int) -> list[Any]:
     """Returns the steps of a prompt and turns of similar length, with observations between."""
-    from skyrl_mega.rollout.trajectory import Kind, Step
+    from skyrl_mega.trajectories.trajectory import Kind, Step
 
     prompt, observation = (length * tokens // 2000 for length in (PROMPT, OBSERVATION))
     response_tokens = tokens - prompt - observation * (turns - 1)
@@ -223,16 +186,16 @@ def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
     """Runs a round with the imported checkout; returns costs per million tokens and per token."""
     import torch
 
+    from skyrl_mega.batch import make_batch  # noqa: F401  (not to be counted as a phase's)
     from skyrl_mega.cluster.group import ActorGroup
     from skyrl_mega.cluster.ray_session import session
     from skyrl_mega.config.schema import PolicyConfig
     from skyrl_mega.megatron.group import TrainGroup
     from skyrl_mega.parallel.dims import ParallelDims
-    from skyrl_mega.rollout import trajectory_io
-    from skyrl_mega.trainer import batch  # noqa: F401  (not to be counted as a phase's)
+    from skyrl_mega.trajectories import parquet
 
     torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
-    step, cost = step_of(), Cost()
+    step, cost = step_of_driver, Cost()
     with session(actors=RANKS), tempfile.TemporaryDirectory() as folder:
         ranks = ActorGroup.spawn("policy", Rank, [{}] * RANKS, timeout=300)
         policy = TrainGroup(ranks, ParallelDims(RANKS, tensor=TENSOR), PolicyConfig(micro_tokens=MICRO_TOKENS), 300)
@@ -246,7 +209,7 @@ def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
             step(grouped(played), policy, mini_batches, lambda: batch_made_s.append(time.process_time() - start))
         of_ranks = sum(ranks.call_all("cpu_s", timeout=60)) - before
         with cost.phase("write", base):
-            trajectory_io.write(Path(folder) / "step.parquet", played)
+            parquet.write(Path(folder) / "step.parquet", played)
         written = (Path(folder) / "step.parquet").stat().st_size
     million = count * tokens / 1e6
     return {

@@ -43,8 +43,8 @@ from ray.cluster_utils import Cluster
 from safetensors import SafetensorError
 
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
 from tests.trainer import quickstart
 
 ROOT = Path(__file__).parents[1]
@@ -246,7 +246,7 @@ def left(run: Disturbed, within_s: float = 60.0) -> list[str]:
 def trained(folder: Path) -> Samples:
     """Returns the samples of a finished run."""
     files = sorted((folder / "run" / "trajectories").glob("step_*.parquet"))
-    return Counter((t.prompt.uid, t.sample) for file in files for t in trajectory_io.read(file))
+    return Counter((t.prompt.uid, t.sample) for file in files for t in parquet.read(file))
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
         mistakes.append(f"steps {idle} have changed nothing")
     for step in range(1, STEPS + 1):
         file = run.folder / "run" / "trajectories" / f"step_{step:06d}.parquet"
-        played = trajectory_io.read(file) if file.exists() else []
+        played = parquet.read(file) if file.exists() else []
         oldest = max((step - 1 - version for t in played for version, _ in t.versions), default=0)
         if oldest > STALENESS[run.mode]:
             mistakes.append(f"step {step}: a token of {oldest} syncs ago")
@@ -305,7 +305,7 @@ def compared(run: Disturbed, expected: Expected) -> str | None:
 def versions(folder: Path) -> list[set[int]]:
     """Returns the weight versions of each step's tokens."""
     files = sorted((folder / "run" / "trajectories").glob("step_*.parquet"))
-    return [{version for t in trajectory_io.read(file) for version, _ in t.versions} for file in files]
+    return [{version for t in parquet.read(file) for version, _ in t.versions} for file in files]
 
 
 def engine_died(run: Disturbed) -> bool:

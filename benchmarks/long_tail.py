@@ -38,13 +38,13 @@ import psutil
 from benchmarks.long_tail_env import MOST_SUMS, Tail, rows
 from skyrl_mega.config.compose import compose
 from skyrl_mega.data.write import write_rows
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Step
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.workload import LogNormal, Recorded
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Kind, Step
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "runs" / "long_tail"
@@ -207,7 +207,7 @@ def rates_of(folder: Path, work: Work) -> Rates:
     """Returns the rates of a run without asynchrony in the steady state."""
     measured = read(folder / "metrics.jsonl")[SWING : work.steps - work.staleness]
     files = [folder / "trajectories" / f"step_{row['step']:06d}.parquet" for row in measured]
-    played = [[steps for group in trajectory_io.read_steps(file) for steps in group] for file in files]
+    played = [[steps for group in parquet.read_steps(file) for steps in group] for file in files]
     tokens = sum(steps[-1].end for of_step in played for steps in of_step)
     rest_s = sum(row["time/step"] - row["time/generate"] - row["time/sync"] for row in measured)
     return Rates(

@@ -35,8 +35,8 @@ class Maker:
     def make(self, place: int, tokens: int) -> tuple[Any, Any]:
         """Returns a trajectory without arrays, and the arrays."""
         from skyrl_mega.envs.prompt import Prompt
-        from skyrl_mega.rollout.by_reference import detach_arrays
-        from skyrl_mega.rollout.trajectory import Status, Trajectory
+        from skyrl_mega.trajectories.by_reference import detach_arrays
+        from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
         turns = TURNS if place // GROUP % 4 == 0 else 1
         steps = steps_of(tokens, turns)
@@ -81,16 +81,16 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     """Runs a step of `count` trajectories of `tokens` tokens each; returns the costs."""
     import torch
 
+    from skyrl_mega.batch import remote_batch
     from skyrl_mega.cluster.group import ActorGroup
     from skyrl_mega.cluster.ray_session import session
     from skyrl_mega.config.schema import Config, PolicyConfig
     from skyrl_mega.megatron.group import TrainGroup
     from skyrl_mega.parallel.dims import ParallelDims
-    from skyrl_mega.rollout import trajectory_io
-    from skyrl_mega.rollout.by_reference import attach_arrays
-    from skyrl_mega.rollout.trajectory import Group
-    from skyrl_mega.trainer import remote_batch
     from skyrl_mega.trainer.run import rollout_metrics
+    from skyrl_mega.trajectories import parquet
+    from skyrl_mega.trajectories.by_reference import attach_arrays
+    from skyrl_mega.trajectories.trajectory import Group
 
     torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
     config, cost = Config(), Cost()
@@ -130,7 +130,7 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
             step(played)
         if write:
             with cost.phase("write", base):
-                trajectory_io.write_apart(Path(folder) / "step.parquet", played)
+                parquet.write_apart(Path(folder) / "step.parquet", played)
     costs = {f"{name}_cpu_s": seconds for name, seconds in cost.seconds.items()}
     costs |= {f"{name}_peak_mib": peak / 2**20 for name, peak in cost.peak_bytes.items()}
     return {"trajectories": count, "tokens": tokens, **costs, "seconds": time.perf_counter() - start}

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from skyrl_mega.config.schema import BuildConfig, LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, model, objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 
 MOST = 1.05
 MODEL = BuildConfig(

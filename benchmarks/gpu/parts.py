@@ -24,8 +24,8 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
-    from skyrl_mega.megatron.sequences import Sequences
     from skyrl_mega.megatron.worker import ModelWorker
+    from skyrl_mega.trajectories.sequences import Sequences
     from skyrl_mega.weights.connection import Connection
 
 TIMEOUT_S = 60.0
@@ -84,7 +84,7 @@ def described(hf: dict[str, Any]) -> Decoder:
 
 def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
     """Returns random sequences with token weights that sum to 1."""
-    from skyrl_mega.megatron.sequences import Sequences
+    from skyrl_mega.trajectories.sequences import Sequences
 
     rng = np.random.default_rng(seed)
     batch = Sequences.of([rng.integers(0, vocab, n) for n in lengths])

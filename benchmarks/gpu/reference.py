@@ -14,8 +14,8 @@ from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.slice import EACH, GIB, TOKENS, open_slice
 
 if TYPE_CHECKING:
-    from skyrl_mega.megatron.sequences import Sequences
     from skyrl_mega.megatron.worker import ModelWorker
+    from skyrl_mega.trajectories.sequences import Sequences
 
 
 def prove(bench: Bench) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from skyrl_mega.batch.make_batch import Batch, make_batch
 from skyrl_mega.cli.weights_check import opened
 from skyrl_mega.config.derived import cutoff_note
-from skyrl_mega.trainer.batch import Batch, make_batch
 from skyrl_mega.trainer.health.mismatch import threshold
 from skyrl_mega.trainer.health.step_view import quoted
 from skyrl_mega.trainer.rollout_source import RolloutSource

@@ -27,7 +27,7 @@ from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, append, stream_seed
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Step, Trajectory
 
 MAX_TOKENS = 2**22
 """Largest credible token count of an answer; a trajectory keeps an entry in memory per token."""

@@ -23,10 +23,10 @@ from skyrl_mega.config.safe_read import Malformed, parse_json, read_json, writin
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import equal_or_digest
 from skyrl_mega.evaluate.sets import PromptSet, SampleTask
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import fetch_arrays
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.run_dir import locked
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.by_reference import fetch_arrays
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 SCHEMA = pa.schema(
     [
@@ -44,9 +44,9 @@ SCHEMA = pa.schema(
         ("env_class", pa.string()),
         ("data_source", pa.string()),
         ("metadata", pa.string()),
-        ("messages", trajectory_io.MESSAGES),
+        ("messages", parquet.MESSAGES),
         ("seconds", pa.string()),
-        ("prompt_messages", trajectory_io.MESSAGES),
+        ("prompt_messages", parquet.MESSAGES),
         ("extras", pa.string()),
     ]
 )
@@ -83,7 +83,7 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
     """
     t = fetch_arrays(t)
     scores = {name: float(t.metadata.get(name) or 0.0) for name in metrics}
-    prompt, response = trajectory_io.texts(t)
+    prompt, response = parquet.texts(t)
     return {
         "uid": t.prompt.uid,
         "sample": t.sample,
@@ -98,11 +98,11 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
         "response_tokens": sum(t.mask),
         "env_class": t.prompt.env_class,
         "data_source": str(t.prompt.extras.get("data_source") or ""),
-        "metadata": trajectory_io.plain_json(t.metadata),
+        "metadata": parquet.plain_json(t.metadata),
         "messages": t.messages,
-        "seconds": trajectory_io.plain_json(t.seconds),
+        "seconds": parquet.plain_json(t.seconds),
         "prompt_messages": t.prompt.messages,
-        "extras": trajectory_io.plain_json(t.prompt.extras),
+        "extras": parquet.plain_json(t.prompt.extras),
     }
 
 
@@ -173,7 +173,7 @@ class Results:
         prompt = prompts.get(row["uid"])
         if prompt is None or row["sample"] >= samples:
             return False  # from an evaluation with a larger limit or more samples
-        same = (prompt.messages, prompt.env_class, trajectory_io.plain_json(prompt.extras))
+        same = (prompt.messages, prompt.env_class, parquet.plain_json(prompt.extras))
         if same != (row["prompt_messages"], row["env_class"], row["extras"]):
             raise UserError(
                 f"row {prompt.uid} of the set {name} was another one when its samples were drawn",

@@ -12,8 +12,8 @@ from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import SampleTask
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.slots import AgentLike
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.failures import failures
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class Source(Protocol):

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from skyrl_mega.algorithms.losses import Figures
+from skyrl_mega.batch.sample_refs import SampleRef, fetch_stored, read_samples
 from skyrl_mega.config import allocator
 from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
 from skyrl_mega.megatron.role import POLICY, ModelRole
-from skyrl_mega.megatron.sample_refs import SampleRef, fetch_stored, read_samples
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.telemetry.memory import MemoryMeter, Reading
+from skyrl_mega.trajectories.sequences import Sequences
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.profile import RankProfiler

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
+from skyrl_mega.batch.sample_refs import SampleRefs
 from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
-from skyrl_mega.megatron.sample_refs import SampleRefs
-from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.parallel.balance import balance_groups
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences
 
 Rows = list[list[Tensor]]
 """For each data-parallel rank, the indices of the sequences in each micro-batch."""

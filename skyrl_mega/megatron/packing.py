@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences, ragged_arange
+from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences, ragged_arange
 
 
 @dataclass

@@ -34,8 +34,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from skyrl_mega.megatron.packing import MicroBatch, PackedRow, RowRoutes
-from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
+from skyrl_mega.trajectories.sequences import Column, Sequences
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 """megatron-core's own choice: (scores [L, E], K, groups, …) → scores and indices of the chosen experts, [L, K] each."""

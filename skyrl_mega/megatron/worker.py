@@ -40,7 +40,6 @@ from skyrl_mega.megatron.precision import drop_fp8_copies
 from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.residency import Resident, expand_critic, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
 from skyrl_mega.megatron.sums import scalars, summed
 from skyrl_mega.models.blocks.value_head import VALUE
@@ -49,6 +48,7 @@ from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 
 Finish = Callable[[Any, MicroBatch, int, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """A function (model chunk, micro-batch, number of tokens, hidden states) → a loss, and tensors to keep."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.report import rows
-from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.telemetry.run_dir import by_step
+from skyrl_mega.trajectories.trajectory import Status
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status
 
 TOKENS = ("tokens", "mask", "logprobs")
 """Columns read only for trajectories on display."""
@@ -69,7 +69,7 @@ def tokens(file: Path) -> pa.Table | None:
         if "tokens" not in pq.read_schema(file).names:
             return None
         table = pq.read_table(file, columns=list(TOKENS))
-        typed = pa.table({name: table[name].cast(trajectory_io.SCHEMA.field(name).type) for name in TOKENS})
+        typed = pa.table({name: table[name].cast(parquet.SCHEMA.field(name).type) for name in TOKENS})
         lengths = [pc.list_value_length(typed[name]) for name in TOKENS]
         if any(one.null_count or not one.equals(lengths[0]) for one in lengths):
             raise pa.ArrowInvalid(f"columns {', '.join(TOKENS)} have rows of different lengths, or without a value")
@@ -92,11 +92,11 @@ def _table(file: Path) -> pa.Table:
             raise pa.ArrowInvalid(f"its columns have {size} bytes, allowed are {LARGEST}")
         read = [name for name in names if name not in (*TOKENS, *UNREAD)]
         table = opened.read(columns=read)
-    columns = {name: table[name] for name in read if name in trajectory_io.SCHEMA.names}
+    columns = {name: table[name] for name in read if name in parquet.SCHEMA.names}
     if evaluated:
         columns |= {name: table[source] for name, source in EVALUATED.items()}
-        columns["versions"] = pa.array([[]] * len(table), trajectory_io.SCHEMA.field("versions").type)
-    typed = {name: column.cast(trajectory_io.SCHEMA.field(name).type) for name, column in columns.items()}
+        columns["versions"] = pa.array([[]] * len(table), parquet.SCHEMA.field("versions").type)
+    typed = {name: column.cast(parquet.SCHEMA.field(name).type) for name, column in columns.items()}
     empty = [name for name in (*needed, *EVALUATED) if name in typed and typed[name].null_count]
     if empty:
         raise pa.ArrowInvalid(f"column {empty[0]} has rows without a value")

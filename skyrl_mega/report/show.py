@@ -14,8 +14,8 @@ from rich.console import Console
 from skyrl_mega.report.document import save
 from skyrl_mega.report.records import SORTS, Query, Record, files_of, load
 from skyrl_mega.report.terminal import View
-from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.console import Console as Progress
+from skyrl_mega.trajectories.trajectory import GREEDY
 
 TEXT_LIMIT = 20
 """Trajectories printed without --limit."""

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.report.records import Part, Record
-from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.table import duration
+from skyrl_mega.trajectories.trajectory import GREEDY
 
 WIDEST = 120
 """Most columns of a line, for comfortable reading."""

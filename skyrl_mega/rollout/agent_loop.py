@@ -28,8 +28,8 @@ from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
 from skyrl_mega.rollout.token_rewards import TokenRewards
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory, new_trajectory
 from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory, new_trajectory
 
 LONGEST_ERROR = 2000
 """Most characters kept of an environment's error."""

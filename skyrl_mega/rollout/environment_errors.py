@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_mega.envs.validate import StepOutput
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
 
 
 class EnvironmentFault(Exception):

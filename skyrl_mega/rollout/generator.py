@@ -17,11 +17,11 @@ from skyrl_mega.rollout.lockstep import LockstepRouter
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.slots import AgentLike, LocalPlayer, SlotAgent, Slots
-from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 Answer = TypeVar("Answer")
 

@@ -6,7 +6,7 @@ import asyncio
 
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Opened
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 LONGEST_S = 60.0
 PAUSE_S = 1.0

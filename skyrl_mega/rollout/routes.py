@@ -14,7 +14,7 @@ import numpy as np
 
 from skyrl_mega.engines.base import Completion
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class TurnRoutes:
@@ -52,7 +52,7 @@ class TurnRoutes:
     def keep(self, t: Trajectory) -> None:
         """Stores the routes of a finished trajectory in the trajectory's columns, shape [T, M, K], aligned to the
         input."""
-        from skyrl_mega.megatron.sequences import Column, flat  # torch, which readers of trajectories do without
+        from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
 
         if self.parts:
             rest = _none(self.parts[0], len(t.tokens) - self.known)

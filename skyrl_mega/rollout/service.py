@@ -26,7 +26,7 @@ from skyrl_mega.rollout.generator import close_all
 from skyrl_mega.rollout.journal import Journal, RecordedTurn
 from skyrl_mega.rollout.router import Load, QueuedRequest, Router, load_of
 from skyrl_mega.rollout.slots import AgentLike, RequestRouter
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 TOGETHER_S = 1.0
 """Seconds for which groups submitted together wait until all environments are open. As in a phase, requests sent in a

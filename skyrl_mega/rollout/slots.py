@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class RequestRouter(Protocol):

@@ -5,11 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Trajectory
 
-TOKEN_REWARDS = "token_rewards"
-"""Name of the column: float64 [T], extra reward of each token of the policy. Present only if an environment gives
-`rewards_at`; the step's reward includes these values."""
 UNKNOWN, BYTES = "\ufffd", 4
 """Text of an incomplete character, and most bytes of a character."""
 Text = Callable[[Sequence[int]], str]
@@ -40,7 +37,7 @@ class TokenRewards:
         if self.rewards and not t.status.failed:
             import torch  # which readers of trajectories do without
 
-            from skyrl_mega.megatron.sequences import Column
+            from skyrl_mega.trajectories.sequences import Column
 
             at, rewards = zip(*self.rewards, strict=True)
             values = torch.zeros(len(t.tokens), dtype=torch.float64)

@@ -25,10 +25,8 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.megatron.sample_refs import StoredTrajectory
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent_factory import AgentFactory
-from skyrl_mega.rollout.by_reference import detach_arrays
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.renderer import Renderer
@@ -48,6 +46,8 @@ from skyrl_mega.rollout.worker_messages import (
 )
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trajectories.by_reference import detach_arrays
+from skyrl_mega.trajectories.remote_arrays import StoredTrajectory
 
 HEARTBEAT_S = 1.0
 """Seconds after which a worker without events reports counts as a sign of life."""

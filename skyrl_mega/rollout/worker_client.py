@@ -19,10 +19,8 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import crash_isolation, journal
-from skyrl_mega.rollout.by_reference import attach_arrays
 from skyrl_mega.rollout.crash_isolation import Crash, CrashHistory, WorkerCrash
 from skyrl_mega.rollout.journal import RecordedTurn
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
     EngineAwaitsSync,
@@ -39,6 +37,8 @@ from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trajectories.by_reference import attach_arrays
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 SILENCE_S = 120.0
 """Seconds without a message after which a worker counts as dead. A worker without news reports every second."""

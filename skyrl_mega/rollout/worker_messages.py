@@ -10,9 +10,9 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.journal import RecordedTurn
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.slots import PendingTrajectory, Player, SlotAgent, Slots
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualTime
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 EXACT = 1e-9
 """Tolerance for floating-point error in a quotient of places."""

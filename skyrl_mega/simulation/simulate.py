@@ -21,7 +21,6 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.slots import LocalPlayer
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.calls import OWN_SECONDS, Bounds, Calls, HeldSlots, Places
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
 from skyrl_mega.simulation.rates import MAX_TRAJECTORIES, Rates, scale_down
@@ -30,6 +29,7 @@ from skyrl_mega.simulation.workload import Workload
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 FIRST_MEASURED = 9
 """First measured step, equal in all modes so that all get the same prompts. Most earlier steps are skipped; only enough

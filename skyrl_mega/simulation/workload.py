@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.terminal import one_line, printable
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Step
 from skyrl_mega.telemetry.run_dir import by_step
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Kind, Step
 
 SHOWN_CHARS = 40
 """Characters of an option shown in an error."""
@@ -177,7 +177,7 @@ class Recorded:
         groups = []
         for file in by_step(folder / "trajectories", ".parquet").values():
             try:
-                trajectories = trajectory_io.read_steps(file)
+                trajectories = parquet.read_steps(file)
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"{file.name} has no trajectories that can be read ({one_line(str(error))})",

@@ -18,13 +18,13 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.rollout.service import Done, RolloutService, Ticket
-from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.telemetry.console import Phase
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.rollouts_ahead import Versions
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 
 class Asynchronous:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.objectives import VALUE
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.trainer.batch import Batch
+from skyrl_mega.trajectories.sequences import Sequences
 
 OLD = "old_values"
 """The column of values under the critic's weights at the start of the RL step."""

@@ -12,10 +12,10 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.sources import set_names, source_of
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Phase
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health.failures import failures, refuse_broken
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class Evaluator:

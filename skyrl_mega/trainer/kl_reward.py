@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from skyrl_mega.algorithms.kl import adapted, kl
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.config.schema import KlConfig
-from skyrl_mega.trainer.batch import Batch
 
 
 @dataclass

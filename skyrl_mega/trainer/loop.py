@@ -14,31 +14,31 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
 from skyrl_mega.algorithms.token_weights import MEANS, averages
-from skyrl_mega.cluster.channel import polling_for_stop
-from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.megatron.group import TrainGroup
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.planner.flops import BACKWARD
-from skyrl_mega.rollout.by_reference import fetch_group_arrays
-from skyrl_mega.rollout.trajectory import Group
-from skyrl_mega.trainer import critic
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
-from skyrl_mega.trainer.mini_batch_stats import token_selections
-from skyrl_mega.trainer.remote_batch import (
+from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages
+from skyrl_mega.batch.mini_batch_stats import token_selections
+from skyrl_mega.batch.remote_batch import (
     MiniBatch,
-    forward_load,
     has_gradient,
     importance_mean_of,
     make_remote_batch,
     tokens_stay_remote,
     total_weight,
 )
-from skyrl_mega.trainer.remote_batch import mini_batches as remote_mini_batches
+from skyrl_mega.batch.remote_batch import mini_batches as remote_mini_batches
+from skyrl_mega.batch.signal import advantage_fraction
+from skyrl_mega.cluster.channel import polling_for_stop
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.planner.flops import BACKWARD
+from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
-from skyrl_mega.trainer.signal import advantage_fraction
+from skyrl_mega.trainer.speed import forward_load
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.by_reference import fetch_group_arrays
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Group
 
 
 def train(run: Run) -> None:

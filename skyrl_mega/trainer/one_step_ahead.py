@@ -20,12 +20,12 @@ from typing import Any
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import LOOK_EVERY_S
-from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.rollouts_ahead import Versions
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 
 @dataclass

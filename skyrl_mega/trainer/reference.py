@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_mega.batch.sample_refs import SampleRefs
 from skyrl_mega.megatron.group import TrainGroup, require_sequences
-from skyrl_mega.megatron.sample_refs import SampleRefs
-from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.trajectories.sequences import Sequences
 
 COLUMN = "reference_logprobs"
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_mega.megatron.sequences import Sequences, ragged_arange
+from skyrl_mega.batch.make_batch import sampled_by_engine
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
-from skyrl_mega.trainer.batch import sampled_by_engine
+from skyrl_mega.trajectories.sequences import Sequences, ragged_arange
 
 PREFIX = "replay_"
 """Prefix of the ranks' replay sums: `replay_<what>_<layer>`, by `router_replay.Count`."""

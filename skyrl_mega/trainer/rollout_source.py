@@ -10,11 +10,11 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.trajectory import GREEDY, Group, Trajectory
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.dynamic_sampling import Selection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import GREEDY, Group, Trajectory
 
 
 class RolloutSource:

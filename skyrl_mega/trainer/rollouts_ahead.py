@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 
 class Rollouts(Protocol):

@@ -21,9 +21,6 @@ from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.hf_checkpoint.box_header import Damaged
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import fetch_arrays
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
@@ -40,6 +37,9 @@ from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollouts_ahead import Rollouts
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.by_reference import fetch_arrays
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from skyrl_mega.weights.sync import WeightSync
 
 ROLLOUTS = "rollouts"
@@ -190,7 +190,7 @@ class Run:
         if every and step.number % every == 0:
             file = self.folder / "trajectories" / f"step_{step.number:06d}.parquet"
             trajectories, columns = step.trajectories + step.greedy, self.config.telemetry.trajectory_columns
-            trajectory_io.write_apart(file, trajectories, columns=columns)
+            parquet.write_apart(file, trajectories, columns=columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         refuse_broken(step.trajectories, self.config.environment.max_failed)
@@ -316,7 +316,7 @@ class Run:
 
 
 def _text(trajectory: Trajectory) -> TrajectoryText:
-    prompt, response = trajectory_io.texts(fetch_arrays(trajectory))
+    prompt, response = parquet.texts(fetch_arrays(trajectory))
     status, environment = trajectory.status.value, trajectory.prompt.env_class
     return TrajectoryText(prompt, response, trajectory.reward, status, environment)
 

@@ -17,9 +17,9 @@ from skyrl_mega.config.safe_read import read_json, writing
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays
-from skyrl_mega.rollout.trajectory import Group, Trajectory
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.by_reference import attach_arrays, detach_arrays
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 _STATE, _ROWS = "rollouts.json", "rollouts.parquet"
 
@@ -62,7 +62,7 @@ def write(folder: Path, config: Config, state: Mapping[str, Any], trajectories: 
     with writing(folder / _STATE), (folder / _STATE).open("w") as opened:
         json.dump({**state, "form": FORMAT, "settings": _settings(config)}, opened)
     if trajectories:
-        trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
+        parquet.write_apart(folder / _ROWS, list(trajectories), columns=True)
 
 
 def read(
@@ -80,7 +80,7 @@ def read(
     by_uid = {prompt.uid: prompt for prompt in prompts}
     reason = _differing(state, _settings(config))
     store = _store_remotely if config.environment.processes else lambda t: t
-    chunks = trajectory_io.read_some(folder / _ROWS) if not reason and (folder / _ROWS).exists() else ()
+    chunks = parquet.read_some(folder / _ROWS) if not reason and (folder / _ROWS).exists() else ()
     trajectories = [store(t) for chunk in chunks for t in chunk]
     if any(by_uid[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in by_uid):
         reason = "data.train has other prompts in their place"

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from skyrl_mega.batch.remote_batch import MiniBatch
+from skyrl_mega.batch.sample_refs import SampleRefs
 from skyrl_mega.config.derived import engine_data, policy_ranks
 from skyrl_mega.config.schema import Config
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import Load, causal_pairs, flops
-from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Trajectory
 
 Steps = Mapping[int, int]
 """Tokens per iteration → number of iterations of an engine worker."""
 
 
-def forward_load(mini: Sequences) -> Load:
+def forward_load(mini: MiniBatch) -> Load:
     """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
+    if isinstance(mini, SampleRefs):
+        return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
     counted = mini["weights"] != 0
     if "mask" in mini:
         counted = counted & (mini["mask"] != 0)

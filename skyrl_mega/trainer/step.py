@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from skyrl_mega.planner.flops import Load
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 @dataclass

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE, Figures, LossInputs
+from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
+from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
@@ -28,11 +30,9 @@ from skyrl_mega.config.unused_settings import NORMALIZED
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.objectives import objective
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.rollout.trajectory import GREEDY, Group, Status, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.trainer.kl_reward import KlReward
-from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import GREEDY, Group, Status, Trajectory
 
 REWARDS = st.sampled_from([-1.0, 0.0, 0.1, 1.0, 1e6])
 STATUS = st.sampled_from([Status.COMPLETED] * 4 + [Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.ERROR_ENV])

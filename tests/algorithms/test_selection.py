@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from skyrl_mega.algorithms import selection
 from skyrl_mega.algorithms.losses import Figures, find
+from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.config.schema import AlgorithmConfig, ClipCovConfig, EntropyConfig, KlCovConfig
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.algorithms.answers import packed, some_answers
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)

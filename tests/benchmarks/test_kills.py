@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from benchmarks.kills import NODE, PROMPTS, SAMPLES, STEPS, Disturbed, Expected, compared, left, wrong
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 Steps = dict[int, list[Trajectory]]
 
@@ -43,7 +43,7 @@ def whole() -> Steps:
 def ended(folder: Path, steps: Steps) -> Disturbed:
     (folder / "run" / "model").mkdir(parents=True)
     for step, trajectories in steps.items():
-        trajectory_io.write(folder / "run" / "trajectories" / f"step_{step:06d}.parquet", trajectories)
+        parquet.write(folder / "run" / "trajectories" / f"step_{step:06d}.parquet", trajectories)
     rows = [{"step": step, "policy/grad_norm": 0.5} for step in (0, *steps)]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_file({"w": torch.ones(2)}, folder / "run" / "model" / "model.safetensors")

@@ -32,9 +32,9 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.envs.base import BaseTextEnvStepOutput
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 from skyrl_mega.simulation.workload import LogNormal
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
 
 TAIL = Tail(LogNormal(2.5, 0.7), LogNormal(0.3, 1.0))
 
@@ -138,7 +138,7 @@ def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
     trajectory = Trajectory(Prompt(0, [], "sums", {}), 0, *whole, 6, 0.0, Status.COMPLETED, 2, steps=steps)
     lines = [{"step": 0}]
     for step in range(1, work.steps + 1):
-        trajectory_io.write(tmp_path / "trajectories" / f"step_{step:06d}.parquet", [trajectory] * 64)
+        parquet.write(tmp_path / "trajectories" / f"step_{step:06d}.parquet", [trajectory] * 64)
         lines.append({"step": step, "time/step": 9.0, "time/generate": 5.0, "time/sync": 0.5})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rates = rates_of(tmp_path, work)

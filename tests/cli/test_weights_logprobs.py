@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.cli.weights import main
 from skyrl_mega.cli.weights_logprobs import (
     AGAIN,
@@ -33,7 +34,6 @@ from skyrl_mega.cli.weights_logprobs import (
 )
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models import tiny
-from skyrl_mega.trainer.batch import Batch
 from tests.support.engines import build_model_of
 from tests.trainer.quickstart import ROOT, SMALL
 

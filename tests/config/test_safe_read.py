@@ -24,7 +24,7 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.report import rows
 from skyrl_mega.retriever.embedder import Embedder
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory_io import read_steps
+from skyrl_mega.trajectories.parquet import read_steps
 
 READERS: dict[str, Callable[[Path], object]] = {
     "it.json": lambda file: safe_read.read_json(file, "write it again"),

@@ -11,6 +11,7 @@ import torch
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES, PerToken
 from skyrl_mega.algorithms.losses import LOSSES, LossInputs
+from skyrl_mega.batch.mini_batch_stats import token_selections
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
@@ -19,7 +20,6 @@ from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.unused_settings import NORMALIZED, READS, unused_notes
-from skyrl_mega.trainer.mini_batch_stats import token_selections
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OF_LOSSES = {name for names in READS.values() for name in names}

@@ -35,8 +35,8 @@ from skyrl_mega.planner.memory import engine_memory
 from skyrl_mega.planner.times import generate_time, mean_concurrency
 from skyrl_mega.rollout import generator
 from skyrl_mega.rollout.env_pool import Call, Raised
-from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer import start_actors
+from skyrl_mega.trajectories.trajectory import Status
 from tests.conftest import ROOT
 from tests.support import simulated_time
 from tests.support.simulated_engine import SimulatedEngine

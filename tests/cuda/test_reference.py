@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import objectives, reference
 from skyrl_mega.megatron.reference import Reference
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import memory
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

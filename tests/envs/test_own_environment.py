@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status
 from tests.envs.test_contract import example_of_the_documents
 from tests.trainer.quickstart import ROOT, left_over
 
@@ -69,7 +69,7 @@ def paste(folder: Path, environment: str, rows: str) -> None:
     pq.write_table(pa.Table.from_pylist(shown), folder / "shown.parquet")
 
 
-def launch(folder: Path, *settings: str) -> list[trajectory_io.Trajectory]:
+def launch(folder: Path, *settings: str) -> list[parquet.Trajectory]:
     """Runs two steps of the page's run with the tiny model and returns the trajectories of both steps."""
     completed = python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -81,7 +81,7 @@ def launch(folder: Path, *settings: str) -> list[trajectory_io.Trajectory]:
         assert row["rollout/failed_fraction"] == 0 and row["mismatch/logprob_abs_mean"] < 1e-3
     assert max(row["policy/grad_norm"] for row in steps) > 0
     files = sorted((folder / "runs" / "my_run" / "trajectories").glob("step_*.parquet"))
-    played = [trajectory_io.read(file) for file in files]
+    played = [parquet.read(file) for file in files]
     assert [len(p) for p in played] == [32, 32]
     for trajectories, row in zip(played, steps, strict=True):
         assert sum(t.reward for t in trajectories) / 32 == pytest.approx(row["reward/mean"])

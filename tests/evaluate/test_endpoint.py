@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, S
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate import endpoint as module
 from skyrl_mega.evaluate.endpoint import ATTEMPTS, Endpoint, EndpointFailed, EndpointSource, with_stop_string
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.evaluate.fake import Fake, serving
 
 BUSY = (429, {"Retry-After": "0"}, '{"error": {"message": "slow down"}}')

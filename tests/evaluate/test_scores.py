@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.results import Sample, row_of
 from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets, set_scores
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 
 def samples_of(rights: list[list[float]]) -> dict[tuple[int, int], Sample]:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from skyrl_mega.config.schema import LayoutConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, model, objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.registry import HeadKind
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

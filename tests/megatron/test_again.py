@@ -10,9 +10,9 @@ import torch
 
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.actor import MegatronActor
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_mega.config.schema import BuildConfig, MoeConfig
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.megatron.layouts import policy_logprobs
 from tests.support.ranks import run_ranks

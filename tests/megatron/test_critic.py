@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.schema import MoeConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import moments, objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.blocks.value_head import VALUE
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.export.test_layouts import shorten_vocabulary
 from tests.megatron import layouts
 from tests.megatron.test_checkpoint import assert_same, held, put_together

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture as blocks_of
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.flops import BACKWARD, Load, flops
 from skyrl_mega.trainer.speed import forward_load
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 from tests.weights.grids import MODELS

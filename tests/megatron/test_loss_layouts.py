@@ -14,6 +14,7 @@ import torch
 from skyrl_mega.algorithms.losses import LOSSES, Figures
 from skyrl_mega.algorithms.token_weights import MEANS as MEANS_OF_TOKENS
 from skyrl_mega.algorithms.token_weights import token_weights
+from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     BuildConfig,
@@ -31,11 +32,10 @@ from skyrl_mega.config.schema import (
     RejectionConfig,
 )
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight, token_selections
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

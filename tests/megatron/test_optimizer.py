@@ -12,9 +12,9 @@ import torch
 
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

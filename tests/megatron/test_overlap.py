@@ -13,9 +13,9 @@ import pytest
 from skyrl_mega.config.schema import BuildConfig, PolicyConfig
 from skyrl_mega.megatron import heads, objectives
 from skyrl_mega.megatron import model as policy_build
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

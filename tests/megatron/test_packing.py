@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Column, Sequences
+from skyrl_mega.trajectories.sequences import Column, Sequences
 
 
 def batch_of(lengths: list[int]) -> Sequences:

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from skyrl_mega.config.schema import BuildConfig, PolicyConfig, PrecisionConfig
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.megatron.test_against_transformers import widen
 from tests.support.ranks import run_ranks

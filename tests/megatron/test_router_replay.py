@@ -19,10 +19,10 @@ from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig, Po
 from skyrl_mega.megatron import objectives
 from skyrl_mega.megatron.packing import MicroBatch, RowRoutes
 from skyrl_mega.megatron.router_replay import RouterReplay
-from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.models import tiny
 from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trajectories.sequences import Column, Sequences
 from tests.megatron import layouts
 from tests.support.engines import LOADING, build_model_of
 from tests.support.ranks import run_ranks

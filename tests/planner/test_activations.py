@@ -19,10 +19,10 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import layer_spec
 from skyrl_mega.megatron.model import unwrap_gpt
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.planner.activations import HOST_PAGE, Row, activations, layer
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 

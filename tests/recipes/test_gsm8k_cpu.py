@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
 from tests.trainer.quickstart import left_over
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_two_steps_on_real_questions(real_data: Path, smollm2: Path, tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     questions = [json.loads(line)["question"] for line in (real_data / "data" / "gsm8k" / "train.jsonl").open()]
     for step in (1, STEPS):
-        trajectories = trajectory_io.read(tmp_path / "gsm8k_cpu" / "trajectories" / f"step_{step:06d}.parquet")
+        trajectories = parquet.read(tmp_path / "gsm8k_cpu" / "trajectories" / f"step_{step:06d}.parquet")
         assert len(trajectories) == PROMPTS * SAMPLES
         for t in trajectories:
             assert 0 < t.response_length <= LENGTH and len(t.tokens) == len(t.mask) == len(t.logprobs)

@@ -12,8 +12,8 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.embedder import model_folder
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
 from tests.trainer.quickstart import left_over
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
     (row,) = read(tmp_path / "searchr1_cpu" / "metrics.jsonl")
     assert row["mismatch/logprob_abs_mean"] < 1e-3
     assert row["reward/std"] > 0 and row["policy/grad_norm"] > 0
-    trajectories = trajectory_io.read(tmp_path / "searchr1_cpu" / "trajectories" / "step_000001.parquet")
+    trajectories = parquet.read(tmp_path / "searchr1_cpu" / "trajectories" / "step_000001.parquet")
     assert len(trajectories) == PROMPTS * SAMPLES
     searches = [search for t in trajectories for search in t.metadata["searches"]]
     assert searches and not any("error" in search for search in searches)

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import yaml
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, file_name
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 BEGAN = 1_770_000_000.0
 """Seconds since 1970 of a run's first event."""
@@ -124,7 +124,7 @@ def run_folder(folder: Path, files: dict[int, list[Trajectory]] | None = None, m
     settings = {"run": {"name": folder.name, "steps": 4}, "model": {"path": model}, "rollout": {"options": {"seed": 1}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     for step, trajectories in (files or {}).items():
-        trajectory_io.write(folder / "trajectories" / f"step_{step:06d}.parquet", trajectories)
+        parquet.write(folder / "trajectories" / f"step_{step:06d}.parquet", trajectories)
     return folder
 
 

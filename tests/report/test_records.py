@@ -18,8 +18,8 @@ from skyrl_mega.evaluate.results import SCHEMA, row_of
 from skyrl_mega.report import records, rows
 from skyrl_mega.report.browse import page
 from skyrl_mega.report.records import Query, Tokens
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status
 from tests.report.cases import double, run_folder, single, steps_of_double, with_steps
 
 
@@ -161,7 +161,7 @@ def test_wrong_places_and_steps(tmp_path: Path, run: Path) -> None:
 
 
 def test_the_present_store_has_what_is_needed() -> None:
-    assert set(rows.NEEDED) <= set(trajectory_io.SCHEMA.names)
+    assert set(rows.NEEDED) <= set(parquet.SCHEMA.names)
 
 
 def test_sorting(run: Path) -> None:

@@ -16,7 +16,7 @@ from skyrl_mega.report import records
 from skyrl_mega.report.records import Query, Record
 from skyrl_mega.report.show import summary
 from skyrl_mega.report.terminal import COLUMNS, MARGIN, View
-from skyrl_mega.rollout.trajectory import GREEDY, Trajectory
+from skyrl_mega.trajectories.trajectory import GREEDY, Trajectory
 from tests.report.cases import EVIL, double, run_folder, single, steps_of_double, with_steps
 
 

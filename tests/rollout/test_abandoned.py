@@ -17,7 +17,7 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.trajectories.trajectory import Status
 from tests.rollout.user_envs import Counted
 from tests.support.scripted import Scripted, play
 

@@ -16,11 +16,11 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.agent_loop import Limits
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Kind, Status, Trajectory
 from skyrl_mega.trainer.run import rollout_metrics
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
 from tests.rollout import user_envs
 from tests.support.scripted import Scripted, play
 
@@ -111,8 +111,8 @@ def test_whatever_a_step_gives_ends_its_own_trajectory(
         assert "user_envs.py, line " in t.metadata["at"], "the place in the user's own file"
         # All generated tokens are kept: two turns, or none if `init` failed.
         assert t.turns == sum(t.mask) / 2 == (0 if fault.startswith("init") else 2)
-    trajectory_io.write(tmp_path / "t.parquet", played)
-    assert [t.metadata for t in trajectory_io.read(tmp_path / "t.parquet")] == [t.metadata for t in played]
+    parquet.write(tmp_path / "t.parquet", played)
+    assert [t.metadata for t in parquet.read(tmp_path / "t.parquet")] == [t.metadata for t in played]
 
 
 def test_messages_that_a_template_refuses_end_one_trajectory(characters_chat: Renderer) -> None:
@@ -201,8 +201,8 @@ def test_steps_say_what_happened_when(characters_chat: Renderer, tmp_path: Path)
     assert all(a.at_s <= b.at_s for a, b in zip(t.steps, t.steps[1:], strict=False))
     assert sum(step.generate_s for step in t.steps) == pytest.approx(t.seconds["generate"])
     assert sum(step.env_s for step in t.steps) == pytest.approx(t.seconds["env"]) and t.seconds["env"] > 0
-    trajectory_io.write(tmp_path / "t.parquet", [t])
-    assert trajectory_io.read(tmp_path / "t.parquet") == [t]
+    parquet.write(tmp_path / "t.parquet", [t])
+    assert parquet.read(tmp_path / "t.parquet") == [t]
 
 
 def test_a_rewritten_conversation_begins_anew(characters_chat: Renderer) -> None:

@@ -13,10 +13,10 @@ import pytest
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.rollout import crash_isolation
 from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, may_run
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.worker_client import PendingRollout, WorkerLink
 from skyrl_mega.rollout.worker_messages import Job
 from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.mortal_workers import PROMPT, player_of
 
 

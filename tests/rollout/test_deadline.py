@@ -20,7 +20,7 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.retry import RetryingAgent
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.envs.test_killed_scoring import launcher
 from tests.support.scripted import Scripted
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from skyrl_mega.batch.make_batch import make_batch
+from skyrl_mega.batch.rewards import UNNAMED
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
-from skyrl_mega.trainer.batch import make_batch
-from skyrl_mega.trainer.rewards import UNNAMED
 from skyrl_mega.trainer.run import rollout_metrics
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
 from tests.support.scripted import Scripted, play
 
 ENVIRONMENT = EnvironmentConfig(classes={"named": "tests.rollout.user_envs:Named"})
@@ -42,8 +42,8 @@ def test_they_are_summed_with_their_weights_and_kept_by_name(
     }  # fmt: skip
     assert torch.equal(batch.turns.rewards[:2], torch.tensor([1.75, 3.75]).double())
     assert rollout_metrics([t, plain])["reward/of/right"] == 1.0
-    trajectory_io.write(tmp_path / "t.parquet", [t, plain])
-    assert [back.rewards for back in trajectory_io.read(tmp_path / "t.parquet")] == [t.rewards, {}]
+    parquet.write(tmp_path / "t.parquet", [t, plain])
+    assert [back.rewards for back in parquet.read(tmp_path / "t.parquet")] == [t.rewards, {}]
 
 
 def test_without_weights_each_counts_once(characters_chat: Renderer) -> None:

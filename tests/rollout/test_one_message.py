@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.batch.make_batch import make_batch, mini_batches, samples_of
 from skyrl_mega.config.checks import check_evaluation
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EnvironmentConfig, RetrieverConfig, RolloutConfig
@@ -19,11 +20,10 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.session import running_service
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
-from skyrl_mega.trainer.batch import make_batch, mini_batches, samples_of
 from skyrl_mega.trainer.sft_warmup import encode
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
 from tests.support.chats import characters, qwen
 from tests.support.scripted import Scripted, play
 
@@ -138,8 +138,8 @@ def test_only_a_turn_that_a_stop_string_ended_gets_an_end_token(chat: Renderer, 
     t = one(chat, ["ab", "cd"])
     assert list(t.tokens[-3:]) == [*letters("cd"), END] and list(t.mask[-3:]) == [1, 1, 1]
     assert math.isnan(t.logprobs[-1]) and not any(map(math.isnan, t.logprobs[:-1]))
-    trajectory_io.write(tmp_path / "t.parquet", [t])
-    assert math.isnan(trajectory_io.read(tmp_path / "t.parquet")[0].logprobs[-1])
+    parquet.write(tmp_path / "t.parquet", [t])
+    assert math.isnan(parquet.read(tmp_path / "t.parquet")[0].logprobs[-1])
 
     assert one(chat, ["ab", "c" * 99], turn=9).tokens[-9:].tolist() == letters("c" * 9)  # truncated
     whole = len(t.tokens)

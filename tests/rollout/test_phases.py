@@ -18,9 +18,9 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
+from skyrl_mega.trajectories.trajectory import Group
 from tests.support.chats import characters
 from tests.support.scripted import Scripted
 

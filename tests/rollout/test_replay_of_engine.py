@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_mega.batch.make_batch import Batch, make_batch
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, MoeConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch
 from skyrl_mega.trainer.replay import check_routes
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Group, Trajectory
 from tests.megatron import layouts
 from tests.support.engines import build_model, spec_of
 from tests.support.ranks import run_ranks

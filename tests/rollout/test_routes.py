@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_mega.batch.make_batch import Batch, make_batch
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.engines.vllm.actor import VllmEngine
@@ -18,13 +19,12 @@ from skyrl_mega.engines.vllm.arguments import names
 from skyrl_mega.engines.vllm.routes import RouteRecorder, TokenRoutes, output_routes, verified_routes
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
 from skyrl_mega.models.tiny import build
 from skyrl_mega.rollout.routes import TurnRoutes
-from skyrl_mega.rollout.trajectory import Group, Kind, Status, Step, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch
 from skyrl_mega.trainer.replay import check_routes, replay_metrics
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory
 
 SHAPE = RouteShape(layers=(0, 2), experts=4, per_token=2)
 PROMPT = Prompt(0, [], "", {})

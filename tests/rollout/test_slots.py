@@ -20,8 +20,8 @@ from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.retry import RetryingAgent
 from skyrl_mega.rollout.slots import SlotAgent, Slots
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.scripted import Scripted
 
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from skyrl_mega.algorithms.advantages import AdvantageInputs, per_token
+from skyrl_mega.batch.make_batch import make_batch, token_advantages
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS, characters
-from skyrl_mega.rollout.trajectory import Group, Kind, Status
-from skyrl_mega.trainer.batch import make_batch, token_advantages
+from skyrl_mega.rollout.token_rewards import characters
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Group, Kind, Status
+from tests.batch import test_token_inputs as walks
 from tests.support.scripted import Scripted, play
-from tests.trainer import test_token_inputs as walks
 
 ENVIRONMENT = EnvironmentConfig(classes={"parts": "tests.rollout.user_envs:Parts"})
 PROMPT = Prompt(0, [{"role": "user", "content": "hello"}], "parts", {"extra_info": {}})
@@ -79,8 +79,8 @@ def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, t
     assert [step.reward for step in t.steps if step.kind is Kind.RESPONSE] == [1.75, 0.0] and t.reward == 1.75
     policy_positions = [i for i, is_policy in enumerate(t.mask) if is_policy]
     assert t.columns[TOKEN_REWARDS].values[policy_positions].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0, 0.0, 0.0]
-    trajectory_io.write(tmp_path / "t.parquet", [t], columns=True)
-    (back,) = trajectory_io.read(tmp_path / "t.parquet")
+    parquet.write(tmp_path / "t.parquet", [t], columns=True)
+    (back,) = parquet.read(tmp_path / "t.parquet")
     assert torch.equal(back.columns[TOKEN_REWARDS].values, t.columns[TOKEN_REWARDS].values)
 
     algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:returns")

@@ -26,10 +26,10 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tool_calls import ToolCall, form_of, hermes
 from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError, definitions
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, write_tokenizer
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.trainer.sft_warmup import encode
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.chats import CHATML, TOOLS, characters, qwen
 from tests.support.scripted import Scripted, play
 
@@ -104,8 +104,8 @@ def test_calls_are_made_and_answered(chat: Renderer, tmp_path: Path) -> None:
     shown = chat.tokenizer.decode(list(t.tokens[: t.prompt_length]))
     assert all(json.dumps(tool.definition, ensure_ascii=False) in shown for tool in (SAY, FAIL))
     assert [chat.control[k] for k in t.tokens[: t.prompt_length] if k in chat.control].count(EOS) == 2
-    trajectory_io.write(tmp_path / "t.parquet", [t])
-    assert trajectory_io.read(tmp_path / "t.parquet")[0].tokens == t.tokens
+    parquet.write(tmp_path / "t.parquet", [t])
+    assert parquet.read(tmp_path / "t.parquet")[0].tokens == t.tokens
 
 
 WRONG = {

@@ -17,9 +17,9 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import ServiceRouter
-from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.rollout.worker import KnownEngines, Session
 from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Job
+from skyrl_mega.trajectories.trajectory import Status
 from tests.support.chats import characters
 
 

@@ -27,12 +27,12 @@ from skyrl_mega.rollout.event_loop import BackgroundLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService, Ticket
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.start_actors import Setup
 from skyrl_mega.trainer.start_workers import start_workers
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.engines import build_model, serving, spec_of, start_engine
 
 ROLLOUT = RolloutConfig(

@@ -13,10 +13,10 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
 from skyrl_mega.simulation.simulate import UNITS_PER_ANSWER, UnitCounter, grain_of
 from skyrl_mega.simulation.workload import Length, LogNormal, Recorded, Synthetic, Turn
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Step, Trajectory
 
 STEPS = [
     Step(Kind.PROMPT, 0, 3, env_s=9.0),
@@ -36,7 +36,7 @@ def trajectory(uid: int = 0, sample: int = 0, steps: list[Step] = STEPS) -> Traj
 
 
 def recorded(folder: Path) -> Path:
-    trajectory_io.write(folder / "trajectories" / "step_000001.parquet", [trajectory(), trajectory(sample=1)])
+    parquet.write(folder / "trajectories" / "step_000001.parquet", [trajectory(), trajectory(sample=1)])
     return folder
 
 
@@ -48,7 +48,7 @@ def test_turns_are_read_from_a_run(tmp_path: Path) -> None:
 
 def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
     path = recorded(tmp_path) / "trajectories" / "step_000001.parquet"
-    assert trajectory_io.read_steps(path) == [[t.steps for t in trajectory_io.read(path)]]
+    assert parquet.read_steps(path) == [[t.steps for t in parquet.read(path)]]
 
 
 def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path
         return trajectory(uid, sample, [Step(Kind.RESPONSE, 3, 5, env_s=seconds)])
 
     played = [of(10 * group + sample, max(1, group), sample) for group in range(3) for sample in range(2)]
-    trajectory_io.write(tmp_path / "trajectories" / "step_000001.parquet", [*played, of(99, 1, GREEDY)])
-    trajectory_io.write(tmp_path / "trajectories" / "step_000002.parquet", [of(30 + s, 2, s) for s in range(2)])
+    parquet.write(tmp_path / "trajectories" / "step_000001.parquet", [*played, of(99, 1, GREEDY)])
+    parquet.write(tmp_path / "trajectories" / "step_000002.parquet", [of(30 + s, 2, s) for s in range(2)])
     recording = Recorded.of_run(tmp_path)
     seconds_by_group = sorted([turns[0].env_s for turns in group] for group in recording.groups)
     assert seconds_by_group == [[0, 1], [10, 11], [20, 21], [30, 31]]
@@ -73,24 +73,24 @@ FOREIGN = {
     "text": b"not parquet",
     "empty": b"",
     "no column": pa.table({"loss": [1.0]}),
-    "no prompts": pa.table({"steps": pa.array([[STEPS[1].__dict__]], trajectory_io.STEPS)}),
+    "no prompts": pa.table({"steps": pa.array([[STEPS[1].__dict__]], parquet.STEPS)}),
     "another type": pa.table({"uid": [0, 0], "sample": [0, 1], "steps": [1, 2]}),
-    "nothing of it": pa.table({"uid": [0], "sample": [0], "steps": pa.array([[None]], trajectory_io.STEPS)}),
+    "nothing of it": pa.table({"uid": [0], "sample": [0], "steps": pa.array([[None]], parquet.STEPS)}),
     "backwards": pa.table(
         {
             "uid": [0],
             "sample": [0],
-            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS),
+            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], parquet.STEPS),
         }
     ),
     "no seconds": pa.table(
         {
             "uid": [0],
-            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "env_s": float("nan")}]], trajectory_io.STEPS),
+            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "env_s": float("nan")}]], parquet.STEPS),
         }
     ),
     "another kind": pa.table(
-        {"uid": [0], "sample": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}
+        {"uid": [0], "sample": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], parquet.STEPS)}
     ),
 }
 

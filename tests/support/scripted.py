@@ -12,7 +12,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class Scripted:

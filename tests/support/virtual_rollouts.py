@@ -23,7 +23,7 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 from skyrl_mega.trainer.health.watch import Health
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
 
 HERE = Path(__file__).parent
 COUNTS = {"stuck_steps", "stuck_groups"}

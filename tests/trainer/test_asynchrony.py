@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_mega.cli import export
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Trajectory
 from tests.trainer import quickstart
 from tests.trainer.test_resume import wait_for_row
 
@@ -60,7 +60,7 @@ def test_staleness_0_is_what_a_synchronous_run_does(undisturbed: Path, tmp_path:
         assert remote.pop("environment/slot_wait_s", 0.0) >= 0
         assert remote == pytest.approx(local, rel=1e-3, abs=1e-4, nan_ok=True)
     whole, apart = (
-        [(t.tokens, t.messages) for t in trajectory_io.read(run / "trajectories" / "step_000001.parquet")]
+        [(t.tokens, t.messages) for t in parquet.read(run / "trajectories" / "step_000001.parquet")]
         for run in (undisturbed, tmp_path / "apart")
     )
     assert apart == whole
@@ -78,7 +78,7 @@ def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -
     assert stale == [0, 1, 1, 1]
     for step in range(1, 5):
         file = Path("trajectories") / f"step_{step:06d}.parquet"
-        played = [[t.tokens for t in trajectory_io.read(tmp_path / run / file)] for run in ("killed", "whole")]
+        played = [[t.tokens for t in parquet.read(tmp_path / run / file)] for run in ("killed", "whole")]
         assert played[0] == played[1]
 
 
@@ -95,7 +95,7 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     output = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
     assert "resuming after step" in output and "restored " in output
     folder = tmp_path / "killed"
-    steps = {n: trajectory_io.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
+    steps = {n: parquet.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
     groups = Counter(t.prompt.uid for step in steps.values() for t in step)
     assert len(groups) == 64 and set(groups.values()) == {4}, "64 groups of 4 samples, each once"
     worst = max(step - 1 - version for step, of in steps.items() for t in of for version, _ in t.versions)

@@ -10,12 +10,12 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Step, rollout_metrics
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 
 def ended(status: Status) -> Trajectory:

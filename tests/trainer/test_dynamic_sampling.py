@@ -16,15 +16,15 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.filters import with_copies
+from skyrl_mega.batch.make_batch import make_batch, token_advantages
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.batch import make_batch, token_advantages
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 SAMPLES = 3
 DYNAMIC = st.builds(

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_mega.batch.make_batch import make_batch, mini_batches, token_advantages
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import GREEDY, Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.batch import make_batch, mini_batches, token_advantages
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run, rollout_metrics
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import GREEDY, Group, Status, Trajectory
 
 WANTED, SAMPLES = 4, 3
 
@@ -115,7 +115,7 @@ def test_files_of_trajectories_mark_it(tmp_path: Path) -> None:
     (tmp_path / "trajectories").mkdir()
     run: Any = SimpleNamespace(config=config, folder=tmp_path)
     Run.record_rollouts(run, step)
-    kept = trajectory_io.read(tmp_path / "trajectories" / "step_000003.parquet")
+    kept = parquet.read(tmp_path / "trajectories" / "step_000003.parquet")
     assert [t.sample for t in kept] == [*range(SAMPLES)] * WANTED + [GREEDY] * WANTED
     assert [t.prompt.uid for t in kept[-WANTED:]] == [0, 1, 2, 3] and kept[-1].reward == 0.75
     assert step.metrics["reward/mean"] == pytest.approx((3 * 1 + 3) / 12)

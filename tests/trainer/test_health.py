@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.trainer.health.step_view import quoted
 from skyrl_mega.trainer.health.watch import Health
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.trainer.health_steps import (
     COUNTS,
     REAL,

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.watch import REPEAT_AFTER, CannotLearn, Health
+from skyrl_mega.trajectories.trajectory import Trajectory
 from tests.trainer.health_steps import (
     Metrics,
     Play,

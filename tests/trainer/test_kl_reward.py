@@ -16,14 +16,14 @@ from skyrl_mega.algorithms.advantages import needs
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.kl import adapted
 from skyrl_mega.algorithms.losses import LossInputs, find
+from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.config.schema import AlgorithmConfig, Config, KlConfig, MoeConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 from tests.trainer.test_loop import Notes, group
 
 STATUS = (Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV)

@@ -16,13 +16,13 @@ from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.mismatch import EDGES, PEAKS, TOTALS, WITHIN
 from skyrl_mega.config.schema import Config, CriticConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train_on, training_order
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 
 class Notes:

@@ -14,7 +14,6 @@ import torch
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.telemetry.console import Console
@@ -24,6 +23,7 @@ from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far, th
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.loop import take_step
 from skyrl_mega.trainer.run import Run
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 from tests.trainer.unmeasured import unmeasured

@@ -20,12 +20,12 @@ from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import Config, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
-from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.one_step_ahead import OneStepAhead
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 
 class Source:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.trainer.reference import ReferenceModel
+from skyrl_mega.trajectories.sequences import Sequences
 
 
 class Ranks:

@@ -16,11 +16,11 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import Done, Ticket
-from skyrl_mega.rollout.trajectory import Group, Status
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.trajectory import Group, Status
 from tests.support.rollouts_ahead import PROMPTS, live, names, smaller
 from tests.support.virtual_rollouts import Player
 

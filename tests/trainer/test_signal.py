@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
+from skyrl_mega.batch.make_batch import Batch, make_batch, token_advantages
+from skyrl_mega.batch.rewards import UNNAMED
+from skyrl_mega.batch.signal import advantage_fraction
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
-from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
-from skyrl_mega.rollout.trajectory import Step as Part
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.batch import Batch, make_batch, token_advantages
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.watch import CannotLearn, Health
 from skyrl_mega.trainer.loop import train_on
-from skyrl_mega.trainer.rewards import UNNAMED
-from skyrl_mega.trainer.signal import advantage_fraction
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
+from skyrl_mega.trajectories.trajectory import Step as Part
 from tests.trainer.test_loop import CriticNotes, Notes
 
 GROUPS = 40

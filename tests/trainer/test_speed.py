@@ -10,12 +10,12 @@ import torch
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import Load
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 from skyrl_mega.trainer.speed import decoding_speed, forward_load, response_tokens, training_speed
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
 from tests.weights.grids import MODELS
 
 HF = MODELS["qwen3"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.report import run_data
-from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.trajectories import parquet
 from tests.trainer import quickstart
 
 ENVIRONMENT = """
@@ -55,7 +55,7 @@ def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Pa
     kinds = {line.split(": ")[2]: line for line in warnings}
     assert "'parsed': null of all" in kinds["nothing_parsed"] and "after 1 more such step" in kinds["nothing_parsed"]
     assert set(kinds) <= {"nothing_parsed", "environment_fails"}, "nothing else is blamed"
-    failed = [t for t in trajectory_io.read(run / "trajectories" / "step_000001.parquet") if t.status.failed]
+    failed = [t for t in parquet.read(run / "trajectories" / "step_000001.parquet") if t.status.failed]
     if failed:
         assert f"{len(failed)} of 64 trajectories failed" in kinds["environment_fails"]
         assert "broken.py, line 9, in step: raise KeyError(action)" in kinds["environment_fails"]

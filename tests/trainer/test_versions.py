@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 
 def drawn(*versions: tuple[int, int]) -> Trajectory:

@@ -19,7 +19,7 @@ class JsonlTracker:
     """Writes rows with flat metric names (docs/metrics.md).
 
     A row is on disk when `log` returns, so a kill loses none. Values that are not finite become null to keep the file
-    valid JSON. Trajectories are stored in separate files (rollout/trajectory_io.py).
+    valid JSON. Trajectories are stored in separate files (trajectories/parquet.py).
     """
 
     OPTIONS: Mapping[str, Option] = {}

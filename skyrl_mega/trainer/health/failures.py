@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.step_view import escaped
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 KINDS_SHOWN = 3
 """Number of failure kinds reported with an example."""

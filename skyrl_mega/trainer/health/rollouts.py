@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean, median
 
+from skyrl_mega.batch.signal import rounded_reward
 from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.envs.sandbox.budget import memory_warning
-from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trainer.health.step_view import Finding, StepView, escaped, example, metric_of, quoted
-from skyrl_mega.trainer.signal import rounded_reward
+from skyrl_mega.trajectories.trajectory import Status
 
 MANY_GROUPS = 32
 """Number of groups or turns in a step large enough to rule out a coincidence."""

@@ -11,10 +11,10 @@ from itertools import takewhile
 from statistics import median
 
 from skyrl_mega.algorithms.losses import LOSSES
+from skyrl_mega.batch.signal import compared_rewards, rewards_differ
 from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Trajectory, policy_texts
-from skyrl_mega.trainer.signal import compared_rewards, rewards_differ
+from skyrl_mega.trajectories.trajectory import Trajectory, policy_texts
 
 SHOWN_CHARS = 80
 """Largest number of characters shown of a policy's text."""

@@ -9,10 +9,10 @@ from math import ceil
 
 from skyrl_mega.cluster.errors import Fault
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health import mismatch, rollouts, training
 from skyrl_mega.trainer.health.step_view import ONSET_STEPS, SPEED, USUAL_STEPS, Finding, Row, StepView
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 PREFIX = "health: "
 """Prefix of lines about findings."""

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_mega.batch import make_batch as batch_module
+from skyrl_mega.batch import remote_batch
+from skyrl_mega.batch.sample_refs import read_samples
+from skyrl_mega.batch.signal import advantage_fraction
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,
@@ -26,18 +30,15 @@ from skyrl_mega.config.schema import (
     ReferenceConfig,
     RolloutConfig,
 )
-from skyrl_mega.megatron.sample_refs import StoredTrajectory, read_samples
-from skyrl_mega.megatron.sequences import Column, Sequences
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.by_reference import attach_arrays, detach_arrays, fetch_arrays
-from skyrl_mega.rollout.remote_arrays import RemoteArrays
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
-from skyrl_mega.trainer import batch as batch_module
-from skyrl_mega.trainer import remote_batch
 from skyrl_mega.trainer.rollouts_ahead import Versions
-from skyrl_mega.trainer.signal import advantage_fraction
-from tests.trainer.test_step_wise import played
+from skyrl_mega.trainer.speed import forward_load
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.by_reference import attach_arrays, detach_arrays, fetch_arrays
+from skyrl_mega.trajectories.remote_arrays import RemoteArrays, StoredTrajectory
+from skyrl_mega.trajectories.sequences import Column, Sequences
+from skyrl_mega.trajectories.trajectory import ARRAYS, Group, Trajectory, policy_texts
+from tests.batch.test_step_wise import played
 
 STORE: dict[str, StoredTrajectory] = {}
 
@@ -127,7 +128,7 @@ def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str)
             for name, column in other.columns.items():
                 assert torch.equal(ours[name], column.values), (given, name)
             assert remote_batch.total_weight(mini) == pytest.approx(remote_batch.total_weight(other), rel=1e-5)
-            assert remote_batch.forward_load(mini) == remote_batch.forward_load(other)
+            assert forward_load(mini) == forward_load(other)
             for moe in (MoeConfig(), MoeConfig(aux_loss=0.1)):
                 assert remote_batch.has_gradient(mini, config.algorithm, moe) == remote_batch.has_gradient(
                     other, config.algorithm, moe
@@ -186,8 +187,8 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
     assert list(gone[1].tokens) == list(played_here[1].tokens) and gone[1].messages == played_here[1].messages
     assert fetch_arrays(gone[2]).remote_arrays is None and fetch_arrays(gone[2]).mask == played_here[2].mask
     for name, all_of in (("here", played_here), ("away", gone)):
-        trajectory_io.write(tmp_path / name / "file.parquet", all_of)
-    local, remote = (trajectory_io.read(tmp_path / name / "file.parquet") for name in ("here", "away"))
+        parquet.write(tmp_path / name / "file.parquet", all_of)
+    local, remote = (parquet.read(tmp_path / name / "file.parquet") for name in ("here", "away"))
     for t, other in zip(local, remote, strict=True):
         np.testing.assert_array_equal(np.asarray(t.logprobs), np.asarray(other.logprobs))
         assert replace(t, logprobs=other.logprobs) == other
@@ -223,6 +224,6 @@ def test_a_missing_attribute_is_named() -> None:
 
 
 def _one() -> Trajectory:
-    from tests.trainer.test_batch import trajectory
+    from tests.batch.test_batch import trajectory
 
     return trajectory(1.0, 3)

@@ -6,18 +6,27 @@ import hashlib
 import json
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
-    from skyrl_mega.megatron.sample_refs import StoredTrajectory
+    from skyrl_mega.trajectories.sequences import Sequences
 
 LONGEST = 256
 """Longest answer kept in full, in characters. A longer answer is reduced to the last `END` characters and a hash of the
 whole."""
 END = 200
+
+
+class StoredTrajectory(NamedTuple):
+    """A stored trajectory, in memory shared by all processes of a node."""
+
+    tokens: Sequences
+    """A single sequence, with `mask` int8, `rollout_logprobs` float32, and the trajectory's further columns."""
+    messages: bytes
+    """The conversation as JSON, for human readers."""
 
 
 @dataclass

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_mega.megatron.sample_refs import StoredTrajectory
-from skyrl_mega.megatron.sequences import Column, Sequences
-from skyrl_mega.rollout.remote_arrays import RemoteArrays, shortened
-from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, policy_texts
+from skyrl_mega.trajectories.remote_arrays import RemoteArrays, StoredTrajectory, shortened
+from skyrl_mega.trajectories.sequences import Column, Sequences
+from skyrl_mega.trajectories.trajectory import ARRAYS, Group, Trajectory, policy_texts
 
 
 def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:

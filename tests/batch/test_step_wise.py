@@ -14,15 +14,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyrl_mega.algorithms.losses import LossInputs, find
+from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group, Kind, Status
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
+from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status
 from tests.support.scripted import Scripted, play
 
 USER = EnvironmentConfig(

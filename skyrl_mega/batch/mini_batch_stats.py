@@ -12,7 +12,7 @@ from skyrl_mega.algorithms import selection
 from skyrl_mega.algorithms.losses import LossInputs
 from skyrl_mega.algorithms.losses.correction import importance_mean
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.trajectories.sequences import Sequences
 
 
 def token_selections(

@@ -1,16 +1,20 @@
-"""The policy's answers of a step: tokens and reward of each."""
+"""Rewards of a step's trajectories: per answer of the policy, and by name."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Trajectory
 
 ROUNDING = 1e-9
 """Relative rounding error of reward sums; smaller remainders count as 0."""
+UNNAMED = ""
+"""Name for reward without a name; not weighted, neither here nor in the trajectory's reward."""
 
 
 class Turns(NamedTuple):
@@ -59,3 +63,25 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
     if nonempty:
         nonempty[-1] = (nonempty[-1][0], nonempty[-1][1] + rest)
     return nonempty
+
+
+def rewards_by_name(played: Sequence[Trajectory], weights: Mapping[str, float]) -> dict[str, list[float]]:
+    """Returns each trajectory's reward under each name, 0 for absent names; {} if no environment names rewards.
+
+    Reward without a name (an answer judged by a number alone, parts of an answer) is listed as `UNNAMED`.
+
+    Args:
+        played: The trajectories.
+        weights: `algorithm.reward_weights`, the weights of the named rewards in the trajectories' totals.
+    """
+    names = sorted({name for t in played for name in t.rewards})
+    rewards = {name: [t.rewards.get(name, 0.0) for t in played] for name in names}
+    if names and any(unnamed := [_unnamed_reward(t, weights) for t in played]):
+        rewards[UNNAMED] = unnamed
+    return rewards
+
+
+def _unnamed_reward(t: Trajectory, weights: Mapping[str, float]) -> float:
+    weighted = [weights.get(name, 1.0) * value for name, value in t.rewards.items()]
+    rest = t.reward - math.fsum(weighted)
+    return rest if abs(rest) > ROUNDING * max(1.0, *map(abs, weighted), abs(t.reward)) else 0.0

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import torch
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
-from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
 
 
 def trajectory() -> Trajectory:
@@ -52,8 +52,8 @@ def trajectory() -> Trajectory:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "step.parquet"
-    trajectory_io.write(path, [trajectory(), trajectory()])
-    assert trajectory_io.read(path) == [trajectory(), trajectory()]
+    parquet.write(path, [trajectory(), trajectory()])
+    assert parquet.read(path) == [trajectory(), trajectory()]
     assert [file.name for file in path.parent.iterdir()] == ["step.parquet"]
 
 
@@ -64,10 +64,10 @@ def test_columns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     values = torch.arange(4 * 3 * 2).reshape(4, 3, 2)
     for name, dtype in (("routes", torch.uint8), ("wide", torch.int16)):
         routed.columns[name] = Column(values.to(dtype), "input")
-    trajectory_io.write(path, [routed, trajectory()])
-    assert trajectory_io.read(path) == [trajectory(), trajectory()]
-    trajectory_io.write(path, [routed, trajectory()], columns=True)
-    routed_again, none = trajectory_io.read(path)
+    parquet.write(path, [routed, trajectory()])
+    assert parquet.read(path) == [trajectory(), trajectory()]
+    parquet.write(path, [routed, trajectory()], columns=True)
+    routed_again, none = parquet.read(path)
     assert none == trajectory() and sorted(routed_again.columns) == ["routes", "wide"]
     for name, column in routed.columns.items():
         assert (
@@ -76,11 +76,11 @@ def test_columns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
         )
         assert torch.equal(routed_again.columns[name].values, column.values)
     pq.write_table(pq.read_table(path).drop_columns(["columns"]), path)
-    assert trajectory_io.read(path) == [trajectory(), trajectory()]
+    assert parquet.read(path) == [trajectory(), trajectory()]
 
 
 def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
-    trajectory_io.write(tmp_path / "t.parquet", [trajectory()])
+    parquet.write(tmp_path / "t.parquet", [trajectory()])
     row = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]
     assert row["prompt"] == "2*3 = ü?"
     assert row["response"] == "[assistant] 6\n[user] sure?"
@@ -88,7 +88,7 @@ def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
 
 
 def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
-    trajectory_io.write(tmp_path / "t.parquet", [trajectory()])
+    parquet.write(tmp_path / "t.parquet", [trajectory()])
     prompt, response, observation = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]["steps"]
     assert (prompt["kind"], prompt["reward"], prompt["finish"], prompt["tool_calls"]) == ("prompt", None, None, [])
     assert (response["start"], response["end"], response["generate_s"], response["reward"]) == (2, 4, 0.5, -0.5)
@@ -97,5 +97,5 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
 
 
 def test_an_empty_step_is_a_file_too(tmp_path: Path) -> None:
-    trajectory_io.write(tmp_path / "t.parquet", [])
-    assert trajectory_io.read(tmp_path / "t.parquet") == []
+    parquet.write(tmp_path / "t.parquet", [])
+    assert parquet.read(tmp_path / "t.parquet") == []

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skyrl_mega.megatron.sequences import Column, Sequences, ragged_arange
+from skyrl_mega.trajectories.remote_arrays import StoredTrajectory
+from skyrl_mega.trajectories.sequences import Column, Sequences, ragged_arange
 
 DRIVER_COLUMNS = frozenset({"mask", "token_rewards"})
 """Columns of a trajectory used by the driver for weights and advantages, and not sent to ranks."""
@@ -32,15 +33,6 @@ class SampleRef(NamedTuple):
     first_trained: int
     """Index of the first token with a weight; another sample trains on earlier tokens."""
     end: int
-
-
-class StoredTrajectory(NamedTuple):
-    """A stored trajectory, in memory shared by all processes of a node."""
-
-    tokens: Sequences
-    """A single sequence, with `mask` int8, `rollout_logprobs` float32, and the trajectory's further columns."""
-    messages: bytes
-    """The conversation as JSON, for human readers."""
 
 
 @dataclass

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
-from skyrl_mega.megatron.sequences import Column
-from skyrl_mega.rollout.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
+from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 

@@ -19,13 +19,11 @@ from skyrl_mega.algorithms.advantages import NEEDS, AdvantageInputs, TokenInputs
 from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
+from skyrl_mega.batch.rewards import Turns, rewards_by_name
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.schema import AlgorithmConfig, MoeConfig, RolloutConfig
-from skyrl_mega.megatron.sequences import TRAJECTORY, Column, Sequences, flat, ragged_arange
-from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS
-from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
-from skyrl_mega.trainer.rewards import rewards_by_name
-from skyrl_mega.trainer.turns import Turns
+from skyrl_mega.trajectories.sequences import TRAJECTORY, Column, Sequences, flat, ragged_arange
+from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Group, Kind, Trajectory
 
 
 class Sample(NamedTuple):
@@ -64,7 +62,7 @@ class Batch(Sequences):
     """The policy's answers, with rewards before length shaping."""
 
     token_rewards: Tensor | None = None
-    """float64 [T]: rewards of single tokens within an answer (`rollout/token_rewards.py`); None if no environment gives
+    """float64 [T]: rewards of single tokens within an answer (`trajectory.TOKEN_REWARDS`); None if no environment gives
     any."""
     penalty: Tensor | None = None
     """float32 [T]: amount subtracted from each token's reward (`trainer/kl_reward.py`)."""

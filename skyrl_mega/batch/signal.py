@@ -9,11 +9,10 @@ import torch
 
 from skyrl_mega.algorithms.advantages.base import LEAST
 from skyrl_mega.algorithms.filters import informative_groups
+from skyrl_mega.batch.make_batch import Batch
+from skyrl_mega.batch.rewards import Turns, rewards_by_name
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.batch import Batch
-from skyrl_mega.trainer.rewards import rewards_by_name
-from skyrl_mega.trainer.turns import Turns
+from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 def advantage_fraction(batch: Batch) -> float:

@@ -10,7 +10,6 @@ Legend: G groups, N trajectories, S samples in total.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -18,15 +17,7 @@ from torch import Tensor
 from skyrl_mega.algorithms.advantages import AdvantageInputs, estimate, is_per_token, whiten
 from skyrl_mega.algorithms.old_logprobs import columns
 from skyrl_mega.algorithms.token_weights import sequence_weights
-from skyrl_mega.config.derived import has_critic, response_limit
-from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
-from skyrl_mega.megatron.sample_refs import SampleRef, SampleRefs
-from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
-from skyrl_mega.planner.flops import Load
-from skyrl_mega.rollout.by_reference import all_remote
-from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
-from skyrl_mega.trainer import speed
-from skyrl_mega.trainer.batch import (
+from skyrl_mega.batch.make_batch import (
     Sample,
     greedy_rewards,
     learns_without_advantage,
@@ -34,8 +25,14 @@ from skyrl_mega.trainer.batch import (
     samples_of,
     tokens_have_gradient,
 )
-from skyrl_mega.trainer.mini_batch_stats import mean_importance_weight
-from skyrl_mega.trainer.rewards import rewards_by_name
+from skyrl_mega.batch.mini_batch_stats import mean_importance_weight
+from skyrl_mega.batch.rewards import rewards_by_name
+from skyrl_mega.batch.sample_refs import SampleRef, SampleRefs
+from skyrl_mega.config.derived import has_critic, response_limit
+from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
+from skyrl_mega.trajectories.by_reference import all_remote
+from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences
+from skyrl_mega.trajectories.trajectory import Group, Kind, Trajectory
 
 MiniBatch = Sequences | SampleRefs
 
@@ -149,20 +146,6 @@ def _trained_tokens(t: Trajectory, sample: Sample) -> int:
     """Returns the number of policy tokens trained on in a sample."""
     spans = [(max(s.start, sample.trained_from), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
     return sum(max(0, end - start) for start, end in spans)
-
-
-@singledispatch
-def forward_load(mini: MiniBatch) -> Load:
-    """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
-    raise TypeError(type(mini))
-
-
-forward_load.register(Sequences)(speed.forward_load)
-
-
-@forward_load.register
-def _(mini: SampleRefs) -> Load:
-    return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
 
 
 def total_weight(mini: MiniBatch) -> float:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
+from skyrl_mega.batch.make_batch import mini_batches
 from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
 from skyrl_mega.megatron.group import split_micro_batches
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Group, Status
-from skyrl_mega.trainer.batch import mini_batches
+from skyrl_mega.trajectories.sequences import Column, Sequences
+from skyrl_mega.trajectories.trajectory import Group, Status
+from tests.batch.test_step_wise import GROUPS, batch_of, played
 from tests.megatron.layouts import layout
-from tests.trainer.test_step_wise import GROUPS, batch_of, played
 
 LOSSES: dict[str, dict[str, Any]] = {
     "gspo": dict(loss="gspo", gspo=GspoConfig(clip_low=0.004, clip_high=0.006)),

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from skyrl_mega.envs.prompt import Prompt
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
-    from skyrl_mega.megatron.sequences import Column
-    from skyrl_mega.rollout.remote_arrays import RemoteArrays
+    from skyrl_mega.trajectories.remote_arrays import RemoteArrays
+    from skyrl_mega.trajectories.sequences import Column
 
 __all__ = [
     "ARRAYS",
     "GREEDY",
+    "TOKEN_REWARDS",
     "Group",
     "Kind",
     "Prompt",
@@ -31,6 +32,10 @@ ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
 
 GREEDY = -1
 """`Trajectory.sample` of the greedy answer (temperature 0), used as a baseline for the samples."""
+
+TOKEN_REWARDS = "token_rewards"
+"""Name of the column: float64 [T], extra reward of each token of the policy. Present only if an environment gives
+`rewards_at`; the step's reward includes these values."""
 
 
 class Status(str, Enum):
@@ -151,8 +156,7 @@ class Trajectory:
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
     """Further values of each token, shape [T, …], carried along by the batch."""
     remote_arrays: RemoteArrays | None = None
-    """Location of `ARRAYS` stored remotely (`rollout/by_reference.py`), else None. Reading any of the fields fetches
-    all."""
+    """Location of `ARRAYS` stored remotely (`by_reference.py`), else None. Reading any of the fields fetches all."""
 
     if not TYPE_CHECKING:
 

@@ -21,12 +21,12 @@ from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.by_reference import fetch_arrays
-from skyrl_mega.rollout.remote_arrays import arrays_lost
-from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.by_reference import fetch_arrays
+from skyrl_mega.trajectories.remote_arrays import arrays_lost
+from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Step, Trajectory
 
 if TYPE_CHECKING:
-    from skyrl_mega.megatron.sequences import Column
+    from skyrl_mega.trajectories.sequences import Column
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -271,7 +271,7 @@ def _columns(t: Trajectory) -> list[dict[str, Any]]:
 def _column(row: dict[str, Any]) -> Column:
     import torch  # slow to import, and needed only for columns
 
-    from skyrl_mega.megatron.sequences import Column
+    from skyrl_mega.trajectories.sequences import Column
 
     values = np.frombuffer(row["values"], row["dtype"]).reshape(row["shape"])
     return Column(torch.from_numpy(values.copy()), row["aligned"])
