@@ -216,10 +216,10 @@ def played(tracker: Fake, steps: int = 3, until: Callable[[list[str]], bool] = l
     """Returns the messages of a tracker over these steps until the end of its run, which waits for `until`."""
     messages: list[str] = []
     guarded = Guarded("fake", tracker, messages.append)
-    guarded.start({}, None)
+    guarded.call("start", {}, None)
     for step in range(1, steps + 1):
-        guarded.log_trajectories(step, [])
-        guarded.log(step, {"a": 1.0})
+        guarded.call("log_trajectories", step, [])
+        guarded.call("log", step, {"a": 1.0})
     deadline = time.monotonic() + 60
     while not until(messages) and time.monotonic() < deadline:
         time.sleep(0.005)

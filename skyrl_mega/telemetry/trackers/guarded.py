@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from skyrl_mega.config.secrets import masked
-from skyrl_mega.telemetry.trackers.base import Tracker, TrajectoryText
+from skyrl_mega.telemetry.trackers.base import Tracker
 
 WAITS_S = (10.0, 60.0, 300.0)
 """Seconds before each retry of a failed call; after the last failed retry the tracker is off for the rest of
@@ -23,7 +23,7 @@ KEPT = "metrics.jsonl has every step"
 
 
 class Guarded:
-    """A tracker behind a queue. All methods return at once and never raise.
+    """A tracker behind a queue, started with the first call. All methods return at once and never raise.
 
     Args:
         name: Name in `telemetry.trackers`.
@@ -33,89 +33,69 @@ class Guarded:
 
     def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._name, self._tracker, self._say = name, tracker, say
-        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
         self._closing = threading.Event()
-        self._off = self._warned = self._failed = self._left = False
+        self._off = self._warned = self._abandoned = self._failed = False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
-    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Queues `Tracker.start` and shows the returned line to the user."""
-        self._thread.start()
-        self._add(lambda: self._tracker.start(config, resumed_step))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues the metrics of a step for the tracker's `log`."""
-        self._add(lambda: self._tracker.log(step, metrics))
-
-    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Queues trajectories of a step for the tracker's `log_trajectories`, and shows the returned line to the
-        user."""
-        self._add(lambda: self._tracker.log_trajectories(step, trajectories))
+    def call(self, method: str, *arguments: Any) -> None:
+        """Queues a call of a method of the tracker; a returned line is shown to the user."""
+        if self._thread.ident is None:
+            self._thread.start()
+        if self._calls.qsize() < MAX_QUEUED:
+            self._calls.put((method, arguments))
+        elif not self._off:
+            self._turn_off(f"{MAX_QUEUED} calls wait for it")
 
     def close(self, failed: bool = False) -> None:
         """Ends the tracker within `CLOSE_S` seconds; calls that still fail or hang are abandoned."""
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             return
         self._failed = failed
         self._closing.set()
         self._calls.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._off = True
             self._report(f"has not finished within {CLOSE_S:g} s of the run's end and is left; {KEPT}")
-            self._left = True
-
-    def _add(self, call: Callable[[], Any]) -> None:
-        if self._off:
-            return
-        if self._calls.qsize() >= MAX_QUEUED:
-            self._off = True
-            self._report(f"is off for the rest of the run: {MAX_QUEUED} calls wait for it; {KEPT}")
-            return
-        self._calls.put(call)
+            self._off = self._abandoned = True
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            if not self._off:
-                self._call(call)
-        self._call_once(lambda: self._tracker.close(self._failed), "failed at the end of the run")
+            self._retry(*call)
+        if error := self._error_of("close", self._failed):
+            self._report(f"failed at the end of the run: {error}; {KEPT}")
 
-    def _call(self, call: Callable[[], Any]) -> None:
+    def _retry(self, method: str, arguments: tuple[Any, ...]) -> None:
         """Runs a call, with a retry after each of `WAITS_S`; if the run ends meanwhile, the last retry is immediate."""
-        for wait in WAITS_S:
-            try:
-                self._report_line(call())
-            except Exception as error:
-                if not self._warned:
-                    self._warned = True
-                    self._report(
-                        f"failed: {one_line(error)}; the run continues, the call is tried again up to "
-                        f"{len(WAITS_S)} times, within {sum(WAITS_S):g} s; {KEPT}"
-                    )
-                if self._closing.wait(wait):
-                    break
-            else:
-                return
-            if self._off:
-                return
-        if not self._call_once(call, "is off for the rest of the run"):
-            self._off = True
+        waits = iter(WAITS_S)
+        while not self._off and (error := self._error_of(method, *arguments)):
+            if (wait := next(waits, None)) is None:
+                return self._turn_off(error)
+            if not self._warned:
+                self._warned = True
+                self._report(
+                    f"failed: {error}; the run continues, the call is tried again up to {len(WAITS_S)} times, within "
+                    f"{sum(WAITS_S):g} s; {KEPT}"
+                )
+            if self._closing.wait(wait):
+                waits = iter(())
+        return None
 
-    def _call_once(self, call: Callable[[], Any], consequence: str) -> bool:
-        """Runs a call and returns True on success; reports a failure."""
+    def _error_of(self, method: str, *arguments: Any) -> str:
+        """Runs a call; returns the error in a line, or an empty text."""
         try:
-            self._report_line(call())
+            if line := getattr(self._tracker, method)(*arguments):
+                self._report(line)
         except Exception as error:
-            self._report(f"{consequence}: {one_line(error)}; {KEPT}")
-            return False
-        return True
+            return one_line(error)
+        return ""
 
-    def _report_line(self, line: str | None) -> None:
-        if line:
-            self._report(line)
+    def _turn_off(self, reason: str) -> None:
+        self._off = True
+        self._report(f"is off for the rest of the run: {reason}; {KEPT}")
 
     def _report(self, text: str) -> None:
-        if not self._left:
+        if not self._abandoned:
             self._say(f"tracker {self._name} {text}")
 
 

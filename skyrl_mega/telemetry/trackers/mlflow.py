@@ -112,15 +112,12 @@ class MlflowTracker:
 
         Skips a step already sent, such as a step repeated after a resume.
         """
-        if step in self._sent:
-            return
         from mlflow.entities import Metric
 
         # A retry keeps its timestamp, so the store recognises duplicates.
         now = self._times.setdefault(step, int(time.time() * 1000))
         batch = [Metric(allowed_name(name), value, now, step) for name, value in metrics.items()]
-        with self._sent.sending(step):
-            self._client.log_batch(self._run_id, metrics=batch)
+        self._sent.send_once(step, lambda: self._client.log_batch(self._run_id, metrics=batch))
         self._times.clear()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
@@ -147,14 +144,11 @@ class MlflowTracker:
         from mlflow.entities import Param
 
         name = self._options["experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment:
-            experiment_id = experiment.experiment_id
-        else:
-            experiment_id = self._client.create_experiment(name, artifact_location=_artifact_folder(uri))
-        run = self._client.create_run(experiment_id, run_name=self._options["name"] or config["run"]["name"])
-        values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in leaves(config)]
-        parameters = [Param(allowed_name(key), value[:LONGEST_VALUE]) for key, value in values]
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name, _artifact_folder(uri))
+        run = self._client.create_run(experiment, run_name=self._options["name"] or config["run"]["name"])
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves(config)}
+        parameters = [Param(allowed_name(key), value[:LONGEST_VALUE]) for key, value in values.items()]
         for first in range(0, len(parameters), PARAMETERS):
             self._client.log_batch(run.info.run_id, params=parameters[first : first + PARAMETERS])
         return str(run.info.run_id)

@@ -33,18 +33,17 @@ def listed_trackers(config: TelemetryConfig) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     for entry in config.trackers:
-        user_defined = ":" in entry
-        name = entry.rpartition(":")[2] if user_defined else entry
-        if name in paths or (user_defined and name in TRACKERS):
+        name = entry.rpartition(":")[2]
+        if name == entry and name not in TRACKERS:
+            raise UserError(unknown(entry), key="telemetry.trackers", value=shown(config.trackers))
+        if name in paths or (name != entry and name in TRACKERS):
             raise UserError(
                 f"two trackers are called {name}; name each once, and give a class of your own a "
                 f"name that is not one of {', '.join(TRACKERS)}",
                 key="telemetry.trackers",
                 value=shown(config.trackers),
             )
-        if not user_defined and entry not in TRACKERS:
-            raise UserError(unknown(entry), key="telemetry.trackers", value=shown(config.trackers))
-        paths[name] = entry if user_defined else TRACKERS[entry]
+        paths[name] = TRACKERS.get(entry, entry)
     paths.pop(ALWAYS, None)
     return paths
 

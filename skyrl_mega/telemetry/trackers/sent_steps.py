@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ class SentSteps:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        self._run_id = ""
-        self._last = -1
+        self._file, self._run_id, self._last = file, "", -1
 
     def resume(self, resumed_step: int | None) -> str | None:
         """Returns the id of the store's run to continue; None if a new run must be created.
@@ -44,17 +41,15 @@ class SentSteps:
         self._run_id = run_id
         self._save(-1)
 
-    def __contains__(self, step: int) -> bool:
-        """Returns True if this step was already sent."""
-        return step <= self._last
-
-    @contextmanager
-    def sending(self, step: int) -> Iterator[None]:
-        """Records the step as sent inside the block; undoes the record on an exception."""
+    def send_once(self, step: int, send: Callable[[], Any]) -> None:
+        """Records the step and calls `send`; undoes the record on an exception. Does nothing for a step already
+        sent."""
         before = self._last
+        if step <= before:
+            return
         self._save(step)
         try:
-            yield
+            send()
         except BaseException:
             self._save(before)
             raise
@@ -65,10 +60,8 @@ class SentSteps:
         Args:
             resumed_step: Last step of the checkpoint; None for a run from the beginning.
         """
-        first = (resumed_step or 0) + 1
-        if self._last < first:
-            return ""
-        return f"; steps {first} to {self._last} are repeated now, and not written there again"
+        first, last = (resumed_step or 0) + 1, self._last
+        return f"; steps {first} to {last} are repeated now, and not written there again" if first <= last else ""
 
     def _save(self, step: int) -> None:
         self._last = step

@@ -37,19 +37,19 @@ class Trackers:
         settings = masked(asdict(config))
         self._jsonl.start(settings, resumed_step)
         for other in self._others:
-            other.start(settings, resumed_step)
+            other.call("start", settings, resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step; metrics.jsonl contains the row when this returns."""
         self._jsonl.log(step, metrics)
         figures = {name: float(value) for name, value in metrics.items()}
         for other in self._others:
-            other.log(step, figures)
+            other.call("log", step, figures)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
         """Logs some trajectories of a step, before the step's metrics."""
         for other in self._others:
-            other.log_trajectories(step, trajectories)
+            other.call("log_trajectories", step, trajectories)
 
     def close(self, failed: bool = False) -> None:
         """Closes all trackers."""

@@ -102,16 +102,13 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs a row of the history, with the step's trajectories as a table."""
-        if step in self._sent:
-            return
         import wandb
 
         row: dict[str, Any] = dict(metrics)
         if trajectories := self._trajectories.get(step):
             columns = [field.name for field in fields(TrajectoryText)]
             row["trajectories"] = wandb.Table(columns=columns, data=[list(astuple(t)) for t in trajectories])
-        with self._sent.sending(step):
-            self._run.log(row, step=step, commit=True)
+        self._sent.send_once(step, lambda: self._run.log(row, step=step, commit=True))
         self._trajectories.pop(step, None)  # only now: a failed call is retried with the same trajectories
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
