@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,25 +69,15 @@ def check(argv: Sequence[str]) -> int:
     """
     p = _parser("check", "Starts policy and engines, synchronises twice, and compares all weights, name by name.")
     args = p.parse_intermixed_args(argv)
-    if args.config is None:
-        raise UserError(
-            "give the .yaml file of a run, such as configs/quickstart.yaml", key="--config", value="is missing"
-        )
+    overrides = _overrides(args)
 
     from skyrl_mega.cli.weights_check import compare, table
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
 
-    model = [f"model.path={args.model}"] if args.model else []
-    try:
-        workers = compare(args.config, [*args.overrides, *model], as_json=args.json)
-    except (ActorFailed, ClusterError) as error:
-        print(f"fault: {error}", file=sys.stderr)
-        return FAULT
-    if args.json:
-        print(json.dumps([asdict(worker) for worker in workers]))
-    else:
-        print(table(workers))
-    return FAULT if any(worker.different for worker in workers) else DONE
+    with _fault_printed():
+        workers = compare(args.config, overrides, as_json=args.json)
+        print(json.dumps([asdict(worker) for worker in workers]) if args.json else table(workers))
+        return FAULT if any(worker.different for worker in workers) else DONE
+    return FAULT
 
 
 def logprobs(argv: Sequence[str]) -> int:
@@ -102,30 +93,23 @@ def logprobs(argv: Sequence[str]) -> int:
         "--no-transformers", action="store_true", help="leave out transformers, which loads the model in float32 here"
     )
     args = p.parse_intermixed_args(argv)
-    if args.config is None:
-        raise UserError(
-            "give the .yaml file of a run, such as configs/quickstart.yaml", key="--config", value="is missing"
-        )
+    overrides = _overrides(args)
 
     from skyrl_mega.cli.weights_logprobs import compare, table
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
 
-    model = [f"model.path={args.model}"] if args.model else []
-    try:
+    with _fault_printed():
         comparison = compare(
             args.config,
-            [*args.overrides, *model],
+            overrides,
             prompts=args.prompts,
             samples=args.samples,
             worst=args.worst,
             transformers=not args.no_transformers,
             as_json=args.json,
         )
-    except (ActorFailed, ClusterError) as error:
-        print(f"fault: {error}", file=sys.stderr)
-        return FAULT
-    print(json.dumps(asdict(comparison)) if args.json else table(comparison))
-    return DONE if comparison.agree else FAULT
+        print(json.dumps(asdict(comparison)) if args.json else table(comparison))
+        return DONE if comparison.agree else FAULT
+    return FAULT
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check, "logprobs": logprobs}
@@ -163,6 +147,30 @@ def _parser(command: str, about: str) -> Parser:
         "rollout.engines=4 rollout.tensor=8 rollout.options.enable_expert_parallel=true cluster.shared=true",
     )
     return p
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """Returns the settings over the file's, for a subcommand that starts policy and engines.
+
+    Raises:
+        UserError: The file of the run is not named.
+    """
+    if args.config is None:
+        raise UserError(
+            "the file of a run is missing", key="--config", fix="give a .yaml file, such as configs/quickstart.yaml"
+        )
+    return [*args.overrides, *([f"model.path={args.model}"] if args.model else [])]
+
+
+@contextmanager
+def _fault_printed() -> Iterator[None]:
+    """Prints a failed actor or cluster as a fault, and suppresses the error."""
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+
+    try:
+        yield
+    except (ActorFailed, ClusterError) as error:
+        print(f"fault: {error}", file=sys.stderr)
 
 
 def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:

@@ -112,10 +112,7 @@ def _model_of(run: Path | None, path: Path) -> Path:
     """
     if run is None or not (run / "config.yaml").is_file():
         raise UserError(
-            f"{path} has no config.yaml of a run beside it",
-            key="--model",
-            value="is missing",
-            fix="give a Hugging Face directory",
+            f"{path} has no config.yaml of a run beside it", key="--model", fix="give --model, a Hugging Face directory"
         )
     try:
         config = OmegaConf.create(yaml.safe_load(safe_read.read(run / "config.yaml", "give --model")))

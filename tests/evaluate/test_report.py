@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.evaluate.published import PUBLISHED, SEVEN, matching_tables, normalized
+from skyrl_mega.evaluate.published import PUBLISHED, matching_tables, normalized
 from skyrl_mega.evaluate.report import EXAMPLES, SETS, comparison_table, report, values
 from skyrl_mega.evaluate.scores import Score, SetScores
 
@@ -32,7 +32,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 def test_published_figures_are_those_of_the_recipes(real_data: Path) -> None:
     text = (real_data / "RECIPES.md").read_text()
-    for i, row in enumerate(SEVEN):
+    for i, row in enumerate(SEARCHR1.rows):
         line = next(line for line in text.splitlines() if line.startswith(f"| {row.title} |"))
         figures = [float(f) for f in re.findall(r"0\.\d+", line)]
         assert figures == [column.values[i] for column in SEARCHR1.columns], row.title
@@ -78,7 +78,7 @@ def test_rows_stand_in_their_order_and_absent_sets_are_dashes() -> None:
     assert list(rows)[1:8] == ["NQ†", "TriviaQA†", "PopQA†", "HotpotQA*", "2wiki*", "Musique*", "Bamboogle*"]
     assert rows["NQ†"][:2] == ["0.100 ± 0.010", "0.397"]
     assert rows["HotpotQA*"][0] == "0.400 ± 0.010"
-    assert [rows[r.title][0] for r in SEVEN[1:3]] == ["–", "–"]
+    assert [rows[r.title][0] for r in SEARCHR1.rows[1:3]] == ["–", "–"]
     # The means of all columns cover the same two rows.
     assert rows[f"{SETS} (the 2 run)"][0].startswith("0.250 ±")
     assert rows[f"{SETS} (the 2 run)"][1] == f"{(0.397 + 0.331) / 2:.3f}"

@@ -165,7 +165,7 @@ def spoil(run: Path, how: str) -> list[str]:
         ("damaged file", [".safetensors", "CRC-32"]),
         ("model is gone", ["model.path", "--model"]),
         ("another model", ["config.json", "the checkpoint"]),
-        ("no run beside it", ["--model is missing"]),
+        ("no run beside it", ["--model: ", "no config.yaml", "give --model, a Hugging Face directory"]),
         ("a file is there", ["--output", "empty directory"]),
         ("the directory is full", ["--output", "empty directory"]),
         ("a type it cannot do", ["--dtype", "float16", "as-trained"]),
