@@ -19,7 +19,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import crash_isolation, journal
-from skyrl_mega.rollout.crash_isolation import Crash, CrashHistory, WorkerCrash
+from skyrl_mega.rollout.crash_isolation import CrashHistory
 from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
@@ -53,19 +53,14 @@ END_S = 60.0
 class _WorkerLost(Exception):
     """A worker died; the trajectories must be sent to another worker."""
 
-    def __init__(self, crash: Crash) -> None:
-        super().__init__(crash.cause)
-        self.crash = crash
+    def __init__(self, cause: str, *, received: bool) -> None:
+        super().__init__(cause)
+        self.received = received
+        """True if the worker had received the trajectory."""
 
 
-@dataclass
-class PendingRollout:
-    """A trajectory in progress at a worker."""
-
-    answer: asyncio.Future[Trajectory | None]
-    """The finished trajectory; None for an abandoned trajectory."""
-    crashes: int
-    """Earlier crashes of the trajectory."""
+Answer = asyncio.Future[Trajectory | None]
+"""The finished trajectory; None for an abandoned trajectory."""
 
 
 @dataclass(eq=False)
@@ -74,7 +69,7 @@ class WorkerLink:
 
     rank: int
     actor: Any
-    waiting: dict[int, PendingRollout] = field(default_factory=dict)
+    waiting: dict[int, Answer] = field(default_factory=dict)
     """Trajectories in progress, by job key."""
     jobs: list[Job] = field(default_factory=list)
     """Jobs not sent yet."""
@@ -86,25 +81,19 @@ class WorkerLink:
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in all tasks waiting for this worker."""
-        for pending in self.waiting.values():
-            _raise(pending.answer, error)
+        for answer in self.waiting.values():
+            _raise(answer, error)
         self.waiting.clear()
 
     def received(self) -> set[int]:
         """Returns the keys of the jobs received by the worker."""
         return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
 
-    def report_crash(self, cause: str, *, solo: bool, worker_crash: WorkerCrash | None = None) -> None:
-        """Reports the worker's crash to all waiting tasks.
-
-        Args:
-            cause: Description of the crash.
-            solo: True if the worker had received a single job, whose trajectory then counts a solo crash.
-            worker_crash: The crash shared by all trajectories of the worker, for later attribution; None if unknown.
-        """
+    def report_crash(self, cause: str) -> None:
+        """Reports the worker's crash to all waiting tasks."""
         received = self.received()
-        for key, pending in self.waiting.items():
-            _raise(pending.answer, _WorkerLost(Crash(cause, key in received, solo and key in received, worker_crash)))
+        for key, answer in self.waiting.items():
+            _raise(answer, _WorkerLost(cause, received=key in received))
         self.waiting.clear()
 
 
@@ -163,28 +152,29 @@ class WorkerClient:
         history, fault = CrashHistory(), ""
         try:
             while True:
-                link = await self._link(name, history, None if fault else prompt)
+                link = await self._link(history, None if fault else prompt)
                 recorded = self._recorded.get(name, ())
                 job = Job(next(self._keys), prompt, sample, name, self.spans() is not None, recorded, fault=fault)
                 try:
-                    trajectory = await self._run_job(link, job, history.suspicion)
+                    trajectory = await self._run_job(link, job, history)
                 except _WorkerLost as lost:
-                    history.record(lost.crash)
+                    if lost.received:
+                        history.record(link.actor)
                     if history.failed:
-                        fault = self._fault(prompt, name, history, lost.crash.cause)
+                        fault = self._fault(prompt, name, history, str(lost))
                         history = CrashHistory()
                     continue
                 trajectory.prompt = prompt
                 return trajectory
         finally:
-            self.workers.cancel_wait(f"{self.name}/{name}")
+            self.workers.cancel_wait(history)
 
     def _fault(self, prompt: Prompt, name: str, history: CrashHistory, cause: str) -> str:
         """Records that a trajectory crashes workers and returns the error text for the trajectory."""
         self.workers.crashing_prompts.setdefault(prompt.uid, set()).add(crash_isolation.prompt_hash(prompt))
-        self.workers.attribute_crashes(history.worker_crashes)
+        self.workers.explain(history)
         fault = (
-            f"environment {prompt.env_class} crashed {history.crashes} rollout workers, {history.solo_crashes} of them "
+            f"environment {prompt.env_class} crashed {len(history.workers)} rollout workers, {history.alone} of them "
             f"while it ran alone; last error: {cause}"
         )
         text = f"trajectory {name} failed: {fault}"
@@ -248,7 +238,7 @@ class WorkerClient:
         """Drops the recorded turns of a finished trajectory."""
         self._recorded.pop(trajectory, None)
 
-    async def _link(self, name: str, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:
+    async def _link(self, history: CrashHistory, prompt: Prompt | None) -> WorkerLink:
         """Waits for a worker that may run this trajectory and returns the connection to the worker. `prompt` is None
         for a trajectory already marked as failed.
 
@@ -262,7 +252,7 @@ class WorkerClient:
                 if rank not in self.links or self.links[rank].actor != actor:
                     link = self.links[rank] = WorkerLink(rank, actor)
                     link.listening = asyncio.create_task(self._listen(link))
-            if (chosen := self.workers.place(up, f"{self.name}/{name}", history.suspicion)) is not None:
+            if (chosen := self.workers.place(up, history)) is not None:
                 return self.links[chosen]
             if not self.service:
                 self.engines.check()
@@ -274,9 +264,8 @@ class WorkerClient:
         facts = [_worker_share(facts, len(self.workers.group)) for facts in fleet.facts]
         return EngineView(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
-    async def _run_job(self, link: WorkerLink, job: Job, crashes: int) -> Trajectory:
-        answer: asyncio.Future[Trajectory | None] = asyncio.get_running_loop().create_future()
-        link.waiting[job.key] = PendingRollout(answer, crashes)
+    async def _run_job(self, link: WorkerLink, job: Job, history: CrashHistory) -> Trajectory:
+        answer = link.waiting[job.key] = asyncio.get_running_loop().create_future()
         link.jobs.append(job)
         self._send()
         try:
@@ -289,7 +278,7 @@ class WorkerClient:
                 answer.exception()
             raise
         finally:
-            self.workers.finished(link.actor, crashes)
+            self.workers.finished(link.actor, history)
         assert trajectory is not None
         return trajectory
 
@@ -362,7 +351,7 @@ class WorkerClient:
                 await self._end(link)
             finally:
                 link.ready = False  # the worker does not know the session any more
-                link.fail(_WorkerLost(Crash("", received=False, solo=False)))
+                link.fail(_WorkerLost("", received=False))
 
     async def _receive(self, link: WorkerLink, finished: Sequence[Finished]) -> None:
         """Takes ownership of the arrays of finished trajectories without fetching: the arrays stay in the memory of the
@@ -385,14 +374,8 @@ class WorkerClient:
             self.on_counts(await asyncio.wait_for(link.actor.end.remote(self.name), END_S), (link.rank, id(link.actor)))
 
     def _handle_crash(self, link: WorkerLink, cause: str) -> None:
-        worker_crash = self.workers.crashed(link.rank, link.actor, cause, received=bool(link.received()))
-        solo = (
-            worker_crash is not None
-            and len(link.received()) == 1
-            and len(worker_crash.crash_counts) == 1
-            and worker_crash.crash_counts[0] >= crash_isolation.SUSPECTED
-        )
-        link.report_crash(cause, solo=solo, worker_crash=worker_crash)  # before `_end`, which may take long
+        self.workers.crashed(link.rank, link.actor, cause, received=bool(link.received()))
+        link.report_crash(cause)  # before `_end`, which may take long
 
     def _handle(self, link: WorkerLink, event: WorkerEvent) -> None:
         match event:
@@ -403,8 +386,8 @@ class WorkerClient:
             case Cancelled(key):
                 self._answer(link, key, None)
             case RolloutFailed(key):
-                if (pending := link.waiting.pop(key, None)) is not None and not pending.answer.done():
-                    pending.answer.set_exception(self._error_of(event))
+                if (answer := link.waiting.pop(key, None)) is not None and not answer.done():
+                    answer.set_exception(self._error_of(event))
             case EngineDead(rank, actor, cause):
                 self._retire(rank, actor, cause)
             case EngineAwaitsSync(rank, syncs):
@@ -416,9 +399,9 @@ class WorkerClient:
                 pass  # `_listen` counted it
 
     def _answer(self, link: WorkerLink, key: int, trajectory: Trajectory | None) -> None:
-        pending = link.waiting.pop(key, None)
-        if pending is not None and not pending.answer.done():
-            pending.answer.set_result(trajectory)
+        answer = link.waiting.pop(key, None)
+        if answer is not None and not answer.done():
+            answer.set_result(trajectory)
 
     def _error_of(self, failed: RolloutFailed) -> ActorFailed:
         """Returns the driver's own error if no engine serves any more, else the error of the worker."""
@@ -444,7 +427,7 @@ class WorkerClient:
             link.fail(error)
 
 
-def _raise(answer: asyncio.Future[Trajectory | None], error: BaseException) -> None:
+def _raise(answer: Answer, error: BaseException) -> None:
     """Raises the error in the task waiting for the answer, if any."""
     if not answer.done():
         answer.set_exception(error)

@@ -11,7 +11,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, SUSPECTED, WorkerCrash, may_run, prompt_hash
+from skyrl_mega.rollout.crash_isolation import EXPLAINED_PER_RESTART, CrashHistory, prompt_hash
 from skyrl_mega.telemetry.events import Event
 
 
@@ -33,17 +33,17 @@ class Workers:
         self.crashing_prompts: dict[int, set[int]] = {}
         """uid → content hashes of the prompts whose trajectories crashed workers. The `uid` is a row number of one data
         set."""
-        self._running: dict[int, list[int]] = {}
-        """Actor id → earlier crashes of each trajectory on the actor, over all sessions."""
-        self._last_crash: dict[int, tuple[Any, WorkerCrash]] = {}
-        """Rank → the actor of the last crash there, and the crash."""
-        self._waiting_suspects: set[str] = set()
-        """Names of suspects waiting for a worker."""
-        self._probes = 0
-        self._no_restarts = restarts == 0
-        """True if no worker is ever restarted (`rollout.restarts` is 0)."""
-        self._borrowed_restarts = 0
-        """Restarts made beyond the budget while a crash is being isolated, at most one per worker."""
+        self._running: dict[int, list[CrashHistory]] = {}
+        """Actor id → trajectories on the actor, over all sessions; a quarantined trajectory is the only one."""
+        self._waiting: set[CrashHistory] = set()
+        """Quarantined trajectories that wait for a worker."""
+        self._unexplained: list[Any] = []
+        """Crashed actors whose crash is not known to be caused by a single trajectory."""
+        self._explained = 0
+        """Number of explained crashes."""
+        self._lowest = -len(group) if restarts else 0
+        """Value of `restarts` at which no worker is restarted any more: below 0, as a crash being isolated may use
+        restarts beyond the budget."""
         self._starting: dict[int, Future[None]] = {}
         self._given_up: set[int] = set()
         """Ranks of workers that are not restarted."""
@@ -78,78 +78,66 @@ class Workers:
         # cheap test first: every waiting trajectory polls this
         return prompt.uid in self.crashing_prompts and prompt_hash(prompt) in self.crashing_prompts[prompt.uid]
 
-    def place(self, up: Mapping[int, Any], name: str, crashes: int) -> int | None:
+    def place(self, up: Mapping[int, Any], trajectory: CrashHistory) -> int | None:
         """Assigns a trajectory to the least loaded running worker allowed by the rules of `crash_isolation`.
 
         The assignment lasts until `finished`.
 
         Args:
             up: Result of `up`: rank → actor of the running workers.
-            name: Name of the trajectory.
-            crashes: `CrashHistory.suspicion`: worker crashes during earlier attempts of the trajectory.
+            trajectory: The trajectory's crash history, also its identity.
 
         Returns:
             The worker's rank; None if no worker may run the trajectory now.
         """
         with self._lock:
-            (self._waiting_suspects.add if crashes >= SUSPECTED else self._waiting_suspects.discard)(name)
+            (self._waiting.add if trajectory.quarantined else self._waiting.discard)(trajectory)
             for i, rank in enumerate(sorted(up, key=lambda rank: len(self._running.get(id(up[rank]), ())))):
-                open_crashes = self._running.get(id(up[rank]), [])
-                if may_run(crashes, open_crashes, reserved=i == 0 and bool(self._waiting_suspects)):
-                    self._running.setdefault(id(up[rank]), open_crashes).append(crashes)
-                    self._waiting_suspects.discard(name)
+                running = self._running.get(id(up[rank]), [])
+                reserved = i == 0 and bool(self._waiting)
+                if not running if trajectory.quarantined else not reserved and not _quarantined(running):
+                    self._running[id(up[rank])] = [*running, trajectory]
+                    self._waiting.discard(trajectory)
                     return rank
             return None
 
-    def cancel_wait(self, name: str) -> None:
-        """Removes a trajectory from the waiting suspects."""
+    def cancel_wait(self, trajectory: CrashHistory) -> None:
+        """Removes a trajectory from the waiting ones."""
         with self._lock:
-            self._waiting_suspects.discard(name)
+            self._waiting.discard(trajectory)
 
-    def finished(self, actor: Any, crashes: int) -> None:
-        """Ends the assignment of a trajectory with `crashes` earlier crashes to a worker."""
+    def finished(self, actor: Any, trajectory: CrashHistory) -> None:
+        """Ends the assignment of a trajectory to a worker."""
         with self._lock:
-            open_crashes = self._running[id(actor)]
-            open_crashes.remove(crashes)
-            if not open_crashes:
+            running = self._running[id(actor)]
+            running.remove(trajectory)
+            if not running:
                 del self._running[id(actor)]
 
-    def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> WorkerCrash | None:
-        """Handles a crashed or silent worker: ends and restarts the actor, unless another actor already took the rank.
+    def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> None:
+        """Handles a crashed or silent worker: ends and restarts the actor, unless another session already did.
 
         Args:
             rank: Rank of the worker.
             actor: The actor of the crash.
             cause: Description of the crash.
-            received: True if the worker had received trajectories. If all of these were suspects, the crash is a probe.
-
-        Returns:
-            The crash as the first session recorded it, since every session removes all trajectories of the worker at
-            once. None for an actor lost long ago.
+            received: True if the worker had received trajectories.
         """
         with self._lock:
-            if (
-                not self._closed
-                and rank not in self._given_up | self._starting.keys()
-                and self.group.actors[rank] == actor
-            ):
-                open_crashes = [*self._running.get(id(actor), ())]
-                worker_crash = WorkerCrash(open_crashes, received and min(open_crashes, default=0) >= SUSPECTED)
-                self._last_crash[rank] = actor, worker_crash
-                if worker_crash.probe:
-                    self._count_probe()
-                self._replace(rank, cause, suspects=received and max(open_crashes, default=0) + 1 >= SUSPECTED)
-            last_actor, worker_crash = self._last_crash.get(rank, (None, WorkerCrash([], False)))
-            return worker_crash if last_actor is actor else None
+            if self._closed or rank in self._given_up | self._starting.keys() or self.group.actors[rank] != actor:
+                return
+            running = self._running.get(id(actor), []) if received else []
+            self._unexplained.append(actor)
+            if _quarantined(running):
+                self._refund([actor])
+            isolating = bool(self._waiting) or any(map(_quarantined, self._running.values()))
+            self._replace(rank, cause, isolating or any(trajectory.workers for trajectory in running))
 
-    def attribute_crashes(self, worker_crashes: Sequence[WorkerCrash]) -> None:
-        """Turns the crashes of a failed trajectory into probes. Restarts gained this way bring back workers given up
+    def explain(self, trajectory: CrashHistory) -> None:
+        """Marks all crashes of a failed trajectory as explained. Restarts gained this way bring back workers given up
         before."""
         with self._lock:
-            for worker_crash in worker_crashes:
-                if not worker_crash.probe:
-                    worker_crash.probe = True
-                    self._count_probe()
+            self._refund(trajectory.workers)
             if self._closed or len(self._given_up) == len(self.group):
                 return
             while self.restarts > 0 and self._given_up:
@@ -158,20 +146,14 @@ class Workers:
                 name = f"{self.group.name}-{rank}"
                 self._start(rank, f"{name} is restarted after all ({self.restarts} restarts left)")
 
-    def _count_probe(self) -> None:
-        """Counts a probe. The restart already taken is refunded, except for every `PROBES_PER_RESTART`-th probe."""
-        self._probes += 1
-        if self._probes % PROBES_PER_RESTART and not self._no_restarts:
-            if self._borrowed_restarts:
-                self._borrowed_restarts -= 1
-            else:
-                self.restarts += 1
-
-    def _any_suspect(self) -> bool:
-        """Returns True if any suspect is running or waiting."""
-        return bool(self._waiting_suspects) or any(
-            crashes >= SUSPECTED for open_crashes in self._running.values() for crashes in open_crashes
-        )
+    def _refund(self, actors: Sequence[Any]) -> None:
+        """Returns the restarts of explained crashes to the budget, except for every `EXPLAINED_PER_RESTART`-th."""
+        for actor in actors:
+            if actor in self._unexplained:
+                self._unexplained.remove(actor)
+                self._explained += 1
+                if self._explained % EXPLAINED_PER_RESTART and self._lowest:
+                    self.restarts += 1
 
     def _start(self, rank: int, message: str) -> None:
         self.say(message)
@@ -183,22 +165,23 @@ class Workers:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _replace(self, rank: int, cause: str, *, suspects: bool = False) -> None:
+    def _replace(self, rank: int, cause: str, isolating: bool = False) -> None:
         log = self.group.logs[rank]
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, log)
         self._last_error = ActorFailed(self.group.name, rank, "play", cause, log=log)
-
-        def lost(then: str) -> Event:
-            text = f"{name} crashed: {cause}. Its trajectories are retried. {then}"
-            return Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts)
-
-        if self.restarts > 0:
+        if restart := self.restarts > (self._lowest if isolating else 0):
             self.restarts -= 1
-            self._start(rank, lost(f"Restarting it ({self.restarts} restarts left)."))
-        elif not self._no_restarts and self._borrowed_restarts < len(self.group) and (suspects or self._any_suspect()):
-            self._borrowed_restarts += 1
-            self._start(rank, lost("Restarting it outside the restart budget while the cause is isolated."))
+        left = max(0, self.restarts)
+        then = f"Restarting it ({left} restarts left)." if restart else "No restart is left (rollout.restarts)."
+        text = f"{name} crashed: {cause}. Its trajectories are retried. {then}"
+        lost = Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=left)
+        if restart:
+            self._start(rank, lost)
         else:
             self._given_up.add(rank)
             self._threads.submit(self.group.end, rank)
-            self.say(lost("No restart is left (rollout.restarts)."))
+            self.say(lost)
+
+
+def _quarantined(running: Sequence[CrashHistory]) -> bool:
+    return any(trajectory.quarantined for trajectory in running)

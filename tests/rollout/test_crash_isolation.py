@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.rollout import crash_isolation
-from skyrl_mega.rollout.crash_isolation import PROBES_PER_RESTART, may_run
-from skyrl_mega.rollout.worker_client import PendingRollout, WorkerLink
+from skyrl_mega.rollout.crash_isolation import EXPLAINED_PER_RESTART
+from skyrl_mega.rollout.worker_client import Answer, WorkerClient, WorkerLink
 from skyrl_mega.rollout.worker_messages import Job
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
@@ -21,13 +22,13 @@ from tests.support.mortal_workers import PROMPT, player_of
 
 
 @pytest.mark.parametrize("guilty", [[13], [13, 14], [*range(8, 16)]], ids=["one", "two", "eight"])
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: int, guilty: list[int]) -> None:
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_those_that_end_their_process_every_time_fail_and_no_other_does(processes: int, guilty: list[int]) -> None:
     """Crashes workers with several such trajectories at once: only these fail, although harmless ones run in the same
     workers. Isolation costs no restart in the end."""
 
     async def phase() -> None:
-        player, group, workers, _, lines = player_of(count, 10, seed=count)
+        player, group, workers, _, lines = player_of(processes, 10, seed=processes)
         group.dies_of = {*guilty}
         for worker in group.actors:
             worker.dies_of = {*guilty}
@@ -36,11 +37,11 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         assert all(t.status is Status.COMPLETED for t in played if t.sample not in guilty)
         errors = [played[i].metadata["error"] for i in guilty]
         assert all("while it ran alone; last error: its process died" in error for error in errors)
-        assert sum(" 3 of them while it ran alone" in error for error in errors) >= 1, (
+        assert sum(" 4 of them while it ran alone" in error for error in errors) >= 1, (
             "the first one; then two are enough"
         )
         assert played[13].remote_arrays.ref.good, "the others go on"
-        assert workers.restarts == 10 - sum(" crashed: " in line for line in lines) // PROBES_PER_RESTART, (
+        assert workers.restarts == 10 - sum(" crashed: " in line for line in lines) // EXPLAINED_PER_RESTART, (
             "all is explained"
         )
         assert sum(" failed: environment  crashed " in line for line in lines) == len(guilty)
@@ -91,12 +92,14 @@ def test_another_of_a_prompt_that_ends_its_process_is_alone_from_the_start() -> 
         for worker in group.actors:
             worker.dies_of = group.dies_of
         first = await player.play(PROMPT, 0, "first")
-        left = workers.restarts
+        lives = len(group.every)
         others = [asyncio.create_task(player.play(replace(PROMPT, uid=1), 60 + i, str(i))) for i in range(20)]
         second = await player.play(PROMPT, 1, "second")
         assert [first.status, second.status] == [Status.ERROR_INFRASTRUCTURE] * 2
-        assert workers.restarts == left, "it took no other along"
+        assert len(group.every) == lives + 2, "two crashes are enough"
         assert all(t.status is Status.COMPLETED for t in await asyncio.gather(*others))
+        names = [name for worker in group.every for name in worker.names if name.isdecimal()]
+        assert len(names) == 20, "it took no other along"
         player.close()
         workers.close()
 
@@ -104,25 +107,43 @@ def test_another_of_a_prompt_that_ends_its_process_is_alone_from_the_start() -> 
         loop.run(phase())
 
 
-def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
-    """Places trajectories of another session (such as an evaluation) on the same workers."""
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_a_worker_plays_for_another_session_counts_too(processes: int) -> None:
+    """Runs two sessions on the same workers, such as a service and an evaluation: each has crashing trajectories, and
+    no harmless trajectory of either fails."""
+
+    async def sessions() -> None:
+        player, group, workers, engines, _ = player_of(processes, 10)
+        group.dies_of = {3, 40}
+        for worker in group.actors:
+            worker.dies_of = group.dies_of
+        any_engines: Any = engines
+        other = WorkerClient(workers, any_engines, SamplingConfig(), service=False, spans=lambda: None)
+        other._keys = count(1000)
+        asked = [(player, i) for i in range(30)] + [(other, i) for i in range(30, 60)]
+        played = await asyncio.gather(*(p.play(replace(PROMPT, uid=i), i, str(i)) for p, i in asked))
+        assert [t.sample for t in played if t.status.failed] == [3, 40]
+        for session in (player, other):
+            session.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(sessions())
+
+
+def test_a_run_whose_workers_crash_on_every_trajectory_ends() -> None:
+    """Ends after a bounded number of restarts, with the cause."""
 
     async def phase() -> None:
-        _, group, workers, _, _ = player_of(2, 10)
-        (first, second), up = group.actors, workers.up()
-        assert [workers.place(up, name, 2) for name in ("mine", "another's")] == [0, 1]
-        assert workers.place(up, "no suspect", 0) is None
-        workers.finished(second, 2)
-        assert workers.place(up, "no suspect", 0) == 1
-        assert workers.place({0: first}, "another's", 2) == 0
-        loss = workers.crashed(0, first, "it died", received=True)
-        workers.finished(first, 2)  # the first caller of `crashed` removes its own trajectory
-        assert loss is not None and loss.crash_counts == [2, 2], "none was alone"
-        assert workers.crashed(0, first, "it died", received=True) is loss
-        assert workers.place({1: second}, "apart", 2) is None
-        assert workers.place({1: second}, "no other", 0) is None, "it is kept for the one that waits"
-        workers.cancel_wait("apart")
-        assert workers.place({1: second}, "no other", 0) == 1
+        player, group, workers, _, _ = player_of(3, 2)
+        group.dies_of = {*range(500)}
+        for worker in group.actors:
+            worker.dies_of = group.dies_of
+        asked = (player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(500))
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert any(isinstance(error, ActorFailed) and "its process died" in str(error) for error in ended)
+        assert len(group.every) <= 3 + (2 + 2 * 3 + 1) * EXPLAINED_PER_RESTART
+        player.close()
         workers.close()
 
     with VirtualLoop() as loop:
@@ -130,8 +151,8 @@ def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
-    """Restarts workers outside the restart budget while suspects exist, except with `restarts` 0."""
+def test_while_a_crash_is_isolated_the_budget_may_be_exceeded(restarts: int) -> None:
+    """Isolates four trajectories with a budget of a single restart; with `restarts` 0 no worker is restarted."""
 
     async def phase() -> None:
         player, group, workers, _, lines = player_of(4, restarts)
@@ -140,13 +161,39 @@ def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
             worker.dies_of = group.dies_of
         asked = (player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(40))
         ended = await asyncio.gather(*asked, return_exceptions=True)
-        lent = [line for line in lines if "outside the restart budget" in line]
         if restarts:
             failed = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
-            assert lent and failed == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
+            assert failed == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
+            assert sum("Restarting it" in line for line in lines) > restarts
         else:
             assert any(isinstance(t, ActorFailed) for t in ended) and len(group.every) == 4, "nobody is started again"
-            assert not lent
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_a_worker_without_a_restart_returns_when_crashes_are_explained() -> None:
+    """Gives a worker up after the crashing trajectory used the only restart; the trajectory's failure returns it."""
+
+    async def phase() -> None:
+        player, group, workers, _, lines = player_of(3, 1)
+        for worker in group.actors:
+            worker.lasts_s = 10.0, 10.0
+        playing = [asyncio.create_task(player.play(replace(PROMPT, uid=i), i, str(i))) for i in range(3)]
+        await asyncio.sleep(1)
+        group.dies_of = {0}
+        for worker in group.actors:
+            worker.dies_of = group.dies_of
+        group.actors[0].die()
+        await asyncio.sleep(0.5)
+        free = next(rank for rank, actor in workers.up().items() if len(actor.names) == 1)
+        group.actors[free].die()
+        await asyncio.sleep(0.1)
+        assert "No restart is left" in lines[-1] and free not in workers.up()
+        assert [t.status.failed for t in await asyncio.gather(*playing)] == [True, False, False]
+        assert any(f"rollout-{free} is restarted after all" in line for line in lines)
         player.close()
         workers.close()
 
@@ -172,18 +219,14 @@ def test_starts_that_fail_are_tried_again() -> None:
         loop.run(phase())
 
 
-def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
-    """Isolates waiting trajectories of a crashing prompt, but not a prompt of another data set with the same uid."""
+def test_others_of_its_prompt_run_one_at_a_time() -> None:
+    """Isolates trajectories of a crashing prompt, but not a prompt of another data set with the same uid."""
 
     async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 10)
         (worker,) = group.actors
-        asked = [asyncio.create_task(player.play(PROMPT, i, f"waits {i}")) for i in range(2)]
-        assert workers.place({0: worker}, "suspect", 2) == 0
-        await asyncio.sleep(1)
-        assert not worker.tasks, "there is no place beside a suspect"
         workers.crashing_prompts[PROMPT.uid] = {crash_isolation.prompt_hash(PROMPT)}
-        workers.finished(worker, 2)
+        asked = [asyncio.create_task(player.play(PROMPT, i, f"waits {i}")) for i in range(2)]
         await asyncio.sleep(0.8)
         assert len(worker.tasks) == 1
         assert not workers.is_crashing(replace(PROMPT, messages=[{"role": "user", "content": "another"}]))
@@ -217,20 +260,12 @@ def test_what_a_worker_has_not_heard_of_is_not_what_it_died_of() -> None:
     line = WorkerLink(0, None)
     line.ready = True
 
-    async def deaths() -> list[tuple[bool, bool]]:
-        answers: list[asyncio.Future[Trajectory | None]] = [asyncio.Future() for _ in range(2)]
-        line.waiting = {key: PendingRollout(answer, 0) for key, answer in enumerate(answers)}
+    async def deaths() -> list[bool]:
+        answers: list[Answer] = [asyncio.Future() for _ in range(2)]
+        line.waiting = dict(enumerate(answers))
         line.jobs = [Job(0, PROMPT, 0, "", False)]
-        line.report_crash("it died", solo=True)
+        line.report_crash("it died")
         lost: list[Any] = [answer.exception() for answer in answers]
-        return [(one.crash.received, one.crash.solo) for one in lost]
+        return [one.received for one in lost]
 
-    assert asyncio.run(deaths()) == [(False, False), (True, True)]
-
-
-def test_who_may_share_a_worker() -> None:
-    open_to = partial(may_run, reserved=False)
-    assert open_to(0, [1, 1, 0]) and open_to(1, []) and not open_to(0, [2]) and not open_to(1, [0, 3])
-    assert not may_run(0, [], reserved=True) and may_run(2, [], reserved=True)
-    assert open_to(2, [2] * 31) and not open_to(2, [2] * 32) and not open_to(2, [2, 0])
-    assert open_to(3, [2] * 5) and not open_to(2, [3] * 6) and not open_to(2, [4]) and not open_to(9, [2])
+    assert asyncio.run(deaths()) == [False, True]

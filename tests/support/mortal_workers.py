@@ -47,9 +47,11 @@ class Worker:
         """Shortest and longest duration of a trajectory in seconds."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.said: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        """Events for the first session."""
+        self.queues: dict[str, asyncio.Queue[WorkerEvent]] = {}
+        """Session → events for the session."""
         self.engines: list[EngineView] = []
         self.names: list[str] = []
-        self.begun: set[str] = set()
         self.early: set[int] = set()
         """Jobs abandoned before arrival."""
         self.ended = 0
@@ -75,35 +77,36 @@ class Worker:
         self.alive = False
         for task in self.tasks.values():
             task.cancel()
-        self.said.put_nowait(Cancelled(-1))  # wakes tasks that wait for events
+        for queue in self.queues.values():
+            queue.put_nowait(Cancelled(-1))  # wakes tasks that wait for events
 
     async def _begin(self, session: str, sampling: object, service: bool, engines: EngineView) -> None:
         self.engines.append(engines)
-        self.begun.add(session)
+        self.queues[session] = asyncio.Queue() if self.queues else self.said
 
     async def _play(self, session: str, jobs: list[Job]) -> None:
-        assert session in self.begun
+        assert session in self.queues
         for job in jobs:
             self.names.append(job.name)
             if job.key in self.early:
-                self.said.put_nowait(Cancelled(job.key))
+                self.queues[session].put_nowait(Cancelled(job.key))
                 continue
-            self.tasks[job.key] = asyncio.create_task(self._one(job))
+            self.tasks[job.key] = asyncio.create_task(self._one(job, self.queues[session]))
 
-    async def _one(self, job: Job) -> None:
+    async def _one(self, job: Job, said: asyncio.Queue[WorkerEvent]) -> None:
         try:
             await asyncio.sleep(self.random.uniform(*self.lasts_s))
             if job.sample in self.dies_of and not job.fault:
                 self.die()
                 return
         except asyncio.CancelledError:
-            self.said.put_nowait(Cancelled(job.key))
+            said.put_nowait(Cancelled(job.key))
             return
         nothing: Any = array("i")
         status = Status.ERROR_INFRASTRUCTURE if job.fault else Status.COMPLETED
         t = Trajectory(PROMPT, job.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
         t.metadata["error"] = job.fault
-        self.said.put_nowait(Finished(job.key, detach_arrays(t)[0], ()))
+        said.put_nowait(Finished(job.key, detach_arrays(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
         """Returns references to arrays, valid once the last part of the answer arrives without an error."""
@@ -126,12 +129,13 @@ class Worker:
                 self.early.add(key)
 
     async def _events(self, session: str) -> list[WorkerEvent]:
-        assert session in self.begun
-        events = [await self.said.get()]
+        assert session in self.queues
+        said = self.queues[session]
+        events = [await said.get()]
         if not self.alive:
             raise ray.exceptions.RayActorError
-        while not self.said.empty():
-            events.append(self.said.get_nowait())
+        while not said.empty():
+            events.append(said.get_nowait())
         return events
 
     async def _rejoin(self, session: str, engines: EngineView) -> None:
