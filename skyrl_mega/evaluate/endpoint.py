@@ -236,10 +236,16 @@ class MessageAgent(Agent):
     """
 
     def __init__(self, client: Client, config: Config) -> None:
+        unused: Any = None  # router and renderer: the endpoint has its own
+        limits = replace(Limits.of(config.rollout), turn=client.sampling.max_tokens)
+        threads, reward_weights = EnvPool(config.environment.workers), config.algorithm.reward_weights
+        super().__init__(unused, unused, config.environment, limits, threads, reward_weights=reward_weights)
         self.client = client
-        self.limits = replace(Limits.of(config.rollout), turn=client.sampling.max_tokens)
-        self.environments, self.threads = config.environment, EnvPool(config.environment.workers)
-        self.reward_weights = config.algorithm.reward_weights
+
+    @property
+    def one_message(self) -> bool:
+        """False: an endpoint separates the turns."""
+        return False
 
     def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Returns no tokens: the endpoint tokenises, and its next reply reports the number of prompt tokens."""
@@ -268,7 +274,7 @@ class MessageAgent(Agent):
 
 @dataclass(frozen=True)
 class EndpointSource:
-    """Source of agents for an endpoint."""
+    """Source of players for an endpoint."""
 
     endpoint: Endpoint
     config: Config
@@ -279,7 +285,7 @@ class EndpointSource:
         return evaluation_concurrency(self.config, endpoint=True)
 
     @asynccontextmanager
-    async def agent(self) -> AsyncIterator[Agent]:
+    async def player(self) -> AsyncIterator[Agent]:
         """Yields an agent with an HTTP client of its own, for use in a single event loop."""
         timeout = self.config.rollout.request_timeout_s
         async with httpx.AsyncClient(

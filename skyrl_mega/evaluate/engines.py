@@ -12,8 +12,8 @@ from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.slots import AgentLike
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.start_actors import Setup, start_engines
 from skyrl_mega.trainer.start_workers import start_workers
@@ -21,7 +21,7 @@ from skyrl_mega.trainer.start_workers import start_workers
 
 @dataclass(frozen=True)
 class EngineSource:
-    """Source of agents on engines."""
+    """Source of players on engines."""
 
     generator: Generator
     config: Config
@@ -32,13 +32,13 @@ class EngineSource:
         return evaluation_concurrency(self.config, endpoint=False)
 
     @asynccontextmanager
-    async def agent(self) -> AsyncIterator[AgentLike]:
-        """Opens an agent for an event loop."""
-        agent = self.generator.agent(evaluation_sampling(self.config))
+    async def player(self) -> AsyncIterator[Player]:
+        """Opens a player for an event loop."""
+        player = self.generator.player(evaluation_sampling(self.config))
         try:
-            yield agent
+            yield player
         finally:
-            agent.router.close()
+            player.router.close()
 
     def refill(self) -> None:
         """Waits for a restarted engine; weights are loaded from the directory at the start.
@@ -78,10 +78,10 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
             places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
             setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
-            players = start_workers(setup)
+            rollout_workers = start_workers(setup)
         fleet.serve(fleet.ensure_running())
         weights = config.algorithm.reward_weights
         generator = stack.enter_context(
-            Generator(fleet, chat, config.rollout, config.environment, reward_weights=weights, workers=players)
+            Generator(fleet, chat, config.rollout, config.environment, reward_weights=weights, workers=rollout_workers)
         )
         yield EngineSource(generator, config)

@@ -11,7 +11,7 @@ from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import SampleTask
 from skyrl_mega.rollout.event_loop import EventLoop
-from skyrl_mega.rollout.slots import AgentLike
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trajectories.trajectory import Trajectory
 
@@ -23,8 +23,8 @@ class Source(Protocol):
     def at_once(self) -> int:
         """Number of concurrent trajectories."""
 
-    def agent(self) -> AbstractAsyncContextManager[AgentLike]:
-        """Opens an agent. All agents of a source must be used in the same event loop."""
+    def player(self) -> AbstractAsyncContextManager[Player]:
+        """Opens a player. All players of a source must be used in the same event loop."""
 
     def refill(self) -> None:
         """Waits until an engine serves again, after NoServingActor."""
@@ -42,7 +42,7 @@ def sample_missing(
     engine restarted.
 
     Args:
-        source: Source of agents.
+        source: Source of players.
         tasks: The samples to generate.
         results: Stores the samples.
         metrics: Returns the metrics declared by an environment, by the environment's name.
@@ -79,12 +79,11 @@ async def _play(source: Source, tasks: Iterable[SampleTask], ended: Callable[[Sa
     """Runs up to `source.at_once` trajectories concurrently. Each environment opens only at the start of its
     trajectory, because environments hold files, processes and memory."""
     pending = iter(tasks)
-    async with source.agent() as agent:
+    async with source.player() as player:
 
         async def worker() -> None:
             for task in pending:
-                opened = await agent.open(task.prompt, task.sample)
-                ended(task, await agent.play(opened, task.name))
+                ended(task, await player.play(task.prompt, task.sample, task.name))
 
         workers = [asyncio.create_task(worker()) for _ in range(source.at_once)]
         try:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Sampling
-from skyrl_mega.rollout.agent_loop import Limits
+from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.lockstep import FixedEngines, in_lockstep
+from skyrl_mega.rollout.prefix_affinity import PrefixAffinity
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import RetryingAgent
-from skyrl_mega.rollout.router import Engines, Router
+from skyrl_mega.rollout.router import Engines, Router, at_once
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,43 @@ class AgentFactory:
     threads: EnvPool
     """Threads running environments."""
 
-    def agent(self, engines: Engines, sampling: SamplingConfig, router: type[Router]) -> RetryingAgent:
+    def agent(
+        self,
+        engines: Engines,
+        sampling: SamplingConfig,
+        *,
+        lockstep: bool = False,
+        service: bool = False,
+        mark: str = "",
+    ) -> Agent:
         """Returns an agent on these engines, for use in a single event loop.
 
         Args:
             engines: The engines; only engines in service receive requests.
             sampling: Sampling parameters.
-            router: Class of the router between agent and engines.
+            service: True for a service, False for a phase; see `Router`.
+            lockstep: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
+            mark: Suffix of the requests' names; see `Router`.
         """
         sampling_parameters = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
-        new_router = router(engines, sampling_parameters, self.rollout.concurrency, self.rollout.request_timeout_s)
-        limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = RetryingAgent(new_router, self.chat, self.environments, limits, self.threads)
-        agent.reward_weights = self.reward_weights
-        agent.retries = self.environments.retries
-        return agent
+        router = Router(
+            engines,
+            sampling_parameters,
+            None if lockstep else self.rollout.concurrency,
+            self.rollout.request_timeout_s,
+            pick_engine=FixedEngines().choose if lockstep else PrefixAffinity().choose,
+            when_to_dispatch=in_lockstep if lockstep else at_once,
+            service=service,
+            mark=mark,
+        )
+        return Agent(
+            router,
+            self.chat,
+            self.environments,
+            replace(Limits.of(self.rollout), turn=sampling.max_tokens),
+            self.threads,
+            reward_weights=self.reward_weights,
+            retries=self.environments.retries,
+        )

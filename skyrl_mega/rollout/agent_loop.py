@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skyrl_mega.cluster import channel
@@ -24,6 +24,7 @@ from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout import environment_errors
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
 from skyrl_mega.rollout.environment_errors import EnvironmentFault
+from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
@@ -33,6 +34,9 @@ from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory, n
 
 LONGEST_ERROR = 2000
 """Most characters kept of an environment's error."""
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds before the first retry and before any retry: the pause doubles with each retry, as the service under the
+environment may be recovering."""
 Tools = Sequence[Mapping[str, Any]]
 """Tools offered to the policy, in the format of chat templates."""
 CUT_STATUS = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
@@ -116,7 +120,7 @@ class PolicyTurn(NamedTuple):
 
 
 class Agent:
-    """An agent that runs trajectories; keeps no state between trajectories.
+    """An agent that runs trajectories in this process; keeps no state between trajectories.
 
     Only `first`, `generate_turn` and `following` handle tokens; a subclass may override the three for another protocol.
 
@@ -126,23 +130,60 @@ class Agent:
         environments: Environment classes of the run.
         limits: Limits of a trajectory.
         threads: Runs environments, so that a blocking environment delays no other trajectory.
+        reward_weights: `algorithm.reward_weights`.
+        retries: Most retries of a trajectory after infrastructure faults (`environment.retries`).
     """
 
-    one_message = False
-    """True if all turns and observations form a single assistant message (`rollout.conversation`)."""
-    reward_weights: Mapping[str, float] = MappingProxyType({})
-    """`algorithm.reward_weights`."""
-    spans: Callable[[], list[Span] | None] = staticmethod(lambda: None)
-    """Returns the list that records environment calls at present, or None."""
-
     def __init__(
-        self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
+        self,
+        router: Router,
+        chat: Renderer,
+        environments: EnvironmentConfig,
+        limits: Limits,
+        threads: EnvPool,
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+        retries: int = 0,
     ) -> None:
         self.router, self.chat, self.limits = router, chat, limits
-        self.one_message = chat.one_message
         self.environments, self.threads = environments, threads
+        self.reward_weights, self.retries = reward_weights or {}, retries
+        self.spans: Callable[[], list[Span] | None] = lambda: None
+        """Returns the list that records environment calls at present, or None."""
 
-    async def open(self, prompt: Prompt, sample: int) -> Opened:
+    @property
+    def one_message(self) -> bool:
+        """True if all turns and observations form a single assistant message (`rollout.conversation`)."""
+        return self.chat.one_message
+
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        """Runs a trajectory from opening to closing the environment. Tokens of the policy enter `tokens` unchanged and
+        are never tokenised again.
+
+        After an infrastructure fault the same trajectory is retried from the prompt: the requests keep the same names,
+        and therefore the same random streams. Faults of the environment or the policy are not retried.
+
+        Args:
+            prompt: The prompt.
+            sample: Number of the sample.
+            name: Unique name; the source of the requests' names and random stream.
+            start: Awaited between opening the environment and the first turn.
+        """
+        for retries in itertools.count():
+            opened = await self._open(prompt, sample)
+            t = opened.trajectory
+            t.retries = retries
+            if not self._may_retry(t):
+                await self._run(opened, name, start)
+            if not self._may_retry(t):
+                return t
+            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**retries))
+        raise AssertionError
+
+    def _may_retry(self, t: Trajectory) -> bool:
+        return t.status is Status.ERROR_INFRASTRUCTURE and t.retries < self.retries
+
+    async def _open(self, prompt: Prompt, sample: int) -> Opened:
         """Creates the environment, opens the conversation, and tokenises the first messages.
 
         A fault of the environment is not raised: it ends the trajectory with reward 0, closes the environment, and is
@@ -164,11 +205,11 @@ class Agent:
             environment_errors.fail(t, fault)
             messages, tokens = prompt.messages, self._prompt_tokens(prompt)
             opened.env = created[0] if created else None
-            await self.close(opened)
+            await self._close(opened)
         except asyncio.CancelledError:
             if created and not call.given_up:  # else the thread closes it on its return
                 opened.env = created[0]
-                await self.close(opened)
+                await self._close(opened)
             raise
         else:
             opened.env = created[0]
@@ -203,19 +244,16 @@ class Agent:
             definitions(created[0])  # fail here if the environment defines wrong tools
         return validate.init(created[0], list(prompt.messages))
 
-    async def play(self, opened: Opened, name: str) -> Trajectory:
-        """Runs a trajectory to the end. Tokens of the policy enter `tokens` unchanged and are never tokenised again.
-
-        Args:
-            opened: A result of `open`.
-            name: Unique name; the source of the requests' names and random stream.
-        """
+    async def _run(self, opened: Opened, name: str, start: Start | None) -> None:
+        """Runs an opened trajectory to the end and closes the environment."""
         t = opened.trajectory
-        if opened.env is None:
-            return t
-        if self.limits.trajectory_timeout_s is not None:
-            opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
         try:
+            if start is not None:
+                await start()
+            if opened.env is None:
+                return
+            if self.limits.trajectory_timeout_s is not None:
+                opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
             while not await self._turn(opened, name):
                 pass
             if self.one_message:
@@ -223,10 +261,9 @@ class Agent:
         except EnvironmentFault as fault:
             environment_errors.fail(t, fault)
         finally:
-            await self.close(opened)
+            await self._close(opened)
         opened.routes.keep(t)
         opened.token_rewards.keep(t)
-        return t
 
     async def _turn(self, opened: Opened, name: str) -> bool:
         """Runs a turn. Returns True after the last turn, with the trajectory's status set."""
@@ -411,8 +448,8 @@ class Agent:
         at = blame.fault_location(error, t.prompt.env_class, self.environments)
         return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
 
-    async def close(self, opened: Opened) -> None:
-        """Closes the environment unless closed already. `play` does so; call this if the trajectory never runs."""
+    async def _close(self, opened: Opened) -> None:
+        """Closes the environment unless closed already."""
         t, env = opened.trajectory, opened.env
         opened.env = None
         if env is None or t.status is Status.ERROR_ENV_TIMEOUT:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
@@ -12,11 +12,11 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_factory import AgentFactory
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.event_loop import EventLoop, Loop
-from skyrl_mega.rollout.lockstep import LockstepRouter
+from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
+from skyrl_mega.rollout.gate import Gate
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Progress, Router
-from skyrl_mega.rollout.slots import AgentLike, LocalPlayer, SlotAgent, Slots
+from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Timeline
@@ -24,6 +24,8 @@ from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
 
 Answer = TypeVar("Answer")
+Progress = Callable[[int, int], None]
+"""Called with the numbers of finished and of all trajectories."""
 
 LOOK_EVERY_S = 0.5
 
@@ -67,7 +69,7 @@ class Generator:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
-        self.router = LockstepRouter if lockstep else Router
+        self.lockstep = lockstep
         self.timeline, self.counts_are_read = timeline or Timeline(), timeline is not None
         self.threads = EnvPool(environments.workers, self.timeline.calls)
         self.slots = Slots(environments.slots)
@@ -120,23 +122,22 @@ class Generator:
                     raise
                 self.refill()
 
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AgentLike:
-        """Returns an agent on these engines for a phase. All trajectories run in the same event loop.
+    def player(self, sampling: SamplingConfig, *, service: bool = False) -> Player:
+        """Returns a player on these engines, for a phase or a service. All trajectories run in the same event loop.
 
         Args:
             sampling: Sampling parameters.
-            router: Class of the router, given by a service; None takes the phase's.
+            service: True for a service (`Router`), which advances without lockstep.
         """
         if self.workers is not None:
-            service = router is not None
             client = WorkerClient(self.workers, self.fleet, sampling, service=service, spans=self._spans)
             if self.counts_are_read:
                 client.on_counts = self.timeline.merge
-            return SlotAgent(client, self.slots)
+            return SlotPlayer(client, self.slots)
         factory = AgentFactory(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
-        agent = factory.agent(self.fleet, sampling, router or self.router)
+        agent = factory.agent(self.fleet, sampling, lockstep=self.lockstep and not service, service=service)
         agent.spans, agent.router.count = self._spans, self.timeline.requests
-        return agent if self.slots.most is None else SlotAgent(LocalPlayer(agent), self.slots)
+        return agent if self.slots.most is None else SlotPlayer(agent, self.slots)
 
     def _spans(self) -> list[Span] | None:
         """Returns the list that records environment calls at present, or None."""
@@ -151,36 +152,32 @@ class Generator:
         progress: Progress | None,
     ) -> list[Trajectory]:
         """Returns the trajectories in the order prompt 0 sample 0, prompt 0 sample 1, …."""
-        agent = self.agent(sampling)
-        done = 0
-        total = len(prompts) * samples
+        player, total, done = self.player(sampling), len(prompts) * samples, 0
+        gate = Gate(total)
 
-        async def play(opened: Any, place: int) -> Trajectory:
+        async def play(place: int) -> Trajectory:
             nonlocal done
             # Named by place, not by prompt: a phase across an epoch's end may contain a prompt twice.
+            name = f"{seed}/{place}"
             try:
-                trajectory = await agent.play(opened, f"{seed}/{place}")
+                trajectory = await player.play(prompts[place // samples], place % samples, name, gate.starts[place])
             finally:
-                agent.router.leave()
+                player.router.leave()
             done += 1
             if progress is not None:
                 progress(done, total)
             return trajectory
 
-        # All are opened before the first runs, so that the first requests are sent together and in order.
-        opening = [asyncio.create_task(agent.open(p, s)) for p in prompts for s in range(samples)]
-        playing: list[asyncio.Task[Trajectory]] = []
+        player.router.expect(total)
+        playing = [asyncio.create_task(play(place)) for place in range(total)]
         try:
-            opened = await self._watched(asyncio.gather(*opening))
-            agent.router.expect(total)
-            playing += [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
             return await self._watched(asyncio.gather(*playing))
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            await close_all(agent, opening, playing)
-            agent.router.close()
+            await cancel_all(playing)
+            player.router.close()
 
     async def _watched(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
         """Returns the result of a phase, while calling `look` twice a second. If `look` raises, the phase's result is
@@ -190,12 +187,3 @@ class Generator:
             self.look()
             await asyncio.wait([phase], timeout=LOOK_EVERY_S)
         return phase.result()
-
-
-async def close_all(agent: AgentLike, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels all tasks and closes the environments opened but never run."""
-    for task in (*opening, *playing):
-        task.cancel()
-    await asyncio.gather(*opening, *playing, return_exceptions=True)
-    opened = [task.result() for task in opening if not task.cancelled() and task.exception() is None]
-    await asyncio.gather(*(agent.close(one) for one in opened))

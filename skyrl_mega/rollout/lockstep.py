@@ -3,57 +3,41 @@
 The last bits of a log-prob depend on the sequences computed in the same batch. If requests are sent as environments
 answer, and go to the first engine with capacity, the batches differ from run to run. Here all trajectories wait for
 each other before each turn. The requests then leave in name order, each to the engine of the trajectory's first turn.
+A wave is as slow as the longest turn, and an engine receives its whole batch at once: a lockstep router has no limit on
+requests (`concurrency=None`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from collections import deque
+from collections.abc import Mapping
 
-from skyrl_mega.rollout.router import QueuedRequest, Router
+from skyrl_mega.engines.base import Request
+from skyrl_mega.rollout.router import QueuedRequest
 
 
-class LockstepRouter(Router):
-    """A router with reproducible batches, as long as no engine fails.
+def in_lockstep(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
+    """Returns a wave in name order once every running trajectory has a request and the engines have finished the wave
+    before; otherwise no requests."""
+    wave = [waiting for waiting in queue if not waiting.answer.done()]  # without requests of an abandoned phase
+    if busy or len(wave) < running:
+        return deque()
+    return deque(sorted(wave, key=lambda waiting: waiting.request.id))
 
-    A wave is as slow as the longest turn, and an engine receives its whole batch at once.
-    """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.running = 0
-        """Running trajectories, each with at most one request."""
+class FixedEngines:
+    """Engines of trajectories, fixed in turn by the order of the first wave: the engine has the cached prefix."""
+
+    def __init__(self) -> None:
         self.places: dict[str, int] = {}
-        """Trajectory → its number in the order of the first wave, which selects the engine with its cached prefix."""
+        """Trajectory → its number in the first wave."""
 
-    def expect(self, trajectories: int) -> None:
-        """Announces the number of trajectories about to send requests. The router sends a wave of requests only once
-        each of these trajectories has sent a request or has ended."""
-        self.running += trajectories
+    def choose(self, request: Request, requests: Mapping[int, int]) -> int:
+        """Returns the engine for a request.
 
-    def leave(self) -> None:
-        """Reports the end of an announced trajectory."""
-        self.running -= 1
-        self._schedule()
-
-    def _dispatch(self) -> None:
-        """Sends a wave once every trajectory has a request and the engines have finished the wave before."""
-        self.scheduled = False
-        # without requests of an abandoned phase
-        wanted = [waiting for waiting in self.queue if not waiting.answer.done()]
-        if self.tasks or not wanted or len(wanted) < self.running:
-            return
-        wave = sorted(wanted, key=lambda waiting: waiting.request.id)
-        self.queue.clear()
-        engines = sorted(self.load)
-        batches: dict[int, dict[str, QueuedRequest]] = {engine: {} for engine in engines}
-        for waiting in wave:
-            place = self.places.setdefault(waiting.request.trajectory, len(self.places))
-            engine = engines[place % len(engines)]
-            batches[engine][waiting.request.id] = waiting
-            self.load[engine].add(waiting)
-        self._send(batches)
-
-    def _ended(self, batch: dict[str, QueuedRequest], task: asyncio.Task[None]) -> None:
-        super()._ended(batch, task)
-        self._schedule()
+        Args:
+            request: A turn of a trajectory.
+            requests: Engine → number of requests, for each engine in service; not empty.
+        """
+        place = self.places.setdefault(request.trajectory, len(self.places))
+        return sorted(requests)[place % len(requests)]

@@ -1,5 +1,6 @@
-"""The router from trajectories to engines: each request goes to the least loaded engine, or to the engine with the
-prefix in the cache (`prefix_affinity`). Requests of a failed engine move to other engines.
+"""The router from trajectories to engines. Two functions are the strategy: `pick_engine` chooses the engine of a
+request (`prefix_affinity`), and `when_to_dispatch` chooses the requests sent now (`at_once` or `lockstep`). Requests of
+a failed engine move to other engines.
 
 A request waits here or in an engine for as long as earlier requests need. No time limit covers that wait; the limit is
 on the time for which an engine may show no sign of life (`engine.Engine.generate_many`).
@@ -10,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
+from skyrl_mega.rollout.journal import Journal, RecordedTurn
 from skyrl_mega.rollout.prefix_affinity import PrefixAffinity
 
 IN_FLIGHT = 4
@@ -58,7 +62,7 @@ class Load:
     requests: int = 0
     tokens: int = 0
 
-    def fits(self, waiting: QueuedRequest, limit: int) -> bool:
+    def fits(self, waiting: QueuedRequest, limit: float) -> bool:
         """Returns True if the engine may take the request, with at most `limit` requests at once. An idle engine takes
         any request."""
         return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
@@ -102,8 +106,20 @@ class Engines(Protocol):
         """Raises NoServingActor if no engine is in service."""
 
 
+PickEngine = Callable[[Request, Mapping[int, int]], int]
+"""Returns the engine for a request, given engine → number of requests for each engine with capacity."""
+WhenToDispatch = Callable[[deque[QueuedRequest], int, bool], deque[QueuedRequest]]
+"""Returns the requests to send now, in order; none means to wait for more. Arguments: the queue, the number of running
+trajectories, and True if an engine has requests."""
+
+
+def at_once(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
+    """Returns the whole queue: a request is sent as soon as an engine has capacity."""
+    return queue
+
+
 class Router:
-    """A router for the requests of a generation phase. Lives in a single event loop.
+    """A router for the requests of a phase or a service. Lives in a single event loop.
 
     Requests submitted in the same turn of the event loop travel in a single message per engine, so a batch of short
     requests costs few calls. If an engine dies or stops responding, the remaining engines take over the requests. Each
@@ -112,34 +128,69 @@ class Router:
     Args:
         fleet: The engines; only engines in service receive requests.
         sampling: Sampling parameters of all requests.
-        concurrency: Sequences running at once in an engine.
+        concurrency: Sequences running at once in an engine; None sends requests without regard to capacity.
         timeout_s: Seconds for an engine to detect a stuck vLLM (`rollout.request_timeout_s`).
+        pick_engine: Chooses the engine of a request; None uses prefix affinity.
+        when_to_dispatch: Chooses the requests to send now.
+        service: True for a service (`rollout.service`), which lasts as long as the run. Requests without an engine wait
+            for `rejoin` instead of failing, and answers are recorded in `journal`.
+        mark: Suffix of the requests' names at the engines, if other processes may use the same names.
     """
 
     count: Callable[[int, int], None] = staticmethod(lambda engine, change: None)
     """Receives changes of an engine's number of requests in progress (`telemetry.timeline`)."""
+    on_refusal: Callable[[int], None] = staticmethod(lambda engine: None)
+    """Receives the rank of an engine added to `awaiting_sync`."""
 
-    def __init__(self, fleet: Engines, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        fleet: Engines,
+        sampling: Sampling,
+        concurrency: int | None,
+        timeout_s: float,
+        *,
+        pick_engine: PickEngine | None = None,
+        when_to_dispatch: WhenToDispatch = at_once,
+        service: bool = False,
+        mark: str = "",
+    ) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
-        self.limit = IN_FLIGHT * concurrency
-        self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
-        self.affinity = PrefixAffinity()
+        self.pick_engine = pick_engine or PrefixAffinity().choose
+        self.when_to_dispatch, self.service, self.mark = when_to_dispatch, service, mark
+        self.limit = math.inf if concurrency is None else IN_FLIGHT * concurrency
+        self.load = {engine: self._new_load(engine) for engine in fleet.serving}
         self.queue: deque[QueuedRequest] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.scheduled = False
         self.serving = frozenset(fleet.serving)
+        self.running = 0
+        """Running trajectories, each with at most one request."""
+        self.journal = Journal()
+        """Recorded turns of unfinished trajectories, in a service."""
+        self.awaiting_sync: set[int] = set()
+        """Ranks of engines that refused a request; cleared by the next weight sync. Always empty in a phase."""
         self.rejoins = 0
-        """Number of times engines came back into service (`rollout.service`)."""
+        """Number of times engines came back into service."""
 
     async def generate(self, request: Request) -> Completion:
-        """Continues a prompt.
+        """Continues a prompt, or returns the recorded answer to the same request.
 
         Raises:
-            NoServingActor: No engine is left.
+            NoServingActor: No engine is left, in a phase.
             ActorFailed: The engine refused the request; the error names the cause.
             ValueError: Another unanswered request has the same id.
         """
+        if (known := self.journal.answer(request)) is not None:
+            return known
+        marked = replace(request, id=request.id + self.mark) if self.mark else request
+        completion = await self._answer(marked)
+        if self.service:
+            self.journal.keep(request, completion)
+        return completion
+
+    async def _answer(self, request: Request) -> Completion:
+        """Queues a request and waits for the answer of an engine."""
         if request.id in self.names:
             raise ValueError(f"two requests at once are called {request.id}")
         self.names.add(request.id)
@@ -159,10 +210,46 @@ class Router:
                 timer.cancel()  # the loop outlives the phase and would keep the request alive
 
     def expect(self, trajectories: int) -> None:
-        """Does nothing: only the lockstep router needs the number of trajectories."""
+        """Announces trajectories about to send requests. In lockstep, requests leave only once each of these
+        trajectories has sent a request or has ended."""
+        self.running += trajectories
 
     def leave(self) -> None:
-        """Does nothing: only the lockstep router needs the number of trajectories."""
+        """Reports the end of an announced trajectory."""
+        self.running -= 1
+        self._schedule()
+
+    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
+        """Stores recorded turns of trajectories about to run."""
+        self.journal.add(recorded)
+
+    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
+        """Returns the turns of unfinished trajectories."""
+        return self.journal.all()
+
+    def forget(self, trajectory: str) -> None:
+        """Drops the recorded turns of a finished trajectory."""
+        self.journal.forget(trajectory)
+
+    def rejoin(self) -> None:
+        """Adds engines back in service after a weight sync and continues sending requests."""
+        self.awaiting_sync.clear()
+        self.rejoins += 1
+        for engine in self.fleet.serving:
+            if engine not in self.load:
+                self.load[engine] = self._new_load(engine)
+        self._schedule()
+
+    def close(self) -> None:
+        """Abandons all requests in progress."""
+        for task in self.tasks:
+            task.cancel()
+
+    def _new_load(self, engine: int) -> Load:
+        """Returns the load of an engine without requests. The token limit comes from the cache size, as if every
+        request grew to the largest length."""
+        facts = None if math.isinf(self.limit) else self.fleet.facts[engine]
+        return Load(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
 
     def _schedule(self) -> None:
         if not self.scheduled:
@@ -181,14 +268,15 @@ class Router:
         self.scheduled = False
         self.serving = frozenset(self.fleet.serving)  # another router may have found a dead engine
         batches: dict[int, dict[str, QueuedRequest]] = {engine: {} for engine in self.load}
-        while self.queue:
-            fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
-            free = [engine for engine in fits if self._accepts(engine)]
+        if ready := self.when_to_dispatch(self.queue, self.running, bool(self.tasks)):
+            self.queue = ready
+        while ready:
+            fits = [engine for engine, load in self.load.items() if load.fits(ready[0], self.limit)]
+            free = {e: self.load[e].requests for e in fits if e in self.serving and e not in self.awaiting_sync}
             if not free:
                 break
-            requests = {engine: self.load[engine].requests for engine in free}
-            engine = self.affinity.choose(self.queue[0].request, requests)
-            waiting = self.queue.popleft()
+            engine = self.pick_engine(ready[0].request, free)
+            waiting = ready.popleft()
             batches[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
         self._send(batches)
@@ -197,15 +285,6 @@ class Router:
                 self.fleet.check()
             except ActorFailed as error:
                 self._fail_all({}, error)
-
-    def _accepts(self, engine: int) -> bool:
-        """Returns True if the engine is in service with current weights."""
-        return engine in self.serving
-
-    def close(self) -> None:
-        """Abandons all requests in progress."""
-        for task in self.tasks:
-            task.cancel()
 
     def _send(self, batches: dict[int, dict[str, QueuedRequest]]) -> None:
         """Sends a message to every engine with new requests."""
@@ -222,6 +301,8 @@ class Router:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(batch, error)
+        if self.queue:
+            self._schedule()
 
     async def _run(self, engine: int, batch: dict[str, QueuedRequest]) -> None:
         import ray
@@ -249,7 +330,8 @@ class Router:
             if isinstance(cause_of(error), EngineDied):
                 self._retire(engine, actor, load, batch, describe(error))
                 return
-            if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, batch, began):
+            if isinstance(cause_of(error), NotReady) and self.service:  # in a phase the weights are always current
+                self._postpone(engine, load, batch, began)
                 return
             # The engine is healthy: it refused a request.
             others, group = max(0, len(batch) - 1), self.fleet.group.name
@@ -261,10 +343,14 @@ class Router:
         finally:
             self.count(engine, -len(batch))
 
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
-        """Returns True if the requests of an engine without current weights were queued. In a phase the weights are
-        always current."""
-        return False
+    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> None:
+        """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
+        `rejoin`, or did so since the request was sent."""
+        if began == self.rejoins:
+            self.awaiting_sync.add(engine)
+        self._requeue(load, batch)
+        if engine in self.awaiting_sync:
+            self.on_refusal(engine)
 
     def _retire(self, engine: int, actor: Any, load: Load | None, batch: dict[str, QueuedRequest], cause: str) -> None:
         """Takes an engine out of service, unless another actor already took the rank. The requests move to other
@@ -290,7 +376,11 @@ class Router:
         self._schedule()
 
     def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
-        """Raises the error in these and all waiting requests, as no engine is left."""
+        """Raises the error in these and all waiting requests, as no engine is left. A service queues the requests if an
+        engine can restart."""
+        if self.service and isinstance(error, NoServingActor):
+            self.queue.extendleft(reversed(batch.values()))
+            return
         self._fail(batch, error)
         self._fail({w.request.id: w for w in self.queue}, error)
         self.queue.clear()
@@ -301,12 +391,6 @@ class Router:
                 waiting.answer.set_exception(error)
 
 
-def load_of(facts: Facts | None) -> Load:
-    """Returns the load of an engine without requests. The token limit comes from the cache size, as if every request
-    grew to the largest length."""
-    return Load(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
-
-
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:
     """Yields the items of a stream. Raises TimeoutError if an item takes more than `seconds`."""
     while True:
@@ -315,7 +399,3 @@ async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:
         except StopAsyncIteration:
             return
         yield item
-
-
-Progress = Callable[[int, int], None]
-"""Called with the numbers of finished and of all trajectories."""

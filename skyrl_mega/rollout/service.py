@@ -13,19 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
-from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
-from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
-from skyrl_mega.rollout.event_loop import ServiceLoop
-from skyrl_mega.rollout.generator import close_all
-from skyrl_mega.rollout.journal import Journal, RecordedTurn
-from skyrl_mega.rollout.router import Load, QueuedRequest, Router, load_of
-from skyrl_mega.rollout.slots import AgentLike, RequestRouter
+from skyrl_mega.rollout.event_loop import ServiceLoop, cancel_all
+from skyrl_mega.rollout.gate import Gate, Start
+from skyrl_mega.rollout.journal import RecordedTurn
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 TOGETHER_S = 1.0
@@ -64,68 +60,28 @@ class Done:
     group: Group
 
 
-class AgentSource(Protocol):
-    """A `Generator`, or the counterpart in virtual time."""
-
-    fleet: Fleet
-    rollout: RolloutConfig
-
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AgentLike:
-        """Returns an agent with a router of this class."""
-
-
-@runtime_checkable
-class ServiceRequestRouter(RequestRouter, Protocol):
-    """The part of a request router used by a service: a `ServiceRouter`, or the client of the rollout workers."""
-
-    awaiting_sync: set[int]
-    """Ranks of engines that refused a request; cleared by the next weight sync."""
-
-    def rejoin(self) -> None:
-        """Updates the engines after a weight sync and continues sending requests."""
-
-    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns of trajectories about to run."""
-
-    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
-        """Has other processes write recorded turns to files in the folder (`journal.read_all`). Returns the turns known
-        in this process."""
-
-    def forget(self, trajectory: str) -> None:
-        """Drops the recorded turns of a finished trajectory."""
-
-
 class RolloutService:
     """A service that generates groups in a background loop while the caller does other work.
 
     Args:
-        source: Provides agents on the engines.
-        sampling: Sampling parameters.
-        loop: The event loop of `source`.
+        player: Runs the trajectories, with a router for a service.
+        fleet: The engines of the player.
+        loop: The event loop of the player.
+        timeout_s: Seconds for the engines to forget cached prefixes (`rollout.request_timeout_s`).
     """
 
-    def __init__(self, source: AgentSource, sampling: SamplingConfig, loop: ServiceLoop) -> None:
-        self.source, self.sampling, self.loop = source, sampling, loop
+    def __init__(self, player: Player, fleet: Fleet, loop: ServiceLoop, timeout_s: float) -> None:
+        self.player, self.fleet, self.loop, self.timeout_s = player, fleet, loop, timeout_s
         self.under_way: dict[int, Ticket] = {}
         """Number → ticket of each unfinished group; used only by the caller's thread."""
         self._played: dict[int, dict[int, Trajectory]] = {}
         """Number → finished samples of each unfinished group."""
         self._done: deque[Done | BaseException] = deque()
-        self._agent: AgentLike | None = None
 
     @property
     def served(self) -> bool:
         """True if any engine accepts requests, not counting engines waiting for a weight sync."""
-        router = self._router
-        return bool({*self.source.fleet.serving} - (router.awaiting_sync if router else set()))
-
-    @property
-    def _router(self) -> ServiceRequestRouter | None:
-        """The agent's router; None before the first submission."""
-        if self._agent is None:
-            return None
-        assert isinstance(self._agent.router, ServiceRequestRouter)
-        return self._agent.router
+        return bool({*self.fleet.serving} - self.player.router.awaiting_sync)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
         """Starts a group for each prompt. As in a phase, all environments are opened before the first trajectory runs,
@@ -139,7 +95,7 @@ class RolloutService:
         if not self.under_way:
             with suppress(NoServingActor):  # requests wait for an engine to restart
                 # As before a phase: cached prefixes would change the last bits.
-                self.source.fleet.ask("forget", timeout=self.source.rollout.request_timeout_s)
+                self.fleet.ask("forget", timeout=self.timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
         self._played |= {ticket.number: {**ticket.played} for ticket in tickets}
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
@@ -163,8 +119,8 @@ class RolloutService:
 
     def write_turns(self, folder: Path) -> None:
         """Writes the recorded turns of unfinished trajectories, in this process and in rollout workers."""
-        if (router := self._router) is not None:  # in this thread: the loop is busy with trajectories
-            journal.write(journal.file_of(folder, "driver"), self.loop.run(router.write_turns(folder)))
+        turns = self.loop.run(self.player.router.write_turns(folder))
+        journal.write(journal.file_of(folder, "driver"), turns)  # in this thread: the loop is busy with trajectories
 
     def so_far(self) -> list[Ticket]:
         """Returns the tickets of unfinished groups, with the samples finished so far."""
@@ -175,32 +131,20 @@ class RolloutService:
 
     def engines_changed(self) -> None:
         """Lets the engines updated by a weight sync accept requests again."""
-        self.loop.call(self._rejoin)
+        self.loop.call(self.player.router.rejoin)
 
     def _tell(self, outcome: Done | BaseException) -> None:
         self._done.append(outcome)
         self.loop.changed()
 
-    def _rejoin(self) -> None:
-        if (router := self._router) is not None:
-            router.rejoin()
-
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
-        if self._agent is None:
-            self._agent = self.source.agent(self.sampling, ServiceRouter)
-        agent, router = self._agent, self._router
-        assert router is not None
-        router.remember([one for ticket, _ in wanted for one in ticket.recorded])
-        tasks = asyncio.create_task
-        opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in ticket.left]
-        playing: list[asyncio.Task[None]] = []
+        self.player.router.remember([turn for ticket, _ in wanted for turn in ticket.recorded])
+        starts = iter(Gate(sum(len(ticket.left) for ticket, _ in wanted), TOGETHER_S).starts)
+        playing = [
+            asyncio.create_task(self._group(ticket, prompt, {sample: next(starts) for sample in ticket.left}))
+            for ticket, prompt in wanted
+        ]
         try:
-            if opening:
-                await asyncio.wait(opening, timeout=TOGETHER_S)
-            opened = iter(opening)
-            for ticket, prompt in wanted:
-                sample_tasks = {sample: next(opened) for sample in ticket.left}
-                playing.append(tasks(self._group(agent, ticket, prompt, sample_tasks)))
             await asyncio.gather(*playing)
         except ActorFailed as error:
             # Every waiting task raised it: the frames of all of them would fill pages.
@@ -209,27 +153,22 @@ class RolloutService:
             self._tell(error)
             raise
         finally:
-            await close_all(agent, opening, playing)
+            await cancel_all(playing)
 
-    async def _group(
-        self, agent: AgentLike, ticket: Ticket, prompt: Prompt, opened: Mapping[int, asyncio.Task[Any]]
-    ) -> None:
-        played, router = self._played[ticket.number], self._router
-        assert router is not None
+    async def _group(self, ticket: Ticket, prompt: Prompt, starts: Mapping[int, Start]) -> None:
+        """Runs the samples of a group that are left: sample → `start`."""
+        played = self._played[ticket.number]
 
-        async def play(sample: int) -> None:
+        async def play(sample: int, start: Start) -> None:
             name = ticket.names[sample]
-            # `close_all` cancels the opening tasks
-            played[sample] = await agent.play(await asyncio.shield(opened[sample]), name)
-            router.forget(name)
+            played[sample] = await self.player.play(prompt, sample, name, start)
+            self.player.router.forget(name)
 
-        playing = [asyncio.create_task(play(sample)) for sample in opened]
+        playing = [asyncio.create_task(play(sample, start)) for sample, start in starts.items()]
         try:
             await asyncio.gather(*playing)
-        finally:  # if a sample fails, end the others before closing their environments
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+        finally:  # if a sample fails, end the others
+            await cancel_all(playing)
         self._tell(Done(ticket, Group(prompt, [played[sample] for sample in range(len(ticket.names))])))
 
 
@@ -237,59 +176,3 @@ def _is_kept(t: Trajectory) -> bool:
     """Returns True if a resumed run keeps the trajectory; a trajectory with an infrastructure fault is generated
     again."""
     return t.status is not Status.ERROR_INFRASTRUCTURE
-
-
-class ServiceRouter(Router):
-    """A router for a whole run. Requests without an engine wait until an engine is back in service."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.awaiting_sync: set[int] = set()
-        """Ranks of engines that refused a request; cleared by the next weight sync."""
-        self.journal = Journal()
-
-    async def generate(self, request: Request) -> Completion:
-        """Continues a prompt, or returns the recorded answer to the same request."""
-        if (known := self.journal.answer(request)) is not None:
-            return known
-        completion = await super().generate(request)
-        self.journal.keep(request, completion)
-        return completion
-
-    def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns of trajectories about to run."""
-        self.journal.add(recorded)
-
-    async def write_turns(self, folder: Path) -> list[RecordedTurn]:
-        """Returns the turns of unfinished trajectories."""
-        return self.journal.all()
-
-    def forget(self, trajectory: str) -> None:
-        """Drops the recorded turns of a finished trajectory."""
-        self.journal.forget(trajectory)
-
-    def rejoin(self) -> None:
-        """Adds engines back in service after a weight sync and continues sending requests."""
-        self.awaiting_sync.clear()
-        self.rejoins += 1
-        for engine in self.fleet.serving:
-            self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
-        self._schedule()
-
-    def _accepts(self, engine: int) -> bool:
-        return super()._accepts(engine) and engine not in self.awaiting_sync
-
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
-        """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
-        `rejoin`, or did so since the request was sent."""
-        if began == self.rejoins:
-            self.awaiting_sync.add(engine)
-        self._requeue(load, batch)
-        return True
-
-    def _fail_all(self, batch: dict[str, QueuedRequest], error: ActorFailed) -> None:
-        """Queues all requests if an engine can restart; otherwise raises the error in all of them."""
-        if isinstance(error, NoServingActor):
-            self.queue.extendleft(reversed(batch.values()))
-        else:
-            super()._fail_all(batch, error)

@@ -7,68 +7,11 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_loop import Agent
+from skyrl_mega.rollout.gate import Start
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.trajectories.trajectory import Trajectory
-
-
-class RequestRouter(Protocol):
-    """The part of a request router used by a phase and a service."""
-
-    def expect(self, trajectories: int) -> None:
-        """Announces the number of trajectories about to send requests. A lockstep router waits for a request of each of
-        these; other routers ignore the call."""
-
-    def leave(self) -> None:
-        """Reports the end of a trajectory announced with `expect`.
-
-        A lockstep router waits for a request of every announced trajectory that has not ended. Other routers ignore the
-        call.
-        """
-
-    def close(self) -> None:
-        """Abandons all requests in progress."""
-
-
-class AgentLike(Protocol):
-    """An `Agent`, or any class with the same methods."""
-
-    @property
-    def router(self) -> RequestRouter:
-        """The router of the agent's requests."""
-
-    async def open(self, prompt: Prompt, sample: int) -> Any:
-        """Returns a trajectory before the first turn."""
-
-    async def play(self, opened: Any, name: str) -> Trajectory:
-        """Runs an opened trajectory to the end."""
-
-    async def close(self, opened: Any) -> None:
-        """Closes an opened trajectory that never runs."""
-
-
-class Player(Protocol):
-    """Interface for running whole trajectories, in this process or in another."""
-
-    @property
-    def router(self) -> RequestRouter:
-        """The router of the trajectories' requests."""
-
-    async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Opens, runs and closes a trajectory."""
-
-
-class LocalPlayer:
-    """A player that uses an agent in this process."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent, self.router = agent, agent.router
-
-    async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Opens, runs and closes a trajectory."""
-        return await self.agent.play(await self.agent.open(prompt, sample), name)
 
 
 @dataclass
@@ -149,16 +92,9 @@ class Slots:
                 return
 
 
-@dataclass(frozen=True)
-class PendingTrajectory:
-    """A trajectory not opened yet."""
-
-    prompt: Prompt
-    sample: int
-
-
-class SlotAgent:
-    """An agent that opens a trajectory only once a slot is free.
+class SlotPlayer:
+    """A player that opens the environment of a trajectory only once a slot is free. Trajectories begin at once, because
+    others may wait for a slot to open their environments.
 
     Args:
         player: Runs the trajectories.
@@ -168,24 +104,12 @@ class SlotAgent:
     def __init__(self, player: Player, slots: Slots) -> None:
         self.player, self.slots, self.router = player, slots, player.router
 
-    async def open(self, prompt: Prompt, sample: int) -> PendingTrajectory:
-        """Returns the request at once, without opening an environment."""
-        return PendingTrajectory(prompt, sample)
-
-    async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
-        """Waits for a slot, then opens, runs and closes the trajectory.
-
-        Args:
-            opened: A result of `open`.
-            name: Unique name; the source of the requests' names and random stream.
-        """
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        """Waits for a slot, then runs the trajectory."""
         now = asyncio.get_running_loop().time
-        start = now()
+        begun = now()
         async with self.slots.hold(self):
-            waited = now() - start
-            t = await self.player.play(opened.prompt, opened.sample, name)
+            waited = now() - begun
+            t = await self.player.play(prompt, sample, name)
         t.seconds["slot"] = waited
         return t
-
-    async def close(self, opened: PendingTrajectory) -> None:
-        """Does nothing, as no environment is open."""

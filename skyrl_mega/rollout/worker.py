@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -21,17 +21,13 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
-from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent_factory import AgentFactory
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Load, QueuedRequest, Router
-from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
     EngineAwaitsSync,
@@ -173,10 +169,12 @@ class Session:
     def __init__(self, factory: AgentFactory, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
         self.factory, self.sampling = factory, sampling
         self.engines = KnownEngines(engines, self.report)
-        self.agent = factory.agent(self.engines, sampling, _ServiceRouter if service else _UniqueNames)
+        # After a worker crash a request may still run in an engine while another worker retries the trajectory.
+        self.agent = factory.agent(self.engines, sampling, service=service, mark=f"@{token_hex(4)}")
         self.router = self.agent.router
+        self.router.on_refusal = lambda rank: self.report(EngineAwaitsSync(rank, self.engines.syncs))
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
+        self.journal = self.router.journal
         """Turns of unfinished trajectories, kept until the trajectory is handed over."""
         self.arrays: dict[int, tuple[str, StoredTrajectory]] = {}
         """Key → name and arrays of a finished job, kept until the hand-over."""
@@ -228,7 +226,6 @@ class Session:
         if engines.syncs < self.engines.syncs:
             return
         self.engines.update(engines)
-        assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
 
     async def close(self) -> None:
@@ -246,7 +243,7 @@ class Session:
         if job.fault:
             trajectory = agent.failed_trajectory(job.prompt, job.sample, job.fault)
         else:
-            trajectory = await agent.play(await agent.open(job.prompt, job.sample), job.name)
+            trajectory = await agent.play(job.prompt, job.sample, job.name)
         small, arrays = detach_arrays(trajectory)
         small.prompt = DRIVER_PROMPT
         self.arrays[job.key] = job.name, arrays
@@ -301,29 +298,3 @@ class KnownEngines:
         """Raises NoServingActor if no engine is in service."""
         if not self.serving:
             raise NoServingActor(self.group.name, None, "service", "no engine is available to this rollout worker")
-
-
-class _UniqueNames(Router):
-    """A router whose request names no other process uses. After a worker crash a request may still run in an engine
-    while another worker retries the same trajectory."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.mark = token_hex(4)
-
-    async def generate(self, request: Request) -> Completion:
-        """Continues a prompt under a name with this router's mark."""
-        return await super().generate(replace(request, id=f"{request.id}@{self.mark}"))
-
-
-class _ServiceRouter(ServiceRouter, _UniqueNames):
-    """The router of a service. Reports to the driver the engines waiting for a weight sync. Names in the journal have
-    no mark."""
-
-    fleet: KnownEngines
-
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> bool:
-        postponed = super()._postpone(engine, load, batch, began)
-        if engine in self.awaiting_sync:
-            self.fleet.report(EngineAwaitsSync(engine, self.fleet.syncs))
-        return postponed

@@ -20,6 +20,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import crash_isolation, journal
 from skyrl_mega.rollout.crash_isolation import CrashHistory
+from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.journal import RecordedTurn
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
@@ -142,8 +143,8 @@ class WorkerClient:
         self._error: ActorFailed | None = None
         """The error that ended the session, if any."""
 
-    async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
-        """Runs a trajectory on a worker, from opening to closing the environment.
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        """Runs a trajectory on a worker, from opening to closing the environment, without regard to `start`.
 
         Raises:
             NoServingActor: No engine is left.

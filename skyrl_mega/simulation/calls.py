@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.rollout.slots import PendingTrajectory, Player, SlotAgent, Slots
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.gate import Start
+from skyrl_mega.rollout.player import Player
+from skyrl_mega.rollout.slots import Slots
 from skyrl_mega.simulation.virtual_time import VirtualTime
 from skyrl_mega.trajectories.trajectory import Trajectory
 
@@ -118,8 +121,8 @@ class Calls:
         self._now, self._seen = self._now + by, now
 
 
-class HeldSlots(SlotAgent):
-    """Environment slots that stay occupied for longer than their trajectory takes.
+class HeldSlots:
+    """A player with environment slots that stay occupied for longer than their trajectory takes.
 
     Args:
         player: Runs the trajectories; must report `OWN_SECONDS` in their seconds.
@@ -127,18 +130,18 @@ class HeldSlots(SlotAgent):
     """
 
     def __init__(self, player: Player, slots: Places) -> None:
-        super().__init__(player, Slots(slots.count))
-        self.occupation = slots.occupation
+        self.player, self.router = player, player.router
+        self.slots, self.occupation = Slots(slots.count), slots.occupation
         self._later: set[asyncio.Task[Any]] = set()
 
-    async def play(self, opened: PendingTrajectory, name: str) -> Trajectory:
-        """Runs a trajectory as the base class does. Waiting for calls does not lengthen the occupation: other slots
-        wait, too."""
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        """Waits for a slot and runs a trajectory. Waiting for calls does not lengthen the occupation: other slots wait,
+        too."""
         now = asyncio.get_running_loop().time
         slot = AsyncExitStack()
         await slot.enter_async_context(self.slots.hold(self))
         begun = now()
-        t = await self.player.play(opened.prompt, opened.sample, name)
+        t = await self.player.play(prompt, sample, name)
         task = asyncio.create_task(_close(slot, begun + self.occupation * t.seconds[OWN_SECONDS] - now()))
         self._later.add(task)
         task.add_done_callback(self._later.discard)

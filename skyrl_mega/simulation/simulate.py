@@ -14,14 +14,15 @@ from io import StringIO
 from random import Random
 from typing import Any
 
-from skyrl_mega.config.schema import AsynchronyConfig, Config, DataConfig, RolloutConfig
+from skyrl_mega.config.schema import AsynchronyConfig, Config, DataConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.gate import Start
+from skyrl_mega.rollout.player import Player
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
-from skyrl_mega.rollout.slots import LocalPlayer
-from skyrl_mega.simulation.calls import OWN_SECONDS, Bounds, Calls, HeldSlots, Places
+from skyrl_mega.simulation.calls import OWN_SECONDS, Bounds, Calls, HeldSlots
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
 from skyrl_mega.simulation.rates import MAX_TRAJECTORIES, Rates, scale_down
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -79,9 +80,12 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
         fleet = SimulatedFleet(loop.loop, rates.engines, _scaled_speed(grain, rates.speed))
         calls = Calls(bounds.calls, loop.loop)
-        players = _Players(fleet, workload, config.data, seed, grain, calls)
-        players.slots = bounds.slots
-        service = RolloutService(players, config.rollout.sampling, loop)
+        engines: Any = fleet
+        router = Router(engines, Sampling(), rates.speed.places, 1e9, service=True)
+        player: Player = _Player(router, workload, config.data, seed, grain, calls)
+        if bounds.slots is not None:
+            player = HeldSlots(player, bounds.slots)
+        service = RolloutService(player, engines, loop, config.rollout.request_timeout_s)
         size = config.data.prompts_per_step
         prompts = [Prompt(i, [], "simulated", {}) for i in range(size)]
         stream = PromptStream(size, batch=size, epochs=10**6, shuffle=False)
@@ -159,32 +163,6 @@ def _normalized(config: Config) -> Config:
     )
 
 
-class _Players:
-    """Replaces the generator."""
-
-    slots: Places | None = None
-    """Bound on concurrent trajectories; None without."""
-
-    def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, calls: Calls) -> None:
-        self.fleet, self.workload, self.data, self.seed = fleet, workload, data, seed
-        self.grain, self.calls = grain, calls
-        self.rollout = RolloutConfig()
-
-    def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
-        """Returns the agent for all trajectories."""
-        engine = self.fleet.engines[0]
-        own_router = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
-        player: Any = _Player(own_router, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
-        player.calls = self.calls
-        return player if self.slots is None else HeldSlots(LocalPlayer(player), self.slots)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    prompt: Prompt
-    sample: int
-
-
 class UnitCounter:
     """Counts amounts in whole units without bias: each remainder goes to the next amount, and the first remainder is
     random.
@@ -207,34 +185,24 @@ class UnitCounter:
 
 
 class _Player:
-    """An agent with known durations."""
-
-    calls: Calls
-    """Bound on concurrent environment calls."""
+    """A player with known durations, whose environments open and close in no time."""
 
     def __init__(
-        self, router: Router, workload: Workload, data: DataConfig, seed: int, grain: int, tick: float
+        self, router: Router, workload: Workload, data: DataConfig, seed: int, grain: int, calls: Calls
     ) -> None:
         self.router, self.workload, self.data, self.seed = router, workload, data, seed
-        self.grain, self.tick = grain, tick
+        self.grain, self.calls = grain, calls
 
     def group(self, name: str) -> int:
         """Returns the group's number within the run, from a sample's name with step and position."""
         _, step, _, place = map(int, name.split("/"))
         return step * self.data.prompts_per_step + place // self.data.samples_per_prompt
 
-    async def open(self, prompt: Prompt, sample: int) -> _Opened:
-        """Opens an environment, in no time."""
-        return _Opened(prompt, sample)
-
-    async def close(self, opened: _Opened) -> None:
-        """Closes an environment, in no time."""
-
-    async def play(self, opened: _Opened, name: str) -> Trajectory:
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         """Runs all turns of a trajectory."""
         t = Trajectory(
-            opened.prompt,
-            opened.sample,
+            prompt,
+            sample,
             tokens=array("b"),
             mask=array("b"),
             logprobs=array("f"),
@@ -243,8 +211,9 @@ class _Player:
             status=Status.COMPLETED,
             turns=0,
         )
-        random, tick, start, waiting = Random(f"{self.seed}/{name}"), self.tick, self.calls.loop.time(), 0.0
-        turns = self.workload.sample_turns(random, self.group(name), opened.sample)
+        random, loop, waiting = Random(f"{self.seed}/{name}"), self.calls.loop, 0.0
+        begun, tick = loop.time(), loop.tick_s
+        turns = self.workload.sample_turns(random, self.group(name), sample)
         read, written, waited = (
             UnitCounter(self.grain, random),
             UnitCounter(self.grain, random),
@@ -260,7 +229,7 @@ class _Player:
             t.turns += 1
             if ticks := waited.units(turn.env_s):
                 waiting += await self.calls.run(ticks * tick)
-        t.seconds[OWN_SECONDS] = self.calls.loop.time() - start - waiting
+        t.seconds[OWN_SECONDS] = loop.time() - begun - waiting
         return t
 
 

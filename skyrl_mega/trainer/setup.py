@@ -183,7 +183,8 @@ def rollouts_of(
         own_generator.recorder, own_generator.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own_generator), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
-    service = RolloutService(generator, config.rollout.sampling, generator.loop)
+    player = generator.player(config.rollout.sampling, service=True)
+    service = RolloutService(player, generator.fleet, generator.loop, config.rollout.request_timeout_s)
     return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
 
 

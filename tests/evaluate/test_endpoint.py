@@ -36,12 +36,12 @@ def talk(fake: Fake, prompts: int = 1, env: str = "gsm8k", key: str | None = Non
     source = EndpointSource(Endpoint.of(fake.url, "m", "KEY", key, "{}"), config)
 
     async def play() -> list[Trajectory]:
-        async with source.agent() as agent:
+        async with source.player() as player:
 
             async def one(n: int) -> Trajectory:
                 question = [{"role": "user", "content": f"{n} times 7"}]
                 prompt = Prompt(n, question, env, {"reward_spec": {"ground_truth": str(7 * n)}})
-                return await agent.play(await agent.open(prompt, 0), f"t/{n}")
+                return await player.play(prompt, 0, f"t/{n}")
 
             return await asyncio.gather(*map(one, range(prompts)))
 
@@ -231,8 +231,8 @@ def test_requests_carry_the_sampling_and_what_is_added(fake: Fake) -> None:
     source = EndpointSource(Endpoint.of(f"{fake.url}/v1/chat/completions", "m", "KEY", None, extra), config)
 
     async def ask() -> None:
-        async with source.agent() as agent:
-            await agent.client.reply([{"role": "user", "content": "2 times 3"}], 9, 1)  # type: ignore[attr-defined]
+        async with source.player() as player:
+            await player.client.reply([{"role": "user", "content": "2 times 3"}], 9, 1)  # type: ignore[attr-defined]
 
     asyncio.run(ask())
     [body] = fake.bodies

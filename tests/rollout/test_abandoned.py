@@ -87,7 +87,7 @@ class Played(Generator):
         self.threads = threads
         self.router: Any = Mute() if lines is None else Scripted(chat, lines)
 
-    def agent(self, sampling: SamplingConfig) -> Agent:
+    def player(self, sampling: SamplingConfig, *, service: bool = False) -> Agent:
         limits = Limits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
         return Agent(self.router, self.chat, self.environments, limits, EnvPool(self.threads))
 

@@ -14,7 +14,6 @@ import pytest
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import Timeline
 from tests.support.machine import within
@@ -46,7 +45,7 @@ async def play(engines: Engines, router: Router, counts: Counter[int], random: R
         await asyncio.sleep(4.1)
         engines.kill(1)
         await asyncio.sleep(7.1)
-        if isinstance(router, ServiceRouter):
+        if router.service:
             engines.hold(half=True)
             await asyncio.sleep(2.1)
             engines.revive(1)
@@ -62,15 +61,15 @@ async def play(engines: Engines, router: Router, counts: Counter[int], random: R
     return looked
 
 
-@pytest.mark.parametrize("kind", [Router, ServiceRouter])
+@pytest.mark.parametrize("service", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_an_engine_has_what_a_router_says(kind: type[Router], seed: int) -> None:
+def test_an_engine_has_what_a_router_says(service: bool, seed: int) -> None:
     counts: Counter[int] = Counter()
     random = Random(seed)
     with VirtualLoop() as loop:
         engines = Engines(3, random)
         engines.revive(0)
-        router = kind(engines, Sampling(), 4, 600.0)
+        router = Router(engines, Sampling(), 4, 600.0, service=service)
         router.count = lambda engine, change: counts.update({engine: change})
         looked = loop.run(play(engines, router, counts, random))
     assert looked > 20 and not any(counts.values())

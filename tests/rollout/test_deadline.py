@@ -19,7 +19,6 @@ from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import RetryingAgent
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.envs.test_killed_scoring import launcher
 from tests.support.scripted import Scripted
@@ -57,8 +56,8 @@ def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
     policy: Any = SlowSpeaker(chat, ["a word"], finish="timeout")
 
     async def one() -> Trajectory:
-        agent = RetryingAgent(policy, chat, environments, limits, EnvPool(2))
-        return await agent.play(await agent.open(prompt, 0), "0/1")
+        agent = Agent(policy, chat, environments, limits, EnvPool(2))
+        return await agent.play(prompt, 0, "0/1")
 
     return asyncio.run(one())
 
@@ -117,7 +116,7 @@ def late(chat: Renderer, policy: Any, **info: Any) -> Trajectory:
 
     async def one() -> Trajectory:
         agent = Agent(policy, chat, environments, limits, EnvPool(2))
-        return await agent.play(await agent.open(prompt, 0), "0/1")
+        return await agent.play(prompt, 0, "0/1")
 
     return asyncio.run(one())
 

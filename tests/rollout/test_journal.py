@@ -21,8 +21,6 @@ from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.journal import Journal, RecordedTurn, digest
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.service import ServiceRouter
-from skyrl_mega.rollout.worker import _ServiceRouter
 from tests.support.virtual_rollouts import Engines
 
 
@@ -122,20 +120,17 @@ def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
     sent: list[str] = []
 
     class Told(Router):
-        async def generate(self, request: Request) -> Completion:
+        async def _answer(self, request: Request) -> Completion:
             sent.append(request.id)
             return completion(request.id, [5])
 
-    class Worker(_ServiceRouter, Told):
-        pass
-
     async def said() -> list[RecordedTurn]:
         engines: Any = Engines(1, Random(0))
-        router = Worker(engines, Sampling(), 4, 10.0)
+        router = Told(engines, Sampling(), 4, 10.0, service=True, mark="@mark")
         for _ in range(2):
             await router.generate(Request("0/1/0/7/0", [1], 9, seed=0))
         return router.journal.all()
 
     (one,) = asyncio.run(said())
     assert (one.request, one.trajectory) == ("0/1/0/7/0", "0/1/0/7")
-    assert len(sent) == 1 and sent[0].startswith("0/1/0/7/0@") and issubclass(Worker, ServiceRouter)
+    assert sent == ["0/1/0/7/0@mark"]

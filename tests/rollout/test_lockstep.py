@@ -21,7 +21,7 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.lockstep import LockstepRouter
+from skyrl_mega.rollout.lockstep import FixedEngines, in_lockstep
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Router
 from tests.support.engines import build_model, serving, spec_of, start_engine
@@ -67,7 +67,7 @@ def fleet_of(*engines: FakeEngine) -> Any:
     )
 
 
-def batches(kind: type[Router], clock: int, dies_at: int | None = None) -> list[list[list[str]]]:
+def batches(lockstep: bool, clock: int, dies_at: int | None = None) -> list[list[list[str]]]:
     """Returns the batches of two engines, message by message, for trajectories of 1 to 4 turns.
 
     The number of turns is fixed; the delays of environments and engines come from `clock`.
@@ -84,7 +84,10 @@ def batches(kind: type[Router], clock: int, dies_at: int | None = None) -> list[
             router.leave()
 
     async def phase() -> None:
-        router = kind(fleet_of(*engines), Sampling(), 16, 600.0)
+        router = Router(fleet_of(*engines), Sampling(), 16, 600.0)
+        if lockstep:
+            strategies = {"pick_engine": FixedEngines().choose, "when_to_dispatch": in_lockstep}
+            router = Router(fleet_of(*engines), Sampling(), None, 600.0, **strategies)  # type: ignore[arg-type]
         router.expect(PLAYERS)
         await asyncio.gather(*(play(router, place) for place in range(PLAYERS)))
 
@@ -93,8 +96,8 @@ def batches(kind: type[Router], clock: int, dies_at: int | None = None) -> list[
 
 
 def test_waves_are_the_same_whatever_the_clock() -> None:
-    first = batches(LockstepRouter, clock=0)
-    assert all(batches(LockstepRouter, clock) == first for clock in range(1, 6))
+    first = batches(True, clock=0)
+    assert all(batches(True, clock) == first for clock in range(1, 6))
     assert [len(calls) for calls in first] == [TURNS, TURNS], "a message to each engine for every turn"
     homes = [{name.split("/")[1] for call in calls for name in call} for calls in first]
     assert not homes[0] & homes[1], "a trajectory stays with the engine that has its cached prefix"
@@ -102,11 +105,11 @@ def test_waves_are_the_same_whatever_the_clock() -> None:
 
 
 def test_without_waves_the_clock_decides() -> None:
-    assert batches(Router, clock=0) != batches(Router, clock=1)
+    assert batches(False, clock=0) != batches(False, clock=1)
 
 
 def test_an_engine_that_dies_leaves_its_part_to_the_other() -> None:
-    first, second = batches(LockstepRouter, clock=3, dies_at=2)
+    first, second = batches(True, clock=3, dies_at=2)
     assert len(first) == 2
     last_turns = {f"s/{place}/{place * 7 % TURNS}" for place in range(PLAYERS)}
     assert last_turns <= {name for call in first + second for name in call}

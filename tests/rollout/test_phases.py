@@ -36,7 +36,7 @@ class Phases(Generator):
         super().__init__(fleet, chat, rollout, environments)
         self.loops: list[asyncio.AbstractEventLoop] = []
 
-    def agent(self, sampling: SamplingConfig) -> Agent:
+    def player(self, sampling: SamplingConfig, *, service: bool = False) -> Agent:
         self.loops.append(asyncio.get_running_loop())
         limits = Limits(turn=10, response=10, length=1000, turns=1, env_timeout_s=60.0)
         policy: Any = Scripted(self.chat, ["1"] * 100)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout import prefix_affinity
 from skyrl_mega.rollout.prefix_affinity import FEW, LONG_PROMPT, SHARE, PrefixAffinity
-from skyrl_mega.rollout.router import QueuedRequest
-from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.rollout.router import QueuedRequest, Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engines
 
@@ -73,20 +72,20 @@ def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pyt
     """Sends all turns of a trajectory, and all samples of a long prompt, to the same engine, in any order of
     answers."""
     went: dict[str, set[int]] = defaultdict(set)
-    send = ServiceRouter._send
+    send = Router._send
 
-    def told(self: ServiceRouter, parts: dict[int, dict[str, QueuedRequest]]) -> None:
+    def told(self: Router, parts: dict[int, dict[str, QueuedRequest]]) -> None:
         for engine, part in parts.items():
             for waiting in part.values():
                 went[waiting.request.trajectory].add(engine)
         send(self, parts)
 
-    monkeypatch.setattr(ServiceRouter, "_send", told)
+    monkeypatch.setattr(Router, "_send", told)
     random = Random(0)
     with VirtualLoop() as loop:
         engines: Any = Engines(3, random)
         engines.revive(0)
-        router = ServiceRouter(engines, Sampling(), 4, 600.0)
+        router = Router(engines, Sampling(), 4, 600.0, service=True)
 
         async def play(name: str, prompt: int) -> None:
             for turn_of in range(4):

@@ -78,8 +78,8 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
 
     async def played(engine: VllmEngine) -> list[Trajectory]:
         agent = Agent(Direct(engine), Renderer(str(model)), users, Limits.of(ROLLOUT), EnvPool(8))  # type: ignore[arg-type]
-        opened = [await agent.open(prompt, sample) for prompt in prompts for sample in range(4)]
-        trajectories = list(await asyncio.gather(*(agent.play(one, str(i)) for i, one in enumerate(opened))))
+        asked = [(prompt, sample) for prompt in prompts for sample in range(4)]
+        trajectories = list(await asyncio.gather(*(agent.play(*one, str(i)) for i, one in enumerate(asked))))
         await engine.workers("routes_version", 5)  # simulates a sync without dropping the cached prefixes
         await engine.llm.update_weight_version("5")
         again = Request("stale", trajectories[0].tokens, 4, 0)

@@ -14,37 +14,27 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import retry
-from skyrl_mega.rollout.agent_loop import Limits
+from skyrl_mega.rollout import agent_loop
+from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.retry import RetryingAgent
-from skyrl_mega.rollout.slots import SlotAgent, Slots
+from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.scripted import Scripted
 
 
-class RequestRouter:
-    """A router without requests."""
-
-    def expect(self, players: int) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Timed:
     """A player of trajectories without content; records the most open at once in `most`, and the order in `begun`."""
 
-    router = RequestRouter()
+    router: Any = None
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.open, self.most = random.Random(seed), 0, 0
         self.begun: list[str] = []
 
-    async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
         self.open += 1
         self.most = max(self.most, self.open)
         self.begun.append(name)
@@ -61,12 +51,10 @@ PROMPT = Prompt(0, [], "", {})
 
 def test_no_more_are_open_than_there_are_slots_and_who_waits_longest_is_next() -> None:
     player, slots = Timed(), Slots(8)
-    agent = SlotAgent(player, slots)
+    agent = SlotPlayer(player, slots)
 
     async def phase() -> list[Trajectory]:
-        opened = [await agent.open(PROMPT, s) for s in range(100)]
-        assert player.begun == []
-        return await asyncio.gather(*(agent.play(o, str(i)) for i, o in enumerate(opened)))
+        return await asyncio.gather(*(agent.play(PROMPT, i, str(i)) for i in range(100)))
 
     with VirtualLoop() as loop:
         played = loop.run(phase())
@@ -79,24 +67,24 @@ def test_no_more_are_open_than_there_are_slots_and_who_waits_longest_is_next() -
 
 def test_without_a_bound_all_are_open() -> None:
     player = Timed()
-    agent = SlotAgent(player, Slots(None))
+    agent = SlotPlayer(player, Slots(None))
     with VirtualLoop() as loop:
         loop.run(_all(agent, 100))
     assert player.most == 100
 
 
-async def _all(agent: SlotAgent, count: int) -> list[Trajectory]:
-    return await asyncio.gather(*[agent.play(await agent.open(PROMPT, 0), str(i)) for i in range(count)])
+async def _all(agent: SlotPlayer, count: int) -> list[Trajectory]:
+    return await asyncio.gather(*[agent.play(PROMPT, 0, str(i)) for i in range(count)])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_cancelled_ones_give_their_slots_back(seed: int) -> None:
     """Cancels random trajectories: waiting, with a new slot, or playing."""
     chance, player, slots = random.Random(seed), Timed(seed), Slots(4)
-    agent = SlotAgent(player, slots)
+    agent = SlotPlayer(player, slots)
 
     async def phase() -> None:
-        tasks = [asyncio.create_task(agent.play(await agent.open(PROMPT, 0), str(i))) for i in range(60)]
+        tasks = [asyncio.create_task(agent.play(PROMPT, 0, str(i))) for i in range(60)]
         while left := [task for task in tasks if not task.done()]:
             chance.choice(left).cancel()
             await asyncio.sleep(chance.choice([0, 0, 0.5]))
@@ -115,10 +103,10 @@ def test_an_evaluation_is_not_behind_all_that_is_ahead() -> None:
     rollouts, evaluation = Timed(1), Timed(2)
 
     async def both() -> float:
-        ahead = asyncio.create_task(_all(SlotAgent(rollouts, slots), 400))
+        ahead = asyncio.create_task(_all(SlotPlayer(rollouts, slots), 400))
         await asyncio.sleep(10)
         start = asyncio.get_running_loop().time()
-        await _all(SlotAgent(evaluation, slots), 20)
+        await _all(SlotPlayer(evaluation, slots), 20)
         took = asyncio.get_running_loop().time() - start
         ahead.cancel()
         await asyncio.gather(ahead, return_exceptions=True)
@@ -173,9 +161,7 @@ def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, S
     limits = Limits(turn=100, response=1000, length=1000, turns=4, env_timeout_s=60.0)
 
     async def one() -> Trajectory:
-        agent = RetryingAgent(policy, chat, environments, limits, EnvPool(2))
-        agent.retries = retries
-        return await agent.play(await agent.open(prompt, 0), "0/1")
+        return await Agent(policy, chat, environments, limits, EnvPool(2), retries=retries).play(prompt, 0, "0/1")
 
     from tests.rollout.test_slots import Flaky as Imported  # the class as imported by the registry
 
@@ -189,7 +175,7 @@ def test_a_fault_of_the_infrastructure_is_played_again(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Retries the same trajectory under the same names, instead of a reward of 0."""
-    monkeypatch.setattr(retry, "PAUSE_S", 0.001)
+    monkeypatch.setattr(agent_loop, "PAUSE_S", 0.001)
     whole, _, _ = play_flaky(characters_chat, 2, at="nowhere", fails=0)
     played, policy, asked = play_flaky(characters_chat, 2, at=at, fails=2)
     assert (played.status, played.reward, played.turns, played.retries, asked) == (Status.COMPLETED, 2.0, 2, 2, 3)
@@ -202,7 +188,7 @@ def test_a_fault_of_the_infrastructure_is_played_again(
 def test_one_that_fails_too_often_is_failed(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    monkeypatch.setattr(retry, "PAUSE_S", 0.001)
+    monkeypatch.setattr(agent_loop, "PAUSE_S", 0.001)
     played, _, asked = play_flaky(characters_chat, 2, at=at, fails=99)
     assert (played.status, played.retries, asked) == (Status.ERROR_INFRASTRUCTURE, 2, 3)
     assert played.status.failed and played.reward == 0.0 and "no connection" in played.metadata["error"]

@@ -12,7 +12,6 @@ import pytest
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engine
 
@@ -39,12 +38,12 @@ class Fleet:
             raise NoServingActor("engine", 0, "service", "killed")
 
 
-def asked_after_its_death(kind: type[Router]) -> Any:
+def asked_after_its_death(service: bool) -> Any:
     """Sends a request after another router found the engine dead, and returns the result."""
     fleet: Any = Fleet()
 
     async def ask() -> Any:
-        router = kind(fleet, Sampling(), 4, 60.0)
+        router = Router(fleet, Sampling(), 4, 60.0, service=service)
         await router.generate(Request("first", [1], 2, seed=0))
         fleet.die()
         return await asyncio.wait_for(router.generate(Request("second", [1], 2, seed=0)), 1000)
@@ -55,9 +54,9 @@ def asked_after_its_death(kind: type[Router]) -> Any:
 
 def test_a_phase_ends_and_is_played_again() -> None:
     with pytest.raises(NoServingActor):
-        asked_after_its_death(Router)
+        asked_after_its_death(service=False)
 
 
 def test_a_service_waits_for_the_next_sync() -> None:
     with pytest.raises(TimeoutError):
-        asked_after_its_death(ServiceRouter)
+        asked_after_its_death(service=True)

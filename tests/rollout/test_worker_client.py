@@ -13,7 +13,7 @@ import ray.exceptions
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Facts
-from skyrl_mega.rollout.slots import SlotAgent, Slots
+from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.worker_messages import EngineAwaitsSync, EngineDead, RolloutFailed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
@@ -26,8 +26,8 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
 
     async def phase() -> None:
         player, group, workers, _, lines = player_of(3, 12, seed)
-        agent = SlotAgent(player, slots)
-        playing = [asyncio.create_task(agent.play(await agent.open(PROMPT, i), f"name {i}")) for i in range(150)]
+        agent = SlotPlayer(player, slots)
+        playing = [asyncio.create_task(agent.play(PROMPT, i, f"name {i}")) for i in range(150)]
         for _ in range(12):
             await asyncio.sleep(chance.uniform(0.1, 3))
             if up := workers.up():

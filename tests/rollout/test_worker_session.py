@@ -15,8 +15,9 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import worker
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.worker import KnownEngines, Session
 from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Job
 from skyrl_mega.trajectories.trajectory import Status
@@ -27,14 +28,11 @@ class Waits:
     """An agent with trajectories of 60 s."""
 
     def __init__(self) -> None:
-        self.router = SimpleNamespace(close=lambda: None)
+        self.router = SimpleNamespace(close=lambda: None, journal=Journal())
         self.opened: list[int] = []
 
-    async def open(self, prompt: Prompt, sample: int) -> int:
+    async def play(self, prompt: Prompt, sample: int, name: str) -> Any:
         self.opened.append(sample)
-        return sample
-
-    async def play(self, opened: int, name: str) -> Any:
         await asyncio.sleep(60)
 
 
@@ -44,7 +42,7 @@ def order(key: int) -> Job:
 
 def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
     agent = Waits()
-    equipment: Any = SimpleNamespace(agent=lambda *_: agent)
+    equipment: Any = SimpleNamespace(agent=lambda *_, **__: agent)
     sampling: Any = None
 
     async def everything() -> list[Any]:
@@ -67,8 +65,8 @@ def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
     def now(serving: list[int], syncs: int) -> EngineView:
         return EngineView("engine", ["a", "b"], [None, None], serving, syncs)
 
-    def agent(engines: KnownEngines, _: Any, router: type[ServiceRouter]) -> Any:
-        return SimpleNamespace(router=router(engines, Sampling(), 4, 10.0))
+    def agent(engines: KnownEngines, _: Any, *, service: bool, mark: str) -> Any:
+        return SimpleNamespace(router=Router(engines, Sampling(), 4, 10.0, service=service, mark=mark))
 
     equipment: Any = SimpleNamespace(agent=agent)
     sampling: Any = None
@@ -89,9 +87,9 @@ def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_ch
     """Fails the job without opening the environment, as opening may crash the process."""
     limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {"reward_spec": {}})
-    router: Any = SimpleNamespace(close=lambda: None)
+    router: Any = SimpleNamespace(close=lambda: None, journal=Journal())
     agent = Agent(router, characters_chat, EnvironmentConfig(), limits, EnvPool(1))
-    equipment: Any = SimpleNamespace(agent=lambda *_: agent)
+    equipment: Any = SimpleNamespace(agent=lambda *_, **__: agent)
     sampling: Any = None
 
     async def everything() -> tuple[list[Any], Any]:
@@ -116,7 +114,7 @@ def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path:
     router: Any = SimpleNamespace()
     agent = Agent(router, chat, EnvironmentConfig(), limits, EnvPool(1))
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {})
-    for t in (agent.failed_trajectory(prompt, 1, "died"), asyncio.run(agent.open(prompt, 1)).trajectory):
+    for t in (agent.failed_trajectory(prompt, 1, "died"), asyncio.run(agent.play(prompt, 1, "1"))):
         assert t.status.failed and t.messages == prompt.messages
         assert t.prompt_length == len(t.tokens) == 1
 

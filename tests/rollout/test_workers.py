@@ -108,7 +108,7 @@ def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, ch
     for environment, players in ((HERE, None), (THERE, workers)):
         loop, done = BackgroundLoop(), []
         with Generator(serving(engines), chat, ROLLOUT, environment, loop=loop, workers=players) as generator:
-            service = RolloutService(generator, SAMPLING, loop)
+            service = RolloutService(generator.player(SAMPLING, service=True), generator.fleet, loop, timeout_s=60.0)
             service.submit(tickets[:4], asked[:4])
             service.engines_changed()
             service.submit(tickets[4:], asked[4:])
@@ -128,7 +128,7 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
     turns_by_name: dict[str, list[journal.RecordedTurn]] = {}
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
-        service = RolloutService(generator, SAMPLING, loop)
+        service = RolloutService(generator.player(SAMPLING, service=True), generator.fleet, loop, timeout_s=60.0)
         service.submit(tickets, asked)
         while len(turns_by_name) < 4:
             assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
@@ -137,7 +137,7 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     again = [replace(t, recorded=[marked(one) for name in t.names for one in turns_by_name[name]]) for t in tickets]
     loop, done = BackgroundLoop(), []
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
-        service = RolloutService(generator, SAMPLING, loop)
+        service = RolloutService(generator.player(SAMPLING, service=True), generator.fleet, loop, timeout_s=60.0)
         service.submit(again, asked)
         while len(done) < 2:
             done += service.done(60.0)

@@ -9,11 +9,10 @@ from typing import Any
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from tests.support.simulated_time import LONGEST_S
-from tests.support.virtual_rollouts import Engines, Players
+from tests.support.virtual_rollouts import Engines, service_of
 
 PROMPTS = 60
 
@@ -26,7 +25,7 @@ def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronou
     change(config)
     random, loop = Random(0), VirtualLoop(LONGEST_S)
     engines = Engines(2, random)
-    service = RolloutService(Players(engines, random), config.rollout.sampling, loop)
+    service = service_of(engines, random, loop)
     stream = PromptStream(prompts, batch=config.data.prompts_per_step)
     every = [Prompt(i, [], "mine", {}) for i in range(prompts)]
     rollouts = Asynchronous(config, every, stream, service, look=lambda: None, refill=lambda: None)

@@ -62,7 +62,7 @@ def play(
 
         async def one(prompt: Prompt, policy: Scripted) -> Trajectory:
             agent = Agent(policy, chat, config, given, rooms)  # type: ignore[arg-type]
-            return await agent.play(await agent.open(prompt, 0), f"{prompt.uid}")
+            return await agent.play(prompt, 0, f"{prompt.uid}")
 
         return await asyncio.gather(*(one(prompt, policy) for prompt, policy in scripts))
 

@@ -19,10 +19,13 @@ import ray.exceptions
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
-from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.gate import Start
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.service import RolloutService
+from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 
@@ -139,25 +142,21 @@ class Engines:
             engine.running.clear()
 
 
-@dataclass
-class Opened:
-    prompt: Prompt
-    sample: int
-
-
 class Player:
-    """An agent with trajectories of one to four turns and tools of random duration."""
+    """A player of trajectories of one to four turns, with tools of random duration."""
 
-    def __init__(self, router: Any, random: Random) -> None:
-        self.router, self.random, self.spans = router, random, None
+    def __init__(self, router: Router, random: Random) -> None:
+        self.router, self.random = router, random
 
-    async def open(self, prompt: Prompt, sample: int) -> Opened:
+    async def open(self, prompt: Prompt) -> None:
         await asyncio.sleep(self.random.random())
-        return Opened(prompt, sample)
 
-    async def play(self, opened: Opened, name: str) -> Trajectory:
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        await self.open(prompt)
+        if start is not None:
+            await start()
         t = Trajectory(
-            opened.prompt, opened.sample, array("i", [1, 2]), array("b", [0, 0]), array("f", [0.0, 0.0]), 2, 0.0,
+            prompt, sample, array("i", [1, 2]), array("b", [0, 0]), array("f", [0.0, 0.0]), 2, 0.0,
             Status.COMPLETED, 0,
         )  # fmt: skip
         t.metadata["name"] = name
@@ -174,14 +173,7 @@ class Player:
         return t
 
 
-@dataclass
-class Players:
-    """A stand-in for a generator."""
-
-    fleet: Any
-    random: Random
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    spans: None = None
-
-    def agent(self, sampling: Any, router: Any = None) -> Any:
-        return Player(router(self.fleet, Sampling(), 4, 600.0), self.random)
+def service_of(engines: Any, random: Random, loop: VirtualLoop) -> RolloutService:
+    """Returns a service on these engines."""
+    player = Player(Router(engines, Sampling(), 4, 600.0, service=True), random)
+    return RolloutService(player, engines, loop, timeout_s=60.0)

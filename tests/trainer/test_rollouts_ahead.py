@@ -116,18 +116,19 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     versions_by_request = {request: [v for v, _ in one.completion.versions] for request, one in written.items()}
     assert before and versions_by_request and any(ticket.left for ticket in under_way)
     asked: list[str] = []
-    generate = Router.generate
+    answer = Router._answer
 
     async def told(self: Router, request: Request) -> Any:
         asked.append(request.id)
-        return await generate(self, request)
+        return await answer(self, request)
 
-    monkeypatch.setattr(Router, "generate", told)
+    monkeypatch.setattr(Router, "_answer", told)
     capsys.readouterr()
     again, loop, _ = live(tmp_path, lambda config: None)
     done, begun = len(again.done), len(again.interrupted)
     assert capsys.readouterr().out.strip() == (
-        f"restored {done} groups generated ahead, and {begun} unfinished ones ({len(before)} finished trajectories, "
+        f"restored {done} group{'s' * (done != 1)} generated ahead, and {begun} unfinished ones "
+        f"({len(before)} finished trajectories, "
         f"{len(versions_by_request)} recorded turns)"
     )
     with loop:
@@ -213,10 +214,10 @@ def test_an_environment_that_opens_slowly_holds_up_its_own_group_alone(
 ) -> None:
     at_once = Player.open
 
-    async def opens(self: Player, prompt: Prompt, sample: int) -> Any:
+    async def opens(self: Player, prompt: Prompt) -> None:
         if prompt.uid == 0:
             await asyncio.sleep(10_000)
-        return await at_once(self, prompt, sample)
+        await at_once(self, prompt)
 
     monkeypatch.setattr(Player, "open", opens)
     rollouts, loop, _ = live(tmp_path, lambda config: None)

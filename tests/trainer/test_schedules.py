@@ -17,7 +17,7 @@ import pytest
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.service import RolloutService, ServiceRouter
+from skyrl_mega.rollout.router import Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous
@@ -25,7 +25,7 @@ from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 from skyrl_mega.trainer.step import Step
 from tests.support.simulated_time import LONGEST_S
-from tests.support.virtual_rollouts import Engines, Players
+from tests.support.virtual_rollouts import Engines, service_of
 
 PROMPTS = 60
 
@@ -77,7 +77,7 @@ class Schedule:
 
     def _live(self, loop: VirtualLoop) -> None:
         engines = Engines(self.engines, self.random)
-        service = RolloutService(Players(engines, self.random), self.config.rollout.sampling, loop)
+        service = service_of(engines, self.random, loop)
         prompts = [Prompt(i, [], "mine", {}) for i in range(PROMPTS)]
         stream = PromptStream(PROMPTS, batch=self.config.data.prompts_per_step)
         version = self.saved
@@ -215,12 +215,12 @@ def test_a_group_that_is_taken_twice_is_found(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_engine_that_never_comes_back_into_service_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServiceRouter, "rejoin", lambda self: None)
+    monkeypatch.setattr(Router, "rejoin", lambda self: None)
     assert "somebody waits for ever" in str(fault(tmp_path))
 
 
 def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServiceRouter, "_requeue", lambda self, engine, part: None)
+    monkeypatch.setattr(Router, "_requeue", lambda self, load, batch: None)
     assert "somebody waits for ever" in str(fault(tmp_path))
 
 

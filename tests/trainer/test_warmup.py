@@ -94,7 +94,7 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -
         limits = Limits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
         agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, EnvPool(1))  # type: ignore[arg-type]
         prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
-        t = await agent.play(await agent.open(prompt, 0), "0")
+        t = await agent.play(prompt, 0, "0")
         assert (t.turns, t.reward) == (3, 1.0)
         return list(t.tokens), list(t.mask)
 

@@ -1,0 +1,30 @@
+"""The interface for running a trajectory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.gate import Start
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.worker_client import WorkerClient
+from skyrl_mega.trajectories.trajectory import Trajectory
+
+
+class Player(Protocol):
+    """Runs trajectories: an `Agent` in this process, the client of the rollout workers, or either with a limit on open
+    environments."""
+
+    @property
+    def router(self) -> Router | WorkerClient:
+        """The router of the trajectories' requests."""
+
+    async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
+        """Opens the environment, runs the trajectory, and closes the environment.
+
+        Args:
+            prompt: The prompt.
+            sample: Number of the sample.
+            name: Unique name; the source of the requests' names and random stream.
+            start: See `Gate`; ignored unless all environments are open at once.
+        """
