@@ -28,8 +28,8 @@ from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models import tiny
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.trainer.start_actors import Setup
 from skyrl_mega.trainer.start_workers import start_workers
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 import skyrl_mega.cluster  # noqa: F401  (before any test's module imports Ray: it then listens on loopback alone)
 
 if TYPE_CHECKING:
-    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.rollout.agent.renderer import Renderer
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,7 +122,7 @@ def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 @pytest.fixture(scope="session")
 def qwen_chat(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """Returns Qwen3's tokenizer and template."""
-    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.rollout.agent.renderer import Renderer
     from tests.support.chats import qwen
 
     path = qwen(real_data, tmp_path_factory.mktemp("chats") / "qwen")

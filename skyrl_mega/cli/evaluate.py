@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from skyrl_mega.evaluate.results import Results
     from skyrl_mega.evaluate.sampling import Source
     from skyrl_mega.evaluate.sets import PromptSet
-    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.rollout.agent.renderer import Renderer
     from skyrl_mega.telemetry.console import Console
 
 
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         chat = None
         if endpoint is None:
             from skyrl_mega.models.registry import architecture
-            from skyrl_mega.rollout.renderer import Renderer
+            from skyrl_mega.rollout.agent.renderer import Renderer
 
             chat = Renderer(config.model.path, config.rollout)
             chat.check_vocabulary(architecture(hf).describe(hf).vocab)

@@ -143,7 +143,7 @@ def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
     path = Path(config.model.path)
     if not any(path.glob("tokenizer*")):
         return
-    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.rollout.agent.renderer import Renderer
 
     chat = Renderer(str(path), config.rollout)
     chat.check_vocabulary(architecture(hf).describe(hf).vocab)
@@ -166,7 +166,7 @@ def check_tools(config: Config) -> None:
     names = [name for name in dict.fromkeys(named) if registry.has_tools(name, environments)]
     if not names:
         return
-    from skyrl_mega.rollout.renderer import Renderer, one_message_refused
+    from skyrl_mega.rollout.agent.renderer import Renderer, one_message_refused
 
     if config.rollout.conversation == "one_message":
         raise UserError(one_message_refused(names[0]))

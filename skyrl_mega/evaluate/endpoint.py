@@ -25,8 +25,8 @@ from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
-from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, append, stream_seed
-from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, append, stream_seed
+from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.trajectories.trajectory import Kind, Step, Trajectory
 
 MAX_TOKENS = 2**22

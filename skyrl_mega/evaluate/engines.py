@@ -11,9 +11,9 @@ from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.schema import Config
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.player import Player
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.start_actors import Setup, start_engines
 from skyrl_mega.trainer.start_workers import start_workers

@@ -14,7 +14,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.data.sources import set_names, source_of
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 
 NAME = re.compile(r"[\w+-][\w.+-]*")
 

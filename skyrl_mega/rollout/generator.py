@@ -10,12 +10,12 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_factory import AgentFactory
-from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.agent.agent_factory import AgentFactory
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
 from skyrl_mega.rollout.gate import Gate
 from skyrl_mega.rollout.player import Player
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.worker_client import WorkerClient
 from skyrl_mega.rollout.workers import Workers
@@ -44,7 +44,7 @@ class Generator:
         refill: Brings engines back into service if none is left; the phase then restarts from its beginning.
         look: Called twice a second during a phase; an exception from it abandons the phase.
         reward_weights: `algorithm.reward_weights`.
-        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
+        lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`).
         loop: The event loop of the phases.
         workers: Rollout workers running the trajectories; None runs them in this process.
         timeline: Counts requests and environment calls in progress. Pass a timeline only if the counts are collected

@@ -25,9 +25,9 @@ from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout import journal
-from skyrl_mega.rollout.agent_factory import AgentFactory
-from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.agent_factory import AgentFactory
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.worker_messages import (
     Cancelled,
     EngineAwaitsSync,

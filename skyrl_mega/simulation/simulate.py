@@ -20,7 +20,7 @@ from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.player import Player
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.simulation.calls import OWN_SECONDS, Bounds, Calls, HeldSlots
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed

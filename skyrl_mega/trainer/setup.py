@@ -28,9 +28,9 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import running_service
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.console import Console

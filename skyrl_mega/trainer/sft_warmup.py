@@ -17,7 +17,7 @@ from skyrl_mega.data.rows import Demonstration
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import Message
 from skyrl_mega.megatron.group import TrainGroup
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Sequences, flat
 
 

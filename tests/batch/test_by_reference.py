@@ -30,7 +30,7 @@ from skyrl_mega.config.schema import (
     ReferenceConfig,
     RolloutConfig,
 )
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.rollouts_ahead import Versions
 from skyrl_mega.trainer.speed import forward_load
 from skyrl_mega.trajectories import parquet

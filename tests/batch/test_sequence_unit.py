@@ -15,7 +15,7 @@ from skyrl_mega.batch.make_batch import mini_batches
 from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
 from skyrl_mega.megatron.group import split_micro_batches
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Column, Sequences
 from skyrl_mega.trajectories.trajectory import Group, Status
 from tests.batch.test_step_wise import GROUPS, batch_of, played

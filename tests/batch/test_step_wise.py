@@ -20,7 +20,7 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status
 from tests.support.scripted import Scripted, play

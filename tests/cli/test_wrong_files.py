@@ -18,7 +18,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.vllm import arguments
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
 from tests.support.tokenizers import directory, word_piece

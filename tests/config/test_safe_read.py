@@ -23,7 +23,7 @@ from skyrl_mega.hf_checkpoint.index import read_config, read_header
 from skyrl_mega.models.tiny import build
 from skyrl_mega.report import rows
 from skyrl_mega.retriever.embedder import Embedder
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.parquet import read_steps
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -34,7 +34,7 @@ from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.memory import engine_memory
 from skyrl_mega.planner.times import generate_time, mean_concurrency
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.env_pool import Call, Raised
+from skyrl_mega.rollout.agent.env_pool import Call, Raised
 from skyrl_mega.trainer import start_actors
 from skyrl_mega.trajectories.trajectory import Status
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.session import running_service
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.scripted import Scripted, play
 

@@ -25,7 +25,7 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.models.char_tokenizer import VOCABULARY
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from tests.support.engines import LOADING, build_model, spec_of
 from tests.support.ranks import free_port
 from tests.trainer.quickstart import left_over

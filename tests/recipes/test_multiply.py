@@ -14,7 +14,7 @@ from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_demonstrations
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.engines import LOADING
 

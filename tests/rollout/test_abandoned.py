@@ -13,10 +13,10 @@ from skyrl_mega.config.schema import EnvironmentConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status
 from tests.rollout.user_envs import Counted
 from tests.support.scripted import Scripted, play

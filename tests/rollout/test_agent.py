@@ -16,8 +16,8 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.agent_loop import Limits
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.agent_loop import Limits
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.run import rollout_metrics
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory
@@ -158,7 +158,7 @@ def test_more_environments_may_hang_than_there_are_threads(characters_chat: Rend
 
 def test_a_program_ends_though_an_environment_hangs() -> None:
     program = (
-        "import asyncio, time\nfrom skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool\n"
+        "import asyncio, time\nfrom skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool\n"
         "async def main():\n"
         "    try: await EnvPool(1).run(Call(time.sleep, 1000), 0.1)\n"
         "    except Abandoned: print('given up')\n"

@@ -12,7 +12,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY, write_tokenizer
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.scripted import Scripted, play
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, VOCABULARY
-from skyrl_mega.rollout import renderer
-from skyrl_mega.rollout.renderer import BREAK, Refused, Renderer
+from skyrl_mega.rollout.agent import renderer
+from skyrl_mega.rollout.agent.renderer import BREAK, Refused, Renderer
 from tests.support.chats import CHATML, characters, qwen
 
 END = VOCABULARY[EOS]

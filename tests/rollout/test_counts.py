@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from skyrl_mega.engines.base import Request, Sampling
-from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import Timeline
 from tests.support.machine import within

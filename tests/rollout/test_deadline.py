@@ -16,9 +16,9 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.envs.test_killed_scoring import launcher
 from tests.support.scripted import Scripted

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.rows import Demonstration
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.chats import CHATML as CHARACTERS_CHATML
 from tests.support.chats import characters

@@ -12,10 +12,10 @@ import pytest
 
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.evaluate.endpoint import MessageAgent
-from skyrl_mega.rollout.agent_loop import Agent
-from skyrl_mega.rollout.env_pool import Call, EnvPool
+from skyrl_mega.rollout.agent.agent_loop import Agent
+from skyrl_mega.rollout.agent.env_pool import Call, EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 
 NOTHING: Any = None
 

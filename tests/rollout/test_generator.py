@@ -22,8 +22,8 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of, start_engine
 

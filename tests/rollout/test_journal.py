@@ -20,7 +20,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.journal import Journal, RecordedTurn, digest
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from tests.support.virtual_rollouts import Engines
 
 

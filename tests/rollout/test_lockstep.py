@@ -20,10 +20,10 @@ from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.lockstep import FixedEngines, in_lockstep
-from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.lockstep import FixedEngines, in_lockstep
+from skyrl_mega.rollout.routing.router import Router
 from tests.support.engines import build_model, serving, spec_of, start_engine
 from tests.support.simulated_time import run
 from tests.trainer.chance import STOP

@@ -8,8 +8,8 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
-from skyrl_mega.rollout import chat_template
-from skyrl_mega.rollout.renderer import Renderer, TooLong
+from skyrl_mega.rollout.agent import chat_template
+from skyrl_mega.rollout.agent.renderer import Renderer, TooLong
 from tests.support.chats import characters
 from tests.support.tokenizers import byte_level, directory
 

@@ -12,8 +12,8 @@ from skyrl_mega.batch.rewards import UNNAMED
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.agent_loop import Agent
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.agent_loop import Agent
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.run import rollout_metrics
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory

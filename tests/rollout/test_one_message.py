@@ -20,7 +20,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.session import running_service
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory

@@ -14,10 +14,10 @@ import pytest
 
 from skyrl_mega.config.schema import Config, EnvironmentConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
 from skyrl_mega.trajectories.trajectory import Group

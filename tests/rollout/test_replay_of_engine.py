@@ -21,9 +21,9 @@ from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.replay import check_routes
 from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
@@ -48,7 +48,7 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
 
 
 class Direct:
-    """A `rollout.router.Router` for an engine in this process, with a call per request."""
+    """A `rollout.routing.router.Router` for an engine in this process, with a call per request."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine

@@ -21,7 +21,7 @@ from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.routes import TurnRoutes
+from skyrl_mega.rollout.agent.routes import TurnRoutes
 from skyrl_mega.trainer.replay import check_routes, replay_metrics
 from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory

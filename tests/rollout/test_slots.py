@@ -14,11 +14,11 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import agent_loop
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.agent import agent_loop
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.gate import Start
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory

@@ -17,8 +17,8 @@ from skyrl_mega.batch.make_batch import make_batch, token_advantages
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.token_rewards import characters
+from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.rollout.agent.token_rewards import characters
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Group, Kind, Status

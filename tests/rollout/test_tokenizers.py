@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.tokenizer import ALWAYS, KNOWN, load
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from tests.support import stories
 from tests.support.chats import qwen
 from tests.support.tokenizers import byte_level, directory, metaspace, word_piece, write

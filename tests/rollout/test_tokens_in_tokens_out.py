@@ -29,8 +29,8 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models import tiny
 from skyrl_mega.models.char_tokenizer import SPECIAL
 from skyrl_mega.parallel.balance import balance
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 from tests.megatron.layouts import policy_logprobs
 from tests.support.chats import CHATML, characters, qwen

@@ -26,7 +26,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tool_calls import ToolCall, form_of, hermes
 from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError, definitions
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, write_tokenizer
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Status, Trajectory

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Request, Sampling
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.virtual_rollouts import Engine
 

@@ -22,7 +22,7 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
-from skyrl_mega.rollout.router import IN_FLIGHT, Router
+from skyrl_mega.rollout.routing.router import IN_FLIGHT, Router
 from tests.support.engines import build_model, complete, serving, spec_of
 from tests.support.simulated_engine import SimulatedEngine
 

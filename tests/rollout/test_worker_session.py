@@ -13,11 +13,11 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import worker
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.journal import Journal
-from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.worker import KnownEngines, Session
 from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Job
 from skyrl_mega.trajectories.trajectory import Status

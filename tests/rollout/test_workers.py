@@ -23,9 +23,9 @@ from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, S
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService, Ticket
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from skyrl_mega.models.char_tokenizer import EOS, write_tokenizer
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 
 CHATML = (
     "{% for m in messages %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endfor %}"

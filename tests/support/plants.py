@@ -31,7 +31,7 @@ PLANTS = (
     Plant(
         "masks",
         "the response budget has one token more",
-        "skyrl_mega/rollout/agent_loop.py",
+        "skyrl_mega/rollout/agent/agent_loop.py",
         "if response >= self.limits.response or too_long:",
         "if response > self.limits.response or too_long:",
         "tests/rollout/test_by_hand.py::test_an_observation_that_fills_the_response_budget_is_left_out",
@@ -39,7 +39,7 @@ PLANTS = (
     Plant(
         "masks",
         "the room for a turn counts the tokens of all conversations",
-        "skyrl_mega/rollout/agent_loop.py",
+        "skyrl_mega/rollout/agent/agent_loop.py",
         "self.length - len(t.context))",
         "self.length - len(t.tokens))",
         "tests/rollout/test_by_hand.py::test_the_longest_sequence_bounds_what_the_policy_sees_and_not_all_that_it_has_said",
@@ -47,7 +47,7 @@ PLANTS = (
     Plant(
         "masks",
         "a text keeps an end token that is not the tokenizer's eos",
-        "skyrl_mega/rollout/renderer.py",
+        "skyrl_mega/rollout/agent/renderer.py",
         "if tokens and tokens[-1] in self.stop_tokens else tokens",
         "if tokens and tokens[-1] == self.tokenizer.eos_token_id else tokens",
         "tests/rollout/test_by_hand.py::test_a_text_ends_before_any_token_that_ends_a_turn",
@@ -87,7 +87,7 @@ PLANTS = (
     Plant(
         "versions",
         "after a sync under way a trajectory's version begins one token late",
-        "skyrl_mega/rollout/agent_loop.py",
+        "skyrl_mega/rollout/agent/agent_loop.py",
         "(version, end + first) for version",
         "(version, end + first + (first > 0)) for version",
         "tests/rollout/test_by_hand.py::test_tokens_after_a_sync_are_of_the_new_weights",
@@ -127,7 +127,7 @@ PLANTS = (
     Plant(
         "alignment",
         "another token's log-prob is taken back with an end token",
-        "skyrl_mega/rollout/agent_loop.py",
+        "skyrl_mega/rollout/agent/agent_loop.py",
         "        del values[-1]\n",
         "        del values[-1 if values is not t.logprobs else -2]\n",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",
@@ -167,7 +167,7 @@ PLANTS = (
     Plant(
         "alignment",
         "what a part of an answer earned lies one character late",
-        "skyrl_mega/rollout/token_rewards.py",
+        "skyrl_mega/rollout/agent/token_rewards.py",
         "bisect_left(ends, end)",
         "bisect_left(ends, end + 1)",
         "tests/rollout/test_token_rewards.py::test_they_are_in_the_reward_and_at_their_tokens",
@@ -183,7 +183,7 @@ PLANTS = (
     Plant(
         "versions",
         "a version of a token that was taken back stays",
-        "skyrl_mega/rollout/agent_loop.py",
+        "skyrl_mega/rollout/agent/agent_loop.py",
         "if first < len(t.tokens)]",
         "if first <= len(t.tokens)]",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",

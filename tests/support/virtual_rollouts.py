@@ -23,7 +23,7 @@ from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.gate import Start
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory

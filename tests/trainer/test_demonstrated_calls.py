@@ -13,7 +13,7 @@ import pytest
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
-from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.chats import CHATML, characters, qwen
 

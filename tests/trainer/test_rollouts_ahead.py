@@ -14,7 +14,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.service import Done, Ticket
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous

@@ -17,7 +17,7 @@ import pytest
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous

@@ -25,7 +25,7 @@ from skyrl_mega.envs.math.answer import extract
 from skyrl_mega.envs.math.check import _process_pools, algebra, same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
-from skyrl_mega.rollout.env_pool import Call
+from skyrl_mega.rollout.agent.env_pool import Call
 
 
 def reward(env: str, gold: Any, action: str, **options: Any) -> float:

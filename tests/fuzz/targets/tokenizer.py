@@ -73,7 +73,7 @@ def _tokenizer(random: Random) -> Any:
 
 
 def _run_tokenizer(case: Any, folder: Path) -> None:
-    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.rollout.agent.renderer import Renderer
 
     for name, data in case.items():
         (folder / name).write_bytes(unpacked(data))

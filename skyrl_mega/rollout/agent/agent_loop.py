@@ -21,14 +21,14 @@ from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tools import calls_tools, definitions
-from skyrl_mega.rollout import environment_errors
-from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
-from skyrl_mega.rollout.environment_errors import EnvironmentFault
+from skyrl_mega.rollout.agent import environment_errors
+from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
+from skyrl_mega.rollout.agent.environment_errors import EnvironmentFault
+from skyrl_mega.rollout.agent.renderer import Refused, Renderer, TooLong
+from skyrl_mega.rollout.agent.routes import TurnRoutes
+from skyrl_mega.rollout.agent.token_rewards import TokenRewards
 from skyrl_mega.rollout.gate import Start
-from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
-from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.routes import TurnRoutes
-from skyrl_mega.rollout.token_rewards import TokenRewards
+from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.telemetry.trace import Span, day
 from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory, new_trajectory
 

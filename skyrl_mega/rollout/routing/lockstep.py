@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from skyrl_mega.engines.base import Request
-from skyrl_mega.rollout.router import QueuedRequest
+from skyrl_mega.rollout.routing.router import QueuedRequest
 
 
 def in_lockstep(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:

@@ -24,8 +24,8 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.tool_calls import PARSERS, AssistantMessage, calls_of, form_of
 from skyrl_mega.hf_checkpoint.tokenizer import load
-from skyrl_mega.rollout.chat_template import ChatTemplate, Refused
-from skyrl_mega.rollout.end_of_turn import control_tokens, ends_of
+from skyrl_mega.rollout.agent.chat_template import ChatTemplate, Refused
+from skyrl_mega.rollout.agent.end_of_turn import control_tokens, ends_of
 
 MARK = "0assistant0turn0"
 """Placeholder for the policy's words while a template is rendered; plain text, so no template changes it."""

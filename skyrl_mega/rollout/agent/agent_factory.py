@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Sampling
-from skyrl_mega.rollout.agent_loop import Agent, Limits
-from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.lockstep import FixedEngines, in_lockstep
-from skyrl_mega.rollout.prefix_affinity import PrefixAffinity
-from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.router import Engines, Router, at_once
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.rollout.routing.lockstep import FixedEngines, in_lockstep
+from skyrl_mega.rollout.routing.prefix_affinity import PrefixAffinity
+from skyrl_mega.rollout.routing.router import Engines, Router, at_once
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AgentFactory:
             engines: The engines; only engines in service receive requests.
             sampling: Sampling parameters.
             service: True for a service, False for a phase; see `Router`.
-            lockstep: All trajectories advance in lockstep, turn by turn (`rollout.lockstep`).
+            lockstep: All trajectories advance in lockstep, turn by turn (`rollout.routing.lockstep`).
             mark: Suffix of the requests' names; see `Router`.
         """
         sampling_parameters = Sampling(
