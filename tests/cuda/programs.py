@@ -1,13 +1,12 @@
-"""Starter of ranks with Transformer Engine, each in a separate process, because changes to modules are permanent."""
+"""Starter of ranks with Transformer Engine, forked from servers of their own, because changes to modules are
+permanent."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
+import functools
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,33 @@ from skyrl_mega.config.precision import environment
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda import te
-from tests.support.ranks import free_port
+from tests.support.ranks import Server, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 @dataclass(frozen=True)
 class Case:
     """Work of a rank."""
 
-    rank: int
-    address: str
     model: Path
     parallel: ParallelDims
     policies: tuple[PolicyConfig, ...]
-    capability: tuple[int, int]
+    rank: int = 0
+    address: str = ""
+
+
+@functools.cache
+def _server(capability: tuple[int, int], variables: tuple[tuple[str, str], ...]) -> Server:
+    # A CPU compiles no kernels.
+    known = {"SKYRL_MEGA_REHEARSED_CAPABILITY": f"{capability[0]}.{capability[1]}", "TORCHDYNAMO_DISABLE": "1"}
+    return Server("tests.cuda.rehearsal", OMP_NUM_THREADS="1", **known, **dict(variables))
+
+
+def server(variables: Mapping[str, str], capability: tuple[int, int] = te.HOPPER) -> Server:
+    """Returns the fork server of ranks with Transformer Engine, with these environment variables. Transformer Engine
+    reads its variables at its import."""
+    return _server(capability, tuple(sorted(variables.items())))
 
 
 def run(
@@ -41,33 +51,28 @@ def run(
     policies: Mapping[str, PolicyConfig],
     capability: tuple[int, int] = te.HOPPER,
 ) -> dict[str, list[Any]]:
-    """Runs a program on each rank and returns the answers of each rank by policy. `python -m tests.cuda.<module>` reads
-    its case from standard input and writes a list of answers to the named file.
+    """Runs `go` of `tests.cuda.<module>` on each rank and returns the answers of each rank by policy.
 
     Args:
-        module: The program.
-        folder: Folder with `model`; gets the logs.
+        module: The module.
+        folder: Folder with `model`.
         parallel: Layout of the ranks.
         policies: Policies by name.
         capability: Compute capability of the simulated device.
     """
     variables = {name: value for policy in policies.values() for name, value in environment(policy.precision).items()}
-    variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    variables["TORCHDYNAMO_DISABLE"] = "1"  # a CPU compiles no kernels
-    address, started = f"127.0.0.1:{free_port()}", []
-    for rank in range(parallel.ranks):
-        case = Case(rank, address, folder / "model", parallel, tuple(policies.values()), capability)
-        case_file, log, out = (folder / f"{rank}.{end}" for end in ("case", "log", "out"))
-        case_file.write_bytes(pickle.dumps(case))
-        command = [sys.executable, "-W", "ignore", "-m", f"tests.cuda.{module}", str(out)]
-        with case_file.open("rb") as file, log.open("wb") as log_file:
-            environ = os.environ | variables
-            process = subprocess.Popen(command, stdin=file, stderr=log_file, stdout=log_file, cwd=ROOT, env=environ)
-        started.append((process, log, out))
-    for process, log, _ in started:
-        assert process.wait(timeout=LIMIT_S) == 0, log.read_text()[-3000:]
-    ranks = [pickle.loads(out.read_bytes()) for _, _, out in started]
+    case = Case(folder / "model", parallel, tuple(policies.values()))
+    ranks = run_ranks(parallel.ranks, _go, module, case, timeout=LIMIT_S, server=server(variables, capability))
     return {name: [answers[i] for answers in ranks] for i, name in enumerate(policies)}
+
+
+def _go(rank: int, address: str, module: str, case: Case) -> Any:
+    from tests.cuda import rehearsal
+
+    rehearsal.simulate()
+    return importlib.import_module(f"tests.cuda.{module}").go(
+        replace(case, rank=rank, address=address), rehearsal.WAITS
+    )
 
 
 def join(case: Case) -> None:

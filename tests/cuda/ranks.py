@@ -1,13 +1,8 @@
-"""All ranks of a layout in a single process, in sequence, over torch's fake process group.
-
-As a program in a separate process, this module builds ranks with Transformer Engine's classes (`te.install`). The
-program reads a pickled list of cases from standard input and writes the built ranks to the file named by the argument.
-"""
+"""All ranks of a layout in a single process, in sequence, over torch's fake process group."""
 
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,23 +157,7 @@ def stored(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], 
             yield value.key, value.global_shape, value.global_offset, shape, is_main_replica(value.replica_id)
 
 
-def main() -> None:
-    """Answers the cases on standard input, with Transformer Engine's classes if a case requests them."""
-    from tests.cuda import te
-
-    te.install()
-    from skyrl_mega.megatron import cpu
-
-    torch.set_num_threads(1)
-    cpu.stand_in()
-    cases: list[Case] = pickle.load(sys.stdin.buffer)
-    answers = [[build_rank(case, rank) for rank in range(case.parallel.ranks)] for case in cases]
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answers, file)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import ranks
-
-    ranks.main()
+def build_ranks(_rank: int, _address: str, pickled: bytes) -> list[list[Built]]:
+    """Builds every rank of the pickled cases, with Transformer Engine's classes if a case requests them."""
+    cases: list[Case] = pickle.loads(pickled)
+    return [[build_rank(case, rank) for rank in range(case.parallel.ranks)] for case in cases]

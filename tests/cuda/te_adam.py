@@ -1,13 +1,7 @@
-"""Transformer Engine's Adam in megatron-core's distributed optimizer, with kernels in plain torch.
-
-As a program, this module reads pickled cases from standard input, takes a few optimizer steps with each, and writes the
-resulting optimizer state to the file named by its argument.
-"""
+"""Transformer Engine's Adam in megatron-core's distributed optimizer, with kernels in plain torch."""
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,24 +126,10 @@ def go(case: Case) -> Answer:
         )
 
 
-def main() -> None:
-    """Answers the cases on standard input, either all with Transformer Engine or all without."""
-    from tests.cuda import te
-
-    cases: list[Case] = pickle.load(sys.stdin.buffer)
-    if cases[0].engine:
-        te.install(KERNELS)
+def go_all(_rank: int, _address: str, cases: list[Case]) -> list[Answer]:
+    """Answers the cases, either all with Transformer Engine or all without."""
     from skyrl_mega.megatron import cpu
 
     torch.set_num_threads(1)
     cpu.stand_in()
-    answers = [go(case) for case in cases]
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answers, file)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import te_adam
-
-    te_adam.main()
+    return [go(case) for case in cases]

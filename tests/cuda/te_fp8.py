@@ -1,13 +1,10 @@
 """A rank with parameters in FP8, as Transformer Engine tensors, with kernels in plain torch.
 
-As a program, this module reads a pickled `Case` from standard input and writes its results to the named file. Ranks are
-processes on gloo. megatron-core's data parallelism and optimizer, and Transformer Engine's tensors, are real.
+Ranks are processes on gloo. megatron-core's data parallelism and optimizer, and Transformer Engine's tensors, are real.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +15,6 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda import te_adam, te_fp8_kernels
 from tests.cuda.te_fp8_kernels import BLOCK
 from tests.cuda.together import one_by_one
 
@@ -28,10 +24,8 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Work of a rank."""
+    """Work of the ranks."""
 
-    rank: int
-    address: str
     folder: Path
     """Folder with the models `model` and `other`; gets a checkpoint `<name>-checkpoint` and an export
     `<name>-export`."""
@@ -67,15 +61,6 @@ class Answer:
     """Number of storages that hold the parameters."""
 
 
-# ---- kernels -----------------------------------------------------------------------------------------------------
-
-
-KERNELS = te_fp8_kernels.KERNELS | te_adam.KERNELS
-
-
-# ---- the rank ----------------------------------------------------------------------------------------------------
-
-
 PIECE = 300_000
 """Piece size: larger than any parameter, smaller than all parameters together."""
 
@@ -97,7 +82,7 @@ def in_pieces(pieces: list[int]) -> None:
     utils.cast_master_weights_to_fp8 = noted
 
 
-def go(case: Case) -> Answer:
+def go(rank: int, address: str, case: Case) -> Answer:
     """Loads, steps, swaps in a reference, offloads, resets, saves and restores a rank, and records the tensors."""
     import json
 
@@ -108,14 +93,15 @@ def go(case: Case) -> Answer:
     from tests.cuda.as_cpu import CudaAsCpu
     from tests.megatron.layouts import CPU
 
-    host, port = case.address.split(":")
+    one_by_one()
+    host, port = address.split(":")
     parallel = case.parallel
-    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
+    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=120))
     hf = json.loads((case.folder / "model" / "config.json").read_text())
     answer = Answer()
     in_pieces(answer.pieces)
     with CudaAsCpu():
-        model.join(case.rank, parallel, store, CPU, 120)
+        model.join(rank, parallel, store, CPU, 120)
         worker = ModelWorker(hf, case.policy, parallel, dtype=torch.bfloat16, device=CPU)
         watch = Watch(worker, answer)
         watch.look("built", deep=False)
@@ -229,26 +215,3 @@ def _agree(p: Any) -> bool:
     rows, columns = (-(-n // BLOCK) for n in p.shape)
     scales = p._columnwise_scale_inv[:columns, :rows].T
     return torch.equal(p._columnwise_data.T, p._rowwise_data) and torch.equal(scales, p._rowwise_scale_inv[:, :columns])
-
-
-def main() -> None:
-    """Answers the case on standard input."""
-    case: Case = pickle.load(sys.stdin.buffer)
-    from tests.cuda import te
-
-    te.install(KERNELS)
-    from skyrl_mega.megatron import cpu
-
-    torch.set_num_threads(1)
-    cpu.stand_in()
-    one_by_one()
-    answer = go(case)
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answer, file)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import te_fp8
-
-    te_fp8.main()

@@ -1,16 +1,13 @@
 """A rank of Transformer Engine layers runs forward and backward on a CPU, with the host's waits counted.
 
 Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_kernels`), ranks are
-processes on gloo. As a program, this module reads a pickled `Case` from standard input and writes pickled answers to
-the named file.
+processes on gloo, started by `programs.run`.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,39 +221,3 @@ def keeping(chunk: Any) -> Iterator[Kept]:
         yield saved
     for hook in hooks:
         hook.remove()
-
-
-def main() -> None:
-    """Answers the case on standard input."""
-    rehearsed(go)
-
-
-def rehearsed(go: Callable[[Case, Any], list[Any]]) -> None:
-    """Reads the case, simulates CUDA in this process, and writes the answers of `go`."""
-    case: Case = pickle.load(sys.stdin.buffer)
-    from tests.cuda import deepep, te_kernels
-    from tests.cuda.syncs import Waits
-
-    waits = Waits()
-    deepep.install(waits)
-    te_kernels.install(waits, case.capability)
-    import torch
-
-    from skyrl_mega.megatron import cpu
-    from tests.cuda import as_cpu
-
-    torch.set_num_threads(1)
-    cpu.stand_in()
-    as_cpu.unmapped()
-    te_kernels.stand_in(waits)
-    deepep.stand_in()
-    answers = go(case, waits)
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answers, file)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import te_layers
-
-    te_layers.main()

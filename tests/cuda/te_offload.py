@@ -153,10 +153,3 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
     tokens = layers.micro.tokens.numel()
     host = pages.count * pages.page
     return Answer(Counter(waits.found), flat, gradients, saved, between, watch.most, host, tokens, watch.routed)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import te_offload
-
-    te_layers.rehearsed(te_offload.go)

@@ -1,14 +1,11 @@
 """A rank of Transformer Engine layers trains: passes through megatron-core's schedule, and optimizer steps.
 
 Python of Transformer Engine and megatron-core is real (`te`), kernels are plain torch (`te_kernels`, `te_fp8_kernels`,
-`te_adam`), ranks are processes on gloo. As a program, this module reads a pickled `Case` from standard input and writes
-pickled answers to the named file.
+`te_adam`), ranks are processes on gloo, started by `programs.run`.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,32 +71,3 @@ def go(case: Case, waits: Any) -> list[Answer]:
         return Answer(steps, weights, logprobs and [values.numpy() for values, _ in logprobs])
 
     return [answer(policy) for policy in case.policies]
-
-
-def main() -> None:
-    """Answers the case on standard input."""
-    case: Case = pickle.load(sys.stdin.buffer)
-    from tests.cuda import te_adam, te_kernels
-    from tests.cuda.syncs import Waits
-
-    waits = Waits()
-    te_kernels.install(waits, case.capability, te_adam.KERNELS)
-    import torch
-
-    from skyrl_mega.megatron import cpu
-    from tests.cuda import as_cpu
-
-    torch.set_num_threads(1)
-    cpu.stand_in()
-    as_cpu.unmapped()
-    te_kernels.stand_in(waits)
-    answers = go(case, waits)
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answers, file)
-
-
-if __name__ == "__main__":
-    # The module must be pickled under its import name, not as `__main__`.
-    from tests.cuda import te_steps
-
-    te_steps.main()

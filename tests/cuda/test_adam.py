@@ -6,12 +6,7 @@ compared with megatron-core without Transformer Engine, as on a CPU, and with Ad
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +15,10 @@ import torch
 
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig
 from skyrl_mega.models.tiny import hf_config
-from tests.cuda import te
-from tests.cuda.te_adam import Answer, Case
+from tests.cuda import programs, te
+from tests.cuda.te_adam import Answer, Case, go_all
+from tests.support.ranks import MEGATRON_SERVER, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = OptimizerConfig(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, clip_grad=0.0)
 SMALL = replace(SETTINGS, moments="bfloat16")
 KINDS = {
@@ -37,21 +32,13 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["transformer_engine", "torch"])
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+def answers(request: pytest.FixtureRequest) -> dict[str, Answer]:
     if request.param and (reason := te.absent()):
         pytest.skip(reason)
-    file = tmp_path_factory.mktemp("adam") / "answers.pickle"
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_adam", str(file)],
-        input=pickle.dumps([Case(hf_config(BuildConfig()), optimizer, request.param) for optimizer in KINDS.values()]),
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
-    by_kind: dict[str, Answer] = dict(zip(KINDS, pickle.loads(file.read_bytes()), strict=True))
+    cases = [Case(hf_config(BuildConfig()), optimizer, request.param) for optimizer in KINDS.values()]
+    server = programs.server({}) if request.param else MEGATRON_SERVER
+    (answers,) = run_ranks(1, go_all, cases, server=server)
+    by_kind: dict[str, Answer] = dict(zip(KINDS, answers, strict=True))
     assert {a.adam for name, a in by_kind.items() if "bfloat16" in name} == {
         "FusedAdam" if request.param else "AdamWithBfloat16Moments"
     }

@@ -6,10 +6,6 @@ same policy with bfloat16 parameters, the files, and a plain loop that rounds bl
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,12 @@ from skyrl_mega.config.precision import environment
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig, PrecisionConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda import te
-from tests.cuda.te_fp8 import BLOCK, LARGEST, PIECE, Answer, Case
-from tests.support.ranks import free_port
+from tests.cuda import programs, te
+from tests.cuda.te_fp8 import BLOCK, LARGEST, PIECE, Answer, Case, go
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = BuildConfig(
     layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=4, expert_ffn=128, tokenizer="none"
 )
@@ -68,19 +63,9 @@ def found(folder: Path, overlap: bool) -> Found:
 
 
 def run(folder: Path, name: str, overlap: bool) -> list[Answer]:
-    address = f"127.0.0.1:{free_port()}"
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    started = []
-    for rank in range(RANKS):
-        case = Case(rank, address, folder, ParallelDims(RANKS), name, policy(name, overlap))
-        (folder / f"{name}{rank}.case").write_bytes(pickle.dumps(case))
-        with (folder / f"{name}{rank}.case").open("rb") as case_file, (folder / f"{name}{rank}.log").open("wb") as log:
-            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_fp8", str(folder / f"{name}{rank}.out")]
-            environ = os.environ | path | environment(case.policy.precision)
-            started.append(subprocess.Popen(command, stdin=case_file, stderr=log, stdout=log, cwd=ROOT, env=environ))
-    for rank, process in enumerate(started):
-        assert process.wait(timeout=300) == 0, (folder / f"{name}{rank}.log").read_text()[-3000:]
-    return [pickle.loads((folder / f"{name}{rank}.out").read_bytes()) for rank in range(RANKS)]
+    case = Case(folder, ParallelDims(RANKS), name, policy(name, overlap))
+    server = programs.server(environment(case.policy.precision))
+    return run_ranks(RANKS, go, case, timeout=programs.LIMIT_S, server=server)
 
 
 def test_linear_layers_are_in_fp8_and_nothing_else(found: Found) -> None:

@@ -6,13 +6,9 @@ The classes of Transformer Engine and megatron-core are real (`te`), built for e
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +19,10 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
-from tests.cuda import te
-from tests.cuda.ranks import Built, Case
+from tests.cuda import programs, te
+from tests.cuda.ranks import Built, Case, build_ranks
+from tests.support.ranks import run_ranks
+from tests.support.selected import selected
 from tests.weights.grids import LAYOUTS, MODELS, global_tensors
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
@@ -45,6 +43,19 @@ PAIRS = [
     *(("qwen3", layout) for layout in ("tp2", "pp2")),
     *(("llama", layout) for layout in ("one", "tp2")),
 ]  # fmt: skip
+EVERY_CHANGE = {
+    ("qwen3_moe", "one"),
+    ("qwen3_moe", "tp2 ep2"),
+    ("qwen3_moe", "cp2 ep2"),
+    ("qwen3_moe_mixed", "tp2 ep2 etp2"),
+    ("qwen3_moe_mixed", "pp2 of 3 1 ep2"),
+    ("wide_moe", "ep2 dp4"),
+    ("qwen2_tied", "tp2"),
+    ("qwen2_tied", "pp2 vpp2"),
+    ("qwen3", "tp2"),
+    ("llama", "one"),
+}
+"""Pairs tested with every change: each kind of parallelism, and each architecture; all pairs run nightly."""
 DTYPES = {"one": "float32", "tp2": "float32", "tp2 ep2": "float32"}
 """Dtypes by layout. Most layouts use bfloat16, because master weights take another code path than a float32 model."""
 
@@ -58,26 +69,23 @@ def case(model: str, layout: str, spec: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, list[Built]]:
-    """Returns every rank of every pair in both specs, from one process with Transformer Engine's classes."""
-    keys = [(model, layout, spec) for model, layout in PAIRS for spec in ("te", "local")]
-    answers = tmp_path_factory.mktemp("te") / "answers.pickle"
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.cuda.ranks", str(answers)],
-        input=pickle.dumps([case(*key) for key in keys]),
-        cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])},
-        capture_output=True,
-        timeout=850,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
-    return dict(zip(keys, pickle.loads(answers.read_bytes()), strict=True))
+def built(request: pytest.FixtureRequest) -> dict[Key, list[Built]]:
+    """Returns every rank of the selected pairs in both specs, from one process with Transformer Engine's classes."""
+    keys = [(*pair, spec) for pair in selected(request, "model", "layout") for spec in ("te", "local")]
+    cases = pickle.dumps([case(*key) for key in keys])  # as objects, each tensor would be sent through a file
+    (answers,) = run_ranks(1, build_ranks, cases, timeout=850, server=programs.server({}))
+    return dict(zip(keys, answers, strict=True))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
-        metafunc.parametrize(("model", "layout"), PAIRS, ids=[f"{m}-{p}".replace(" ", "_") for m, p in PAIRS])
+        params = [
+            pytest.param(
+                *pair, id="-".join(pair).replace(" ", "_"), marks=[] if pair in EVERY_CHANGE else [pytest.mark.nightly]
+            )
+            for pair in PAIRS
+        ]
+        metafunc.parametrize(("model", "layout"), params)
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])

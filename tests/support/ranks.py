@@ -16,22 +16,37 @@ from typing import Any
 from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-_server = forkserver.ForkServer()  # a separate server: the default server would have the imports needed by `export`
-_server.set_forkserver_preload(["tests.support.preload"])
 MEGATRON = "NVTE_"
 """Prefix of environment variables that megatron-core sets for each model; another model must not see them."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(MEGATRON)}
 """The environment before any test: changes by the first test must not reach later ranks."""
 
 
-def start_rank(target: Callable[..., Any], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
-    """Starts a process of the fork server."""
-    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
-        _server.ensure_running()
-    process = _context.Process(target=target, args=args)
-    with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
-        process.start()
-    return process
+class Server:
+    """A fork server of its own: the default server of `multiprocessing` would have the imports needed by `export`.
+
+    Args:
+        preload: Module imported by the server before any fork.
+        variables: Further environment variables of the server and its forks.
+    """
+
+    def __init__(self, preload: str, **variables: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload([preload])
+        self._environment = ENVIRONMENT | variables
+
+    def start(self, target: Callable[..., Any], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
+        """Starts a process of the server."""
+        with mock.patch.dict(os.environ, self._environment, clear=True):
+            self._server.ensure_running()
+        process = _context.Process(target=target, args=args)
+        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+            process.start()
+        return process
+
+
+MEGATRON_SERVER = Server("tests.support.preload")
+"""Server of ranks with torch and megatron-core, without Transformer Engine."""
 
 
 def free_port() -> int:
@@ -42,14 +57,16 @@ def free_port() -> int:
             return int(s.getsockname()[1])
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 400, server: Server = MEGATRON_SERVER
+) -> list[Any]:
     """Runs `function(rank, address, *args)` in `ranks` processes; returns the results in order, or raises the first
     failure."""
     address = f"127.0.0.1:{free_port()}"
     pipes, processes = [], []
     for rank in range(ranks):
         ours, theirs = multiprocessing.Pipe()
-        processes.append(start_rank(_main, (theirs, function, rank, address, args)))
+        processes.append(server.start(_main, (theirs, function, rank, address, args)))
         theirs.close()
         pipes.append(ours)
     try:

@@ -20,7 +20,7 @@ from skyrl_mega.weights.exchange import executor
 from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import Transport, TransportError, call_off, host_store, join
-from tests.support.ranks import run_ranks, start_rank
+from tests.support.ranks import MEGATRON_SERVER, run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors
 from tests.weights.meeting import Case, exchange
 
@@ -61,7 +61,7 @@ def strike(case: Case, victim: int, how: signal.Signals, delay: float) -> tuple[
     pipes, processes = [], []
     for rank in range(case.size):
         ours, theirs = Pipe()
-        processes.append(start_rank(sync_until_it_fails, (theirs, rank, address, case)))
+        processes.append(MEGATRON_SERVER.start(sync_until_it_fails, (theirs, rank, address, case)))
         theirs.close()
         pipes.append(ours)
     try:
