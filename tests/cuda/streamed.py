@@ -19,7 +19,7 @@ from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import TransportError
 from skyrl_mega.weights.transports.ipc import Buffers
 from tests.cuda import streams
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Server, run_ranks
 from tests.weights.grids import LAYOUTS, cut, empty, global_tensors
 from tests.weights.meeting import Case, Staged, exchange, same
 from tests.weights.test_fp8_wire import EVEN, whole_tensors
@@ -28,12 +28,15 @@ SMALL: dict[str, Any] = {
     **EVEN,
     "hidden_size": 64,
     "head_dim": 16,
+    "num_hidden_layers": 2,
     "num_experts": 2,
     "moe_intermediate_size": 32,
     "vocab_size": 50,
 }
 """Model with small sizes, because Triton's interpreter takes some milliseconds for each part."""
 RUNS = 3
+SERVER = Server("tests.cuda.streamed")
+"""Server of ranks with the imports of this module alone."""
 
 CASES = {
     "two processes": Case(SMALL, LAYOUTS["one"], engine=1, bucket_bytes=20000, device=streams.CUDA),
@@ -104,7 +107,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_syncs_on_streams(case: Case) -> None:
-    reports = run_ranks(case.size, sync, case)
+    reports = run_ranks(case.size, sync, case, server=SERVER)
     assert all(r["_copy"] and r["_sum"] for r in reports)
     ranks = case.parallel.ranks
     assert sum(r["sent"] + r["forwarded"] for r in reports) == sum(r["received"] for r in reports[ranks:])
@@ -155,7 +158,7 @@ def fp8_sync(rank: int, address: str, case: Case) -> dict[str, int]:
 
 
 def test_fp8_on_streams() -> None:
-    launches = run_ranks(FP8.size, fp8_sync, FP8)
+    launches = run_ranks(FP8.size, fp8_sync, FP8, server=SERVER)
     assert all(r["_amax"] and r["_quantise"] for r in launches[:2])
 
 
@@ -195,7 +198,7 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
 
 def test_a_wrong_byte_is_found_on_streams() -> None:
     case = CASES["two and two guests"]
-    errors = run_ranks(case.size, fail, case, "a wrong byte")
+    errors = run_ranks(case.size, fail, case, "a wrong byte", server=SERVER)
     assert any("is not what process 0 sent" in message for message in errors)
 
 
@@ -205,5 +208,5 @@ def test_a_wrong_byte_is_found_on_streams() -> None:
 )
 def test_a_stream_that_does_not_end_is_waited_for_with_a_limit(how: str, timeout_s: float, said: str) -> None:
     case = replace(CASES["two processes"], timeout_s=timeout_s)
-    errors = run_ranks(case.size, fail, case, how)
+    errors = run_ranks(case.size, fail, case, how, server=SERVER)
     assert f"process 1 {said} while" in errors[0] and ".weight" in errors[0]

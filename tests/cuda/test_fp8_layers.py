@@ -23,6 +23,7 @@ from tests.cuda.linears import Products
 from tests.cuda.programs import run
 from tests.cuda.te_layers import Answer
 from tests.cuda.test_waits import DISPATCH, EMBEDDING, off, planned
+from tests.support.selected import selected, some_nightly
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
@@ -55,21 +56,27 @@ BLOCKWISE = {
     "deepep": policy("te", "fp8_blockwise", moe=MoeConfig(dispatcher="deepep")),
 }
 """Policies with the recipe of Hopper's blocks."""
+RARELY = ("fp8_current on Blackwell", "selective", "full", "nothing fused")
+"""Names computed nightly only."""
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Returns the results of two ranks by policy; `local …` rounds in our own code."""
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """Returns the results of two ranks by selected policy; `local …` rounds in our own code."""
+    asked = {"fp8_blockwise", *selected(request, "name")}
     folder = tmp_path_factory.mktemp("fp8")
     build(MODEL, folder / "model", seed=1)
     by_policy = {}
     for capability in (te.HOPPER, BLACKWELL):
-        names = [name for name, of in RECIPES.items() if of == capability]
+        names = [name for name, of in RECIPES.items() if of == capability and name in asked]
         policies = {name: policy("te", name) for name in names}
         policies |= {f"local {name}": policy("local", name) for name in names}
         if capability == te.HOPPER:
-            policies |= BLOCKWISE | {"bfloat16": policy("te", "model")}
-        by_policy |= run("te_layers", folder, PARALLEL, policies, capability)
+            policies |= {name: of for name, of in BLOCKWISE.items() if name in asked} | {
+                "bfloat16": policy("te", "model")
+            }
+        if policies:
+            by_policy |= run("te_layers", folder, PARALLEL, policies, capability)
     return by_policy
 
 
@@ -78,7 +85,7 @@ def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
     return np.concatenate([of.hidden for of in ranks])
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE])
+@pytest.mark.parametrize("name", some_nightly([*RECIPES, *BLOCKWISE], RARELY))
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str, list[Answer]], name: str) -> None:
     """Counts waits: rounding, padding of experts' rows and FP8 gathers cause no wait."""
     passes = {"moe": 2, "full": 2, "deepep": 0}.get(name, 1)
@@ -88,7 +95,7 @@ def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str
 
 
 @pytest.mark.parametrize("layer", ["fc1", "fc2"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some_nightly(RECIPES, RARELY))
 def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer: str) -> None:
     """Compares an expert's three products with a plain loop over the recipe's blocks, to bfloat16's rounding."""
     for answer in answers[name]:
@@ -103,7 +110,7 @@ def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer:
             close(of_w, products.of_weight(g, x))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some_nightly(RECIPES, RARELY))
 def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares the products of a layer shared by ranks. Each rank holds some columns of attention's output and gets
     some rows of the summed output. The ranks gather all rows of the gradient as FP8 numbers."""
@@ -125,7 +132,7 @@ def close(actual: Tensor, expected: Tensor, beside: Tensor | None = None) -> Non
     assert not ((actual - expected).abs() > room).any()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some_nightly(RECIPES, RARELY))
 def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares hidden states with the local spec. The difference must be smaller than the difference of the local spec
     from bfloat16, whose noise changes some roundings."""
@@ -137,7 +144,7 @@ def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]],
         assert off(engine, local) < 0.85 * off(local, plain)
 
 
-@pytest.mark.parametrize("name", ["parameters", "selective", "moe", "full"])
+@pytest.mark.parametrize("name", some_nightly(["parameters", "selective", "moe", "full"], RARELY))
 def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares bits: FP8 parameters equal the rounding of bfloat16 parameters in a pass, and recomputation rounds as
     before."""
@@ -150,7 +157,9 @@ def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[st
             )
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full"))])
+@pytest.mark.parametrize(
+    "name", some_nightly([*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full"))], RARELY)
+)
 def test_a_layer_keeps_about_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares the kept bytes with the planner. The planner counts two bytes for each number, but some are kept as one
     byte, and an expert's few rows are padded to many."""

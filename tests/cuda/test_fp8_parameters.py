@@ -42,7 +42,7 @@ def policy(parameters: str, overlap: bool) -> PolicyConfig:
 Found = dict[str, list[Answer]]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "overlap"])
 def overlap(request: pytest.FixtureRequest) -> bool:
     """Returns True if parameters are gathered during the next pass, as on GPUs; False if gathered at once."""
     return bool(request.param)

@@ -22,6 +22,7 @@ from tests.cuda.te_fp8_kernels import spread
 from tests.cuda.te_steps import STEPS, Answer, batch
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
+from tests.support.selected import some_nightly
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
@@ -84,7 +85,7 @@ def clip_of(layout: str) -> float:
 Found = dict[str, list[Answer]]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=some_nightly(LAYOUTS, LAYOUTS.keys() - {"tp2 ep2", "dp2"}))
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -21,6 +21,7 @@ from skyrl_mega.planner.activations import layer
 from tests.cuda import te
 from tests.cuda.programs import run
 from tests.cuda.te_layers import Answer
+from tests.support.selected import selected, some_nightly
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
@@ -34,6 +35,8 @@ POLICIES = {
     "local": PolicyConfig(spec="local"),
     "deepep": PolicyConfig(spec="te", moe=MoeConfig(dispatcher="deepep")),
 }
+RARELY = set(FUSIONS) - {"swiglu"}
+"""Policies computed nightly only."""
 DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
 """The wait for the numbers of tokens for each rank and expert: calls to NCCL and cuBLAS need these numbers on the
 host."""
@@ -44,11 +47,12 @@ CONTEXT = ParallelDims(2, context=2, expert=2)
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Returns the results of two ranks with each policy."""
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """Returns the results of two ranks with each selected policy."""
+    asked = {*selected(request, "name"), *POLICIES.keys() - RARELY}
     folder = tmp_path_factory.mktemp("waits")
     build(MODEL, folder / "model", seed=1)
-    return run("te_layers", folder, PARALLEL, POLICIES)
+    return run("te_layers", folder, PARALLEL, {name: of for name, of in POLICIES.items() if name in asked})
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[A
         }
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
+@pytest.mark.parametrize("name", some_nightly([name for name in POLICIES if name != "local"], RARELY))
 def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
     """Compares results in bfloat16, within the noise of the format."""
     for engine, local in zip(answers[name], answers["local"], strict=True):
@@ -117,7 +121,7 @@ def test_parts_of_sequences_are_attended_to_without_a_wait(in_context: dict[str,
         assert planned(engine, POLICIES[name], parallel=CONTEXT) == pytest.approx(engine.kept, rel=0.06)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("local", "deepep")])
+@pytest.mark.parametrize("name", some_nightly([n for n in POLICIES if n not in ("local", "deepep")], RARELY))
 def test_a_layer_keeps_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
     for answer in answers[name]:
         assert planned(answer, POLICIES[name]) == pytest.approx(answer.kept, rel=0.06)

@@ -1,7 +1,8 @@
-"""Parameters of the tests that a run has selected, for fixtures that compute all cases at once."""
+"""Parameters for tests with a fixture that computes all cases at once: every change tests some, a night all."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -13,3 +14,8 @@ def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
     calls = [vars(item).get("callspec") for item in request.session.items if item.path == request.path]
     found = [tuple(call.params[n] for n in names) for call in calls if call and {*names} <= {*call.params}]
     return list(dict.fromkeys(values if len(names) > 1 else values[0] for values in found))
+
+
+def some_nightly(names: Iterable[str], nightly: Container[str]) -> list[Any]:
+    """Returns pytest parameters for these names; those in `nightly` are left out of the check of every change."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] if name in nightly else []) for name in names]
