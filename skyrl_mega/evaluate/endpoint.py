@@ -25,7 +25,8 @@ from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, append, stream_seed
+from skyrl_mega.rollout.agent import edits
+from skyrl_mega.rollout.agent.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, stream_seed
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.trajectories.trajectory import Kind, Step, Trajectory
 
@@ -262,13 +263,13 @@ class MessageAgent(Agent):
         reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: valid everywhere
         if reply is None:
             return PolicyTurn("", 0, "length")
-        append(t, [UNKNOWN] * max(0, reply.prompt_tokens - len(t.context)), 0)
+        edits.append(t, [UNKNOWN] * max(0, reply.prompt_tokens - len(t.context)), 0)
         if t.turns == 0:
             t.prompt_length = len(t.tokens)
         end, finish = len(t.tokens), "length" if reply.cut else "stop"
         spent = opened.seconds - start
         t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=finish))
-        append(t, [UNKNOWN] * reply.tokens, 1)
+        edits.append(t, [UNKNOWN] * reply.tokens, 1)
         return PolicyTurn(reply.text, reply.tokens, finish)
 
 

@@ -42,7 +42,7 @@ def at_once(threads: EnvPool, calls: int) -> int:
 
 def of_engines(chat: Renderer, environments: EnvironmentConfig) -> Agent:
     fleet: Any = SimpleNamespace(serving=[])
-    return Generator(fleet, chat, RolloutConfig(), environments).agent(SamplingConfig())
+    return Generator(fleet, chat, RolloutConfig(), environments).player(SamplingConfig())  # type: ignore[return-value]
 
 
 def of_an_endpoint(chat: Renderer, environments: EnvironmentConfig) -> Agent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from skyrl_mega.batch.make_batch import make_batch
@@ -12,7 +11,6 @@ from skyrl_mega.batch.rewards import UNNAMED
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.run import rollout_metrics
 from skyrl_mega.trajectories import parquet
@@ -22,17 +20,14 @@ from tests.support.scripted import Scripted, play
 ENVIRONMENT = EnvironmentConfig(classes={"named": "tests.rollout.user_envs:Named"})
 
 
-def played(chat: Renderer) -> Trajectory:
+def played(chat: Renderer, reward_weights: dict[str, float] | None = None) -> Trajectory:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "named", {"extra_info": {}})
-    (t,) = play(chat, ENVIRONMENT, [(prompt, Scripted(chat, [f"a{EOS}", f"bc{EOS}"]))])
+    (t,) = play(chat, ENVIRONMENT, [(prompt, Scripted(chat, [f"a{EOS}", f"bc{EOS}"]))], reward_weights=reward_weights)
     return t
 
 
-def test_they_are_summed_with_their_weights_and_kept_by_name(
-    characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Agent, "reward_weights", {"right": 2.0, "short": 1.0, "late": 0.5})
-    t = played(characters_chat)
+def test_they_are_summed_with_their_weights_and_kept_by_name(characters_chat: Renderer, tmp_path: Path) -> None:
+    t = played(characters_chat, {"right": 2.0, "short": 1.0, "late": 0.5})
     assert [step.reward for step in t.steps if step.kind is Kind.RESPONSE] == [1.75, 3.75]
     assert t.reward == 5.5 and t.rewards == {"right": 2.0, "short": -0.5, "late": 4.0}
     plain = Trajectory(t.prompt, 1, t.tokens, t.mask, t.logprobs, 1, 3.0, Status.TRUNCATED_TURNS, 1)
@@ -50,10 +45,7 @@ def test_without_weights_each_counts_once(characters_chat: Renderer) -> None:
     assert played(characters_chat).reward == 5.5
 
 
-def test_once_there_are_weights_a_reward_without_one_is_refused(
-    characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Agent, "reward_weights", {"rihgt": 2.0})
-    t = played(characters_chat)
+def test_once_there_are_weights_a_reward_without_one_is_refused(characters_chat: Renderer) -> None:
+    t = played(characters_chat, {"rihgt": 2.0})
     assert t.status is Status.ERROR_ENV
     assert "reward['right'] has no weight; algorithm.reward_weights has 'rihgt'" in t.metadata["error"]

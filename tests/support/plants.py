@@ -127,7 +127,7 @@ PLANTS = (
     Plant(
         "alignment",
         "another token's log-prob is taken back with an end token",
-        "skyrl_mega/rollout/agent/agent_loop.py",
+        "skyrl_mega/rollout/agent/edits.py",
         "        del values[-1]\n",
         "        del values[-1 if values is not t.logprobs else -2]\n",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",
@@ -183,7 +183,7 @@ PLANTS = (
     Plant(
         "versions",
         "a version of a token that was taken back stays",
-        "skyrl_mega/rollout/agent/agent_loop.py",
+        "skyrl_mega/rollout/agent/edits.py",
         "if first < len(t.tokens)]",
         "if first <= len(t.tokens)]",
         "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",

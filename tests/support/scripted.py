@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig
@@ -52,6 +52,7 @@ def play(
     config: EnvironmentConfig,
     scripts: Sequence[tuple[Prompt, Scripted]],
     threads: int = 4,
+    reward_weights: Mapping[str, float] | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
     """Plays all scripts at once, each with a separate policy."""
@@ -61,7 +62,7 @@ def play(
         rooms = EnvPool(threads)
 
         async def one(prompt: Prompt, policy: Scripted) -> Trajectory:
-            agent = Agent(policy, chat, config, given, rooms)  # type: ignore[arg-type]
+            agent = Agent(policy, chat, config, given, rooms, reward_weights=reward_weights)  # type: ignore[arg-type]
             return await agent.play(prompt, 0, f"{prompt.uid}")
 
         return await asyncio.gather(*(one(prompt, policy) for prompt, policy in scripts))

@@ -5,35 +5,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import math
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from skyrl_mega.cluster import channel
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Request
-from skyrl_mega.envs import blame, registry, validate
+from skyrl_mega.envs import validate
 from skyrl_mega.envs.base import Message
-from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.envs.tools import calls_tools, definitions
-from skyrl_mega.rollout.agent import environment_errors
-from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
-from skyrl_mega.rollout.agent.environment_errors import EnvironmentFault
+from skyrl_mega.rollout.agent import edits
+from skyrl_mega.rollout.agent.env_pool import EnvPool
+from skyrl_mega.rollout.agent.environment import Environment, EnvironmentFault
 from skyrl_mega.rollout.agent.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.agent.routes import TurnRoutes
 from skyrl_mega.rollout.agent.token_rewards import TokenRewards
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
-from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory, new_trajectory
 
-LONGEST_ERROR = 2000
-"""Most characters kept of an environment's error."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first retry and before any retry: the pause doubles with each retry, as the service under the
 environment may be recovering."""
@@ -83,15 +76,12 @@ class Limits:
 
 @dataclass
 class Opened:
-    """A trajectory before the first turn, with the environment."""
+    """A trajectory in progress, with the environment."""
 
     trajectory: Trajectory
-    env: Any
-    """The environment; None after a fault."""
+    env: Environment
     clock: float
     """`time.perf_counter()` at opening."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tools offered to the policy, in the format of the template."""
     until: float | None = None
     """`time.perf_counter()` at the end of the time limit; set once the trajectory runs."""
     routes: TurnRoutes = field(default_factory=TurnRoutes)
@@ -189,31 +179,24 @@ class Agent:
         A fault of the environment is not raised: it ends the trajectory with reward 0, closes the environment, and is
         stored in the trajectory's status and metadata.
         """
-        opened = Opened(new_trajectory(prompt, sample), None, time.perf_counter())
-        t = opened.trajectory
-        created: list[Any] = []
-        call = Call(self._make, prompt, created, late=lambda: [env.close() for env in created])
+        t = new_trajectory(prompt, sample)
+        env = Environment(t, self.environments, self.threads, self.limits.env_timeout_s, self.spans)
+        opened = Opened(t, env, time.perf_counter())
         try:
-            messages = await self._env(t, "init", call)
-            opened.tools = definitions(created[0])
-            tokens = self._tokens(t, "init: messages", self.first, messages, opened.tools)
+            messages = await env.open(self.limits.turns, self.chat)
+            tokens = self._tokens(opened, "init: messages", self.first, messages, env.tools)
             if len(tokens) >= self.limits.length:
                 text = f"init: messages and tools of {len(tokens)} tokens leave no room for a turn"
                 limit = f"a sequence has at most {self.limits.length} (rollout.max_length)"
-                raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
+                raise env.fault(Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
-            environment_errors.fail(t, fault)
+            edits.fail(t, fault.status, fault.about)
             messages, tokens = prompt.messages, self._prompt_tokens(prompt)
-            opened.env = created[0] if created else None
-            await self._close(opened)
+            await env.close()
         except asyncio.CancelledError:
-            if created and not call.given_up:  # else the thread closes it on its return
-                opened.env = created[0]
-                await self._close(opened)
+            await env.close()
             raise
-        else:
-            opened.env = created[0]
-        _set_prompt(t, messages, tokens)
+        edits.set_prompt(t, messages, tokens)
         return opened
 
     def failed_trajectory(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
@@ -225,8 +208,8 @@ class Agent:
             fault: Description of the fault, stored in the trajectory.
         """
         t = new_trajectory(prompt, sample)
-        environment_errors.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
-        _set_prompt(t, prompt.messages, self._prompt_tokens(prompt))
+        edits.fail(t, Status.ERROR_INFRASTRUCTURE, {"error": fault})
+        edits.set_prompt(t, prompt.messages, self._prompt_tokens(prompt))
         return t
 
     def _prompt_tokens(self, prompt: Prompt) -> Sequence[int]:
@@ -236,32 +219,24 @@ class Agent:
         except Refused:
             return [self.chat.end]
 
-    def _make(self, prompt: Prompt, created: list[Any]) -> list[Message]:
-        """Returns the first messages. `created` receives the environment before `init`, which may fail, for `close`."""
-        created.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
-        if calls_tools(created[0]):
-            created[0].parse = self.chat.parse
-            definitions(created[0])  # fail here if the environment defines wrong tools
-        return validate.init(created[0], list(prompt.messages))
-
     async def _run(self, opened: Opened, name: str, start: Start | None) -> None:
         """Runs an opened trajectory to the end and closes the environment."""
         t = opened.trajectory
         try:
             if start is not None:
                 await start()
-            if opened.env is None:
+            if not opened.env.is_open:
                 return
             if self.limits.trajectory_timeout_s is not None:
                 opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
             while not await self._turn(opened, name):
                 pass
-            if self.one_message:
-                self._end_message(t)
+            if self.one_message and t.status is not Status.TRUNCATED_TOKENS and self.limits.room(t) >= 1:
+                edits.end_message(t, self.chat.end, self.chat.stop_tokens)
         except EnvironmentFault as fault:
-            environment_errors.fail(t, fault)
+            edits.fail(t, fault.status, fault.about)
         finally:
-            await self._close(opened)
+            await opened.env.close()
         opened.routes.keep(t)
         opened.token_rewards.keep(t)
 
@@ -280,18 +255,18 @@ class Agent:
             await self._out_of_time(opened)
             return True
         t.turns += 1
-        _append_messages(t, [{"role": "assistant", "content": turn.text}])
+        edits.append_messages(t, [{"role": "assistant", "content": turn.text}])
 
         step = t.steps[-1]
-        answer = await self._call_env(opened, "step", validate.step, turn.text, self.reward_weights)
+        answer = await opened.env.step(turn.text, self.reward_weights)
         step.tool_calls = answer.tool_calls
         if answer.rewards_at:  # in a thread: decoding a long answer token by token is slow
             await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
-        environment_errors.add_reward(t, step, answer)
+        edits.add_reward(t, step, answer)
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
-        _append_messages(t, answer.messages or answer.observations)
+        edits.append_messages(t, answer.messages or answer.observations)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
             if not answer.done:
@@ -305,25 +280,15 @@ class Agent:
             return self._append_answer(opened, answer)
         return True
 
-    async def _call_env(self, opened: Opened, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function of the environment in a thread and returns the result."""
-        call = Call(function, opened.env, *args, late=opened.env.close)
-        try:
-            return await self._env(opened.trajectory, what, call)
-        except asyncio.CancelledError:
-            if call.given_up:  # its thread still runs, and closes the environment on return
-                opened.env = None
-            raise
-
     async def _out_of_time(self, opened: Opened) -> None:
         """Asks the environment to grade a trajectory that ran out of time between turns and may not be graded yet."""
         t = opened.trajectory
-        step = environment_errors.last_response(t)
+        step = edits.last_response(t)
         if t.status is not Status.TRUNCATED_TIME or step is None:
             return
-        answer = await self._call_env(opened, "out_of_time", validate.out_of_time, self.reward_weights)
+        answer = await opened.env.out_of_time(self.reward_weights)
         if answer is not None:
-            environment_errors.add_reward(t, step, answer)
+            edits.add_reward(t, step, answer)
             t.metadata |= answer.metadata
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
@@ -349,7 +314,7 @@ class Agent:
         spent = opened.seconds - start
         t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
         t.versions += [(version, end + first) for version, first in completion.versions]
-        append(t, completion.tokens, 1, completion.logprobs)
+        edits.append(t, completion.tokens, 1, completion.logprobs)
         return PolicyTurn(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
     def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:
@@ -362,16 +327,16 @@ class Agent:
 
     def _append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
         """Appends the tokens of the environment's answer, or returns True if they leave no room for another turn."""
-        t, tools = opened.trajectory, opened.tools
+        t, tools = opened.trajectory, opened.env.tools
         if answer.messages is None:
-            new = self._tokens(t, "step: observations", self.following, t, answer.observations, tools)
+            new = self._tokens(opened, "step: observations", self.following, t, answer.observations, tools)
             more = len(new) - (self.one_message and self._ended(t))
             response, length = t.response_length + more, len(t.context) + more
         else:
             if not self.limits.rewrites:
                 text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
-                raise self._fault(t, Status.ERROR_ENV, text)
-            new = self._tokens(t, "step: messages", self.first, answer.messages, tools)
+                raise opened.env.fault(Status.ERROR_ENV, text)
+            new = self._tokens(opened, "step: messages", self.first, answer.messages, tools)
             response, length = t.response_length, len(new)
         most = self.limits.input
         too_long = length >= self.limits.length or (most is not None and length > most)
@@ -381,126 +346,22 @@ class Agent:
         if answer.messages is not None:
             t.steps[-1].kind = Kind.PROMPT
         elif self.one_message and self._ended(t):
-            _remove_end(t)
-        append(t, new, 0)
+            edits.remove_end(t)
+        edits.append(t, new, 0)
         return False
 
     def _ended(self, t: Trajectory) -> bool:
         """Returns True if the policy's last token ends the message."""
         return bool(t.tokens) and t.tokens[-1] in self.chat.stop_tokens
 
-    def _end_message(self, t: Trajectory) -> None:
-        """Appends the end token to the message if a stop string ended the last turn and the limits allow the token.
-
-        The published SearchR1 and SkyRL-SQL runs train on this end token, although no engine sampled the token: `mask`
-        assigns the token to the policy, the last response includes the token, and the log-prob is NaN.
-        """
-        response = next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE), None)
-        if response is None or response.end != len(t.tokens) or response.finish != "stop" or self._ended(t):
-            return
-        if t.status is Status.TRUNCATED_TOKENS or self.limits.room(t) < 1:
-            return
-        t.tokens.append(self.chat.end)
-        t.mask.append(1)
-        t.logprobs.append(math.nan)
-        for step in t.steps[t.steps.index(response) :]:
-            step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
-
-    def _tokens(self, t: Trajectory, what: str, render: Callable[..., Sequence[int]], *args: Any) -> Sequence[int]:
+    def _tokens(self, opened: Opened, what: str, render: Callable[..., Sequence[int]], *args: Any) -> Sequence[int]:
         """Returns the tokens of an environment's messages; raises the environment's fault for rejected messages."""
         try:
             return render(*args)
         except Refused as error:
-            raise self._fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
+            raise opened.env.fault(Status.ERROR_ENV, f"{what}: {error}") from error
         except TooLong as error:
             return range(error.tokens)  # longer than every limit, so rejected by the caller
-
-    async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
-        """Runs the environment's code in a thread.
-
-        Raises:
-            EnvironmentFault: The code raised an exception, exceeded the time limit or broke the contract.
-        """
-        limit = self.limits.env_timeout_s
-        try:
-            with channel.running_environment(t.prompt.env_class):
-                return await self.threads.run(call, limit)
-        except Abandoned:
-            text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
-            raise self._fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
-        except Raised as raised:
-            error = raised.error
-            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_safe_repr(error)}"
-            infrastructure = isinstance(error, InfrastructureFault)
-            status = Status.ERROR_INFRASTRUCTURE if infrastructure else Status.ERROR_ENV
-            raise self._fault(t, status, text, error) from error
-        finally:
-            t.seconds["env"] += call.seconds()
-            t.steps[-1].env_s += call.seconds()
-            if (spans := self.spans()) is not None and call.start is not None:
-                about = {"environment": t.prompt.env_class, "prompt": t.prompt.uid, "sample": t.sample}
-                start = day(call.start)
-                spans.append(Span(f"{what} {t.prompt.env_class}", start, start + call.seconds(), about))
-
-    def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
-        """Returns the fault to store: the text, and the line in the environment's own file."""
-        text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
-        at = blame.fault_location(error, t.prompt.env_class, self.environments)
-        return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
-
-    async def _close(self, opened: Opened) -> None:
-        """Closes the environment unless closed already."""
-        t, env = opened.trajectory, opened.env
-        opened.env = None
-        if env is None or t.status is Status.ERROR_ENV_TIMEOUT:
-            return  # its thread still runs, and closes the environment on return
-        try:
-            await self._env(t, "close", Call(env.close))
-        except EnvironmentFault as fault:  # the trajectory itself is complete
-            t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
-
-
-def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
-    """Appends tokens to the last step of a trajectory.
-
-    Args:
-        t: The trajectory, changed in place.
-        tokens: Token ids.
-        mask: 1 for tokens of the policy, 0 for all others.
-        logprobs: The policy's log-probs; None stores 0 for each token.
-    """
-    t.tokens.extend(tokens)
-    t.mask.extend(array("b", [mask]) * len(tokens))
-    t.logprobs.extend(array("f", [0.0]) * len(tokens) if logprobs is None else logprobs)
-    t.steps[-1].end = len(t.tokens)
-
-
-def _remove_end(t: Trajectory) -> None:
-    """Removes the end token of the last response, because the same message continues."""
-    for values in (t.tokens, t.mask, t.logprobs):
-        del values[-1]
-    t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
-    t.steps[-2].end = t.steps[-1].start = t.steps[-1].end = len(t.tokens)
-
-
-def _append_messages(t: Trajectory, messages: list[Message]) -> None:
-    """Appends messages to the last step of a trajectory."""
-    t.messages += messages
-    t.steps[-1].messages += len(messages)
-
-
-def _set_prompt(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
-    """Sets the first prompt of a trajectory."""
-    append(t, tokens, 0)
-    _append_messages(t, messages)
-    t.prompt_length = len(t.tokens)
-
-
-def _safe_repr(error: BaseException) -> str:
-    try:
-        return repr(error)
-    except Exception:  # the exception's own repr failed
-        return type(error).__name__
 
 
 def stream_seed(name: str) -> int:

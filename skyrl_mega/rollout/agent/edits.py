@@ -1,0 +1,86 @@
+"""Changes of a trajectory during the agent loop: tokens, messages, rewards and faults."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.validate import StepOutput
+from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+
+
+def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
+    """Appends tokens to the last step of a trajectory.
+
+    Args:
+        t: The trajectory, changed in place.
+        tokens: Token ids.
+        mask: 1 for tokens of the policy, 0 for all others.
+        logprobs: The policy's log-probs; None stores 0 for each token.
+    """
+    t.tokens.extend(tokens)
+    t.mask.extend(array("b", [mask]) * len(tokens))
+    t.logprobs.extend(array("f", [0.0]) * len(tokens) if logprobs is None else logprobs)
+    t.steps[-1].end = len(t.tokens)
+
+
+def remove_end(t: Trajectory) -> None:
+    """Removes the end token of the last response, because the same message continues."""
+    for values in (t.tokens, t.mask, t.logprobs):
+        del values[-1]
+    t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
+    t.steps[-2].end = t.steps[-1].start = t.steps[-1].end = len(t.tokens)
+
+
+def append_messages(t: Trajectory, messages: list[Message]) -> None:
+    """Appends messages to the last step of a trajectory."""
+    t.messages += messages
+    t.steps[-1].messages += len(messages)
+
+
+def set_prompt(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
+    """Sets the first prompt of a trajectory."""
+    append(t, tokens, 0)
+    append_messages(t, messages)
+    t.prompt_length = len(t.tokens)
+
+
+def end_message(t: Trajectory, end: int, stop_tokens: Collection[int]) -> None:
+    """Appends the end token to the message if a stop string ended the last turn.
+
+    The published SearchR1 and SkyRL-SQL runs train on this end token, although no engine sampled the token: `mask`
+    assigns the token to the policy, the last response includes the token, and the log-prob is NaN.
+
+    Args:
+        t: The trajectory, changed in place.
+        end: The end token.
+        stop_tokens: Tokens that end a turn.
+    """
+    response = next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE), None)
+    if response is None or response.end != len(t.tokens) or response.finish != "stop" or t.tokens[-1] in stop_tokens:
+        return
+    t.tokens.append(end)
+    t.mask.append(1)
+    t.logprobs.append(math.nan)
+    for step in t.steps[t.steps.index(response) :]:
+        step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
+
+
+def add_reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
+    """Adds the environment's reward for the policy's answer in a step."""
+    step.reward = (step.reward or 0.0) + answer.reward
+    t.reward += answer.reward
+    for name, value in answer.rewards.items():
+        t.rewards[name] = t.rewards.get(name, 0.0) + value
+
+
+def last_response(t: Trajectory) -> Step | None:
+    """Returns the latest step in which the policy produced tokens, or None."""
+    return next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE and step.end > step.start), None)
+
+
+def fail(t: Trajectory, status: Status, about: Mapping[str, str]) -> None:
+    """Ends a trajectory with zero reward and stores the error in the metadata."""
+    t.status, t.reward, t.rewards, t.metadata = status, 0.0, {}, {**about}

@@ -1,0 +1,147 @@
+"""The environment of a trajectory, which may block, raise an exception, or never return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_mega.cluster import channel
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import blame, registry, validate
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.faults import InfrastructureFault
+from skyrl_mega.envs.tools import calls_tools, definitions
+from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
+from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.telemetry.trace import Span, day
+from skyrl_mega.trajectories.trajectory import Status, Trajectory
+
+LONGEST_ERROR = 2000
+"""Most characters kept of an environment's error."""
+
+
+class EnvironmentFault(Exception):
+    """An environment raised an exception, exceeded the time limit or broke the contract. Only the trajectory of this
+    environment ends."""
+
+    def __init__(self, status: Status, text: str, at: str | None = None) -> None:
+        self.status, self.at = status, at
+        super().__init__(text)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """The error, and the line in the environment's own file if known, for the trajectory's metadata."""
+        return {"error": str(self)} | ({"at": self.at} if self.at else {})
+
+
+class Environment:
+    """The environment of a trajectory. Each call runs in a thread. If the caller stops waiting for a call, the thread
+    closes the environment when the call returns.
+
+    The methods raise EnvironmentFault if the environment's code raises an exception, exceeds the time limit or breaks
+    the contract.
+
+    Args:
+        t: The trajectory; the duration of each call is added to the last step.
+        settings: Environment classes of the run.
+        threads: Runs the calls, so that a blocking environment delays no other trajectory.
+        limit_s: Time limit of a call (`rollout.env_timeout_s`).
+        spans: Receives a record of each call; None records nothing.
+    """
+
+    def __init__(
+        self,
+        t: Trajectory,
+        settings: EnvironmentConfig,
+        threads: EnvPool,
+        limit_s: float,
+        spans: Callable[[], list[Span] | None],
+    ) -> None:
+        self.t, self.settings, self.threads, self.limit_s, self.spans = t, settings, threads, limit_s, spans
+        self.tools: list[dict[str, Any]] = []
+        """Tools offered to the policy, in the format of the template; known once the environment is open."""
+        self._made: list[Any] = []
+        """The environment itself; empty before `open` and after `close`."""
+        self._left = False
+        """True once a thread of an abandoned call closes the environment."""
+
+    @property
+    def is_open(self) -> bool:
+        """True between `open` and `close`."""
+        return bool(self._made) and not self._left
+
+    async def open(self, turns: int, chat: Renderer) -> list[Message]:
+        """Creates the environment and returns the first messages.
+
+        Args:
+            turns: Most turns of the trajectory.
+            chat: Parses the policy's tool calls.
+        """
+
+        def make() -> list[Message]:
+            prompt = self.t.prompt
+            env: Any = registry.make(prompt.env_class, prompt.extras, self.settings, turns)
+            self._made.append(env)  # before `init`, which may fail, for `close`
+            if calls_tools(env):
+                env.parse = chat.parse
+            messages = validate.init(env, list(prompt.messages))
+            self.tools = definitions(env)
+            return messages
+
+        return await self._call("init", make)
+
+    async def step(self, answer: str, reward_weights: Mapping[str, float]) -> validate.StepOutput:
+        """Returns the environment's answer to a turn of the policy."""
+        return await self._call("step", validate.step, self._made[0], answer, reward_weights)
+
+    async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
+        """Asks the environment to grade a trajectory that ran out of time. Returns None if the environment does not."""
+        return await self._call("out_of_time", validate.out_of_time, self._made[0], reward_weights)
+
+    async def close(self) -> None:
+        """Closes the environment, unless closed already. An error is stored in the metadata: the trajectory itself is
+        complete."""
+        if not self.is_open:
+            return
+        try:
+            await self._call("close", self._made.pop().close)
+        except EnvironmentFault as fault:
+            self.t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
+
+    def fault(self, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
+        """Returns the fault to store: the text, and the line in the environment's own file."""
+        text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+        name = self.t.prompt.env_class
+        return EnvironmentFault(status, f"environment {name}: {text}", blame.fault_location(error, name, self.settings))
+
+    async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        name = self.t.prompt.env_class
+        call = Call(function, *args, late=lambda: [env.close() for env in self._made])
+        try:
+            with channel.running_environment(name):
+                return await self.threads.run(call, self.limit_s)
+        except Abandoned:
+            text = f"{what} took longer than rollout.env_timeout_s={self.limit_s:g}"
+            raise self.fault(Status.ERROR_ENV_TIMEOUT, text) from None
+        except Raised as raised:
+            error = raised.error
+            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_safe_repr(error)}"
+            infrastructure = isinstance(error, InfrastructureFault)
+            status = Status.ERROR_INFRASTRUCTURE if infrastructure else Status.ERROR_ENV
+            raise self.fault(status, text, error) from error
+        finally:
+            self._left |= call.given_up
+            seconds = call.seconds()
+            self.t.seconds["env"] += seconds
+            self.t.steps[-1].env_s += seconds
+            if (spans := self.spans()) is not None and call.start is not None:
+                about = {"environment": name, "prompt": self.t.prompt.uid, "sample": self.t.sample}
+                start = day(call.start)
+                spans.append(Span(f"{what} {name}", start, start + seconds, about))
+
+
+def _safe_repr(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # the exception's own repr failed
+        return type(error).__name__
