@@ -24,7 +24,7 @@ ENTROPY = "high_entropy"
 
 def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Returns the columns to compute with the sampling weights before tokens are selected."""
-    by_logprobs = algorithm.loss in ("clip_cov", "kl_cov") or algorithm.importance_normalize
+    by_logprobs = algorithm.loss_traits.covariance or algorithm.importance_normalize
     names = {"old_logprobs"} if by_logprobs else set()
     return frozenset(names | ({"old_entropy"} if algorithm.entropy.top_share < 1 else set()))
 

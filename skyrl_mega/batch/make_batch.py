@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.advantages import NEEDS, AdvantageInputs, TokenInputs, estimate, is_per_token, needs, whiten
-from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.batch.rewards import Turns, rewards_by_name
@@ -374,8 +373,8 @@ def tokens_have_gradient(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeCo
 def learns_without_advantage(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a counted token with advantage 0 may still contribute to the gradient."""
     entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
-    user_defined = algorithm.loss in PULLING_AT_ZERO_ADVANTAGE or algorithm.loss not in LOSSES
-    return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or user_defined)
+    loss = algorithm.loss_traits.learns_without_advantage
+    return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or loss)
 
 
 def _sums(values_S: Tensor, counts_N: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def token_selections(
         seed: Seed of random selections; the mini-batch's index is appended.
     """
     columns: dict[str, list[Tensor]] = {}
-    if algorithm.loss in ("clip_cov", "kl_cov"):
+    if algorithm.loss_traits.covariance:
         columns[selection.COVARIANCE] = [_by_covariance(m, algorithm, [*seed, i]) for i, m in enumerate(minis)]
     if algorithm.entropy.top_share < 1:
         columns[selection.ENTROPY] = [_by_entropy(m, algorithm.entropy.top_share) for m in minis]
@@ -56,7 +56,7 @@ def _by_covariance(mini: Sequences, algorithm: AlgorithmConfig, seed: Sequence[i
     if not counts.any():
         return counts
     covariance_P = selection.covariance(mini["advantages"][counts], mini["old_logprobs"][counts])
-    if algorithm.loss == "kl_cov":
+    if algorithm.loss_traits.covariance == "highest":
         return _scatter(counts, selection.punished_by_covariance(covariance_P, share=algorithm.kl_cov.share))
     c = algorithm.clip_cov
     return _scatter(

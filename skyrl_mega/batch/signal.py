@@ -43,17 +43,17 @@ def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -
     """Returns the lists of rewards compared by the estimator within a prompt, in the form expected by `rewards_differ`.
     `judged` excludes trajectories with failed environments.
 
-    gdpo: a list per named reward with a nonzero weight. grpo_turns: the answers' rewards by turn; a missing answer
-    counts as the mean of all, with advantage 0. optimal_token_baseline: the reward from a turn on, for trajectories
-    with an answer in this turn. Every other estimator: the trajectories' rewards.
+    By `advantage_traits.compares`, named: a list per named reward with a nonzero weight. turns: the answers' rewards by
+    turn; a missing answer counts as the mean of all, with advantage 0. returns: the reward from a turn on, for
+    trajectories with an answer in this turn. Otherwise: the trajectories' rewards.
     """
-    weights = algorithm.reward_weights
-    if algorithm.advantage == "gdpo" and (named := rewards_by_name(judged, weights)):
+    weights, compares = algorithm.reward_weights, algorithm.advantage_traits.compares
+    if compares == "named" and (named := rewards_by_name(judged, weights)):
         return [rewards for name, rewards in named.items() if weights.get(name, 1.0)]
-    if algorithm.advantage in ("grpo_turns", "optimal_token_baseline"):
+    if compares in ("turns", "returns"):
         turns = Turns.of(list(judged))
         each = turns.rewards.split(turns.answers.tolist())
-        if algorithm.advantage == "grpo_turns":
+        if compares == "turns":
             mean = float(turns.rewards.mean()) if len(turns.rewards) else 0.0
             return [list(turn) for turn in zip_longest(*(part.tolist() for part in each), fillvalue=mean)]
         later = [part.flip(0).cumsum(0).flip(0).tolist() for part in each]

@@ -16,7 +16,7 @@ from skyrl_mega.cli.simulate_text import NOISE, Comparison, Refused, Row
 from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
 from skyrl_mega.config.checks import check_topology, check_values
 from skyrl_mega.config.command import DONE
-from skyrl_mega.config.derived import engine_data, needs_greedy_answer, response_limit
+from skyrl_mega.config.derived import engine_data, response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
@@ -48,7 +48,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             value="cpu",
             fix="give cluster.device=cuda with the GPUs of cluster.nodes and cluster.gpus_per_node",
         )
-    if needs_greedy_answer(config.algorithm):
+    if config.algorithm.advantage_traits.greedy:
         raise UserError(
             "--simulate does not play the greedy answers that engines write beside the samples, "
             "so its step would be too short; give another advantage to simulate with",

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from math import isfinite
 
-from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-
-DISCOUNT = ("reinforce++", "gae")
-"""Estimators that use `algorithm.gamma`."""
-WITHOUT_KL = {
-    "maxrl": "divides by rewards, which KL makes negative",
-    "gdpo": "looks at named rewards alone",
-    "remax": "has a baseline that no KL is taken from",
-}
-"""Estimators incompatible with KL in the reward → reason."""
+from skyrl_mega.config.schema.estimators import ESTIMATORS
 
 
 def check_advantage(c: Config) -> None:
@@ -25,16 +16,17 @@ def check_advantage(c: Config) -> None:
     Raises:
         UserError: A setting is rejected; names key, value, reason and fix.
     """
-    a = c.algorithm
+    a, traits = c.algorithm, c.algorithm.advantage_traits
     for name, weight in a.reward_weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             raise UserError("allowed is a finite number", key=f"algorithm.reward_weights.{name}", value=f"{weight!r}")
-    if a.gamma < 1 and a.advantage not in DISCOUNT and ":" not in a.advantage:
+    if a.gamma < 1 and not traits.discounts:
         raise UserError(
             f"algorithm.advantage={a.advantage} does not discount with it",
             key="algorithm.gamma",
             value=f"{a.gamma:g}",
-            fix=f"give algorithm.gamma=1, or algorithm.advantage={' or '.join(DISCOUNT)}",
+            fix="give algorithm.gamma=1, or algorithm.advantage="
+            + " or ".join(name for name, each in ESTIMATORS.items() if each.discounts),
         )
     if a.whiten == "group" and c.data.samples_per_prompt < 2:
         raise UserError(
@@ -43,14 +35,14 @@ def check_advantage(c: Config) -> None:
             key="data.samples_per_prompt",
             value=c.data.samples_per_prompt,
         )
-    if a.whiten == "batch_std" and a.normalize and a.advantage in ("grpo", "grpo_turns"):
+    if a.whiten == "batch_std" and a.normalize and traits.normalizes:
         raise UserError(
             f"algorithm.advantage={a.advantage} has divided by the group's standard deviation",
             key="algorithm.whiten",
             value="batch_std",
             fix="give algorithm.normalize=false, or algorithm.whiten=none",
         )
-    if a.whiten == "batch_std" and a.advantage == "gae":
+    if a.whiten == "batch_std" and traits.critic:
         raise UserError(
             "the deviation of the step's rewards is no scale of what a critic did not expect, "
             "and is 0 where all earn the same",
@@ -58,14 +50,9 @@ def check_advantage(c: Config) -> None:
             value="batch_std",
             fix="give algorithm.whiten=batch, or none",
         )
-    if a.advantage == "gdpo" and a.overlong.buffer and a.overlong.penalty:
-        raise UserError(
-            "algorithm.advantage=gdpo looks at each of the environment's rewards, which the "
-            "punishment is not; give 0, and a reward for the length in the environment",
-            key="algorithm.overlong.buffer",
-            value=a.overlong.buffer,
-        )
-    if needs_greedy_answer(a) and c.rollout.sampling.temperature == 0:
+    if traits.against_overlong and a.overlong.buffer and a.overlong.penalty:
+        raise UserError(traits.against_overlong, key="algorithm.overlong.buffer", value=a.overlong.buffer)
+    if traits.greedy and c.rollout.sampling.temperature == 0:
         raise UserError(
             f"algorithm.advantage={a.advantage} would compare greedy answers with themselves; give a number above 0",
             key="rollout.sampling.temperature",
@@ -100,7 +87,7 @@ def _check_kl(c: Config) -> None:
             value=value,
             fix=f"give algorithm.kl.{key}={fix}, or algorithm.kl.where=loss",
         )
-    if why := WITHOUT_KL.get(a.advantage):
+    if why := a.advantage_traits.against_kl:
         raise UserError(
             f"algorithm.advantage={a.advantage} {why}",
             key="algorithm.kl.where",

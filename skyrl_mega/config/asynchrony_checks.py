@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 
@@ -89,7 +88,7 @@ def _check_full(c: Config) -> None:
             "groups are generated ahead anyway",
         ),
         f"algorithm.advantage = {c.algorithm.advantage}": (
-            needs_greedy_answer(c.algorithm),
+            c.algorithm.advantage_traits.greedy,
             "a greedy answer would be of other weights than the samples that are compared with it",
         ),
     }

@@ -19,7 +19,6 @@ from skyrl_mega.config.critic_checks import check_critic
 from skyrl_mega.config.derived import (
     NARROW_CACHES,
     WIDE_CACHES,
-    compares_samples,
     critic_ranks,
     engine_data,
     engine_ranks,
@@ -244,7 +243,7 @@ def _data(c: Config) -> None:
 
 
 def _algorithm(c: Config) -> None:
-    a, samples, compares = c.algorithm, c.data.samples_per_prompt, compares_samples(c.algorithm)
+    a, samples, compares = c.algorithm, c.data.samples_per_prompt, c.algorithm.advantage_traits.compares
     if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
         alternatives = ["algorithm.advantage=reinforce"] if compares else []

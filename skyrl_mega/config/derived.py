@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from skyrl_mega.config.schema import (
-    AlgorithmConfig,
     AsynchronyConfig,
     Config,
     LayoutConfig,
@@ -44,8 +43,8 @@ def reference_ranks(config: Config) -> int:
 
 
 def has_critic(config: Config) -> bool:
-    """Returns True if advantages use a critic's values (`algorithms.advantages.GAE`)."""
-    return config.algorithm.advantage == "gae"
+    """Returns True if advantages use a critic's values."""
+    return config.algorithm.advantage_traits.critic
 
 
 def critic_ranks(config: Config) -> int:
@@ -145,20 +144,6 @@ def idle_gpus_note(config: Config) -> str | None:
     return None
 
 
-COMPARES = frozenset(
-    {
-        "grpo", "grpo_turns", "gdpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "reinforce++_baseline",
-        "optimal_token_baseline",
-    }
-)  # fmt: skip
-"""Estimators that compare the samples of a prompt with each other."""
-
-
-def compares_samples(algorithm: AlgorithmConfig) -> bool:
-    """Returns True if advantages compare the samples of a prompt with each other; False for a user's own estimator."""
-    return algorithm.advantage in COMPARES
-
-
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
     """Returns True if tokens may be sampled with older weights than the weights being trained."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
@@ -183,11 +168,6 @@ def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
     trained = prompts * config.data.samples_per_prompt * min(steps, config.run.steps or steps)
     most = trained + evaluated if asynchrony.mode != "off" else max(trained, evaluated)
     return most if config.environment.slots is None else min(most, config.environment.slots)
-
-
-def needs_greedy_answer(algorithm: AlgorithmConfig) -> bool:
-    """Returns True if a prompt's samples are compared with a greedy answer (temperature 0)."""
-    return algorithm.advantage == "remax"
 
 
 def cutoff_note(config: Config) -> str | None:

@@ -7,10 +7,8 @@ from typing import Any
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EntropyConfig
-from skyrl_mega.config.unused_settings import READS
+from skyrl_mega.config.schema.losses import LOSSES
 from skyrl_mega.config.values import shown
-
-WITHOUT_DUAL_CLIP = tuple(loss for loss, names in READS.items() if "dual_clip" not in names)
 
 
 def check_loss(c: Config) -> None:
@@ -19,7 +17,7 @@ def check_loss(c: Config) -> None:
     Raises:
         UserError: A setting is rejected; names key, value, reason and fix.
     """
-    a = c.algorithm
+    a, dual_clip = c.algorithm, [name for name, traits in LOSSES.items() if "dual_clip" in traits.reads]
     _check_correction(a)
     _check_entropy(a.entropy)
     _check_covariance(c)
@@ -37,12 +35,12 @@ def check_loss(c: Config) -> None:
             key="algorithm.loss_mean",
             value="constant",
         )
-    if a.dual_clip is not None and a.loss in WITHOUT_DUAL_CLIP:
+    if a.dual_clip is not None and a.loss in LOSSES and a.loss not in dual_clip:
         raise UserError(
             f"algorithm.loss={a.loss} has no such bound",
             key="algorithm.dual_clip",
             value=f"{a.dual_clip:g}",
-            fix="give algorithm.dual_clip=null, or algorithm.loss=ppo, gspo or clip_cov",
+            fix=f"give algorithm.dual_clip=null, or algorithm.loss={', '.join(dual_clip[:-1])} or {dual_clip[-1]}",
         )
     if a.kl.unbiased and not a.kl.coefficient:
         raise UserError(
@@ -55,13 +53,6 @@ def check_loss(c: Config) -> None:
             f"times π / π_old, algorithm.kl.estimator={a.kl.estimator} has not the gradient of KL; allowed is k1 or k3",
             key="algorithm.kl.unbiased",
             value="true",
-        )
-    if a.advantage == "maxrl" and a.overlong.buffer and a.overlong.penalty:
-        raise UserError(
-            "its punishment makes rewards negative, which algorithm.advantage=maxrl divides by; "
-            "give 0, or another estimator",
-            key="algorithm.overlong.buffer",
-            value=a.overlong.buffer,
         )
     if a.dual_clip == 1:
         raise UserError(

@@ -16,24 +16,9 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EvaluationConfig
+from skyrl_mega.config.schema.estimators import ESTIMATORS
+from skyrl_mega.config.schema.losses import LOSSES
 from skyrl_mega.config.values import shown
-
-CLIP = ("clip_low", "clip_high")
-READS: dict[str, tuple[str, ...]] = {
-    "ppo": (*CLIP, "dual_clip"),
-    "gspo": ("gspo.clip_low", "gspo.clip_high", "dual_clip"),
-    "cispo": ("cispo.clip_low", "cispo.clip_high"),
-    "sapo": ("sapo.temperature_positive", "sapo.temperature_negative"),
-    "gmpo": ("gmpo.clip_low", "gmpo.clip_high"),
-    "dppo_tv": ("dppo.tv_low", "dppo.tv_high"),
-    "dppo_kl": ("dppo.kl_low", "dppo.kl_high"),
-    "dro": ("dro.strength",),
-    "clip_cov": (*CLIP, "dual_clip", "clip_cov.share", "clip_cov.low", "clip_cov.high"),
-    "kl_cov": ("kl_cov.share", "kl_cov.coefficient"),
-}
-"""Loss → the settings of `algorithm` read by this loss but not by every loss."""
-NORMALIZED = ("grpo", "grpo_turns")
-"""Estimators with support for `algorithm.normalize`."""
 
 
 def check_unused(c: Config) -> None:
@@ -95,11 +80,12 @@ def _rejected(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _noted(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
-    if a.loss in READS:
+    if a.loss in LOSSES:
         yield from _read_by_other_losses(a.loss)
-    if a.advantage not in NORMALIZED:
+    if not a.advantage_traits.normalizes:
         why = f"algorithm.advantage={a.advantage} divides by no standard deviation of a group that could be left out"
-        yield "normalize", why, f"algorithm.advantage={' or '.join(NORMALIZED)}"
+        normalizing = [name for name, traits in ESTIMATORS.items() if traits.normalizes]
+        yield "normalize", why, f"algorithm.advantage={' or '.join(normalizing)}"
     if a.loss_mean != "constant":
         why = f"algorithm.loss_mean={a.loss_mean} divides by no length"
         yield "loss_mean_length", why, "algorithm.loss_mean=constant"
@@ -118,7 +104,7 @@ def _uses_sequence_ratios(a: AlgorithmConfig) -> bool:
     rejection = a.rejection
     bounds = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
     return (
-        a.loss in ("gspo", "gmpo")
+        a.loss_traits.sequence_ratio
         or (a.importance_cap is not None and a.importance_level == "sequence")
         or rejection.level in ("sequence", "geometric")
         or any(bound is not None for bound in bounds)
@@ -127,8 +113,8 @@ def _uses_sequence_ratios(a: AlgorithmConfig) -> bool:
 
 def _read_by_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
     """Yields settings read only by other losses, except `dual_clip`, because `loss_checks` rejects it."""
-    read_here = [name for name in READS[loss] if name != "dual_clip"]
-    others = {name: other for other, names in reversed(READS.items()) for name in names if name != "dual_clip"}
+    read_here = [name for name in LOSSES[loss].reads if name != "dual_clip"]
+    others = {name: other for other in reversed(LOSSES) for name in LOSSES[other].reads if name != "dual_clip"}
     for name, other in sorted(others.items()):
         if name not in read_here:
             read_text = " and ".join(f"algorithm.{name}" for name in read_here)

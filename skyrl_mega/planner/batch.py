@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from skyrl_mega.config.derived import length_limit, micro_tokens, needs_greedy_answer, planned_device, response_limit
+from skyrl_mega.config.derived import length_limit, micro_tokens, planned_device, response_limit
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import layer_spec
@@ -98,7 +98,7 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     return Batch(
         prompts=prompts,
         samples=samples,
-        greedy=prompts if needs_greedy_answer(config.algorithm) else 0,
+        greedy=prompts if config.algorithm.advantage_traits.greedy else 0,
         mini_batches=-(-prompts // mini),
         epochs=data.epochs_per_step,
         trajectories=trajectories,

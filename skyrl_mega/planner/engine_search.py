@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_mega.cluster.run_placement import plan_placement
-from skyrl_mega.config.derived import expert_parallel, fp8_parameters, length_limit
+from skyrl_mega.config.derived import expert_parallel, fp8_parameters, has_critic, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
@@ -160,9 +160,7 @@ def _keep_choices(config: Config) -> list[list[str] | None]:
     """Returns the candidates for `residency.keep`, and the given value. The critic always stays, as it uses separate
     GPUs."""
     given = config.residency.keep
-    choices = [
-        None if keep is None else [*keep, *CRITIC] if config.algorithm.advantage == "gae" else [*keep] for keep in KEEPS
-    ]
+    choices = [None if keep is None else [*keep, *CRITIC] if has_critic(config) else [*keep] for keep in KEEPS]
     choices = choices if given in choices else [*choices, given]
     # A streamed optimizer is never resident (`config/residency_checks.py`).
     return [keep for keep in choices if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]

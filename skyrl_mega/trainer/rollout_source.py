@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -92,7 +91,7 @@ class RolloutSource:
     def _with_greedy(self, groups: list[Group], step: Step) -> list[Group]:
         """Adds a greedy answer to each group if the advantage estimator needs a baseline. Greedy answers are sampled in
         a separate round after the groups are chosen, under the samples' limits."""
-        if not needs_greedy_answer(self.config.algorithm) or not groups or all_failed(step.trajectories):
+        if not self.config.algorithm.advantage_traits.greedy or not groups or all_failed(step.trajectories):
             return groups
         distinct = list({id(group): group for group in groups}.values())  # a copied group shares its greedy answer
         with step.phase("generate", total=len(distinct)) as progress:

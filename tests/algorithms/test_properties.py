@@ -10,12 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
-from skyrl_mega.algorithms.losses import LOSSES, PULLING_AT_ZERO_ADVANTAGE, Figures, LossInputs
+from skyrl_mega.algorithms.losses import LOSSES, Figures, LossInputs
 from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,
@@ -26,7 +25,6 @@ from skyrl_mega.config.schema import (
     RejectionConfig,
     RolloutConfig,
 )
-from skyrl_mega.config.unused_settings import NORMALIZED
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.objectives import objective
 from skyrl_mega.megatron.packing import pack
@@ -66,14 +64,14 @@ CORRECTION = st.one_of(
 
 def repaired(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     """Returns the settings adjusted to avoid the errors of most random settings."""
-    if algorithm.loss in WITHOUT_DUAL_CLIP:
+    if "dual_clip" not in algorithm.loss_traits.reads:
         algorithm.dual_clip = None
     algorithm.kl.unbiased &= bool(algorithm.kl.coefficient) and algorithm.kl.estimator in ("k1", "k3")
     if algorithm.importance_cap is not None:
         algorithm.importance_floor = min(algorithm.importance_floor, algorithm.importance_cap / 2)
     algorithm.overlong.filter |= algorithm.overlong.filter_by == "tokens"
     algorithm.loss_mean_length = (algorithm.loss_mean_length or 7) if algorithm.loss_mean == "constant" else None
-    algorithm.normalize |= algorithm.advantage not in NORMALIZED
+    algorithm.normalize |= not algorithm.advantage_traits.normalizes
     if algorithm.rejection.level == "off":
         algorithm.rejection.low, algorithm.rejection.high = RejectionConfig().low, RejectionConfig().high
     return algorithm
@@ -215,7 +213,7 @@ def test_a_group_without_a_signal_has_no_gradient(
     algorithm.kl.coefficient, algorithm.entropy = 0.0, EntropyConfig()
     assume(passes(algorithm) and not algorithm.advantage.startswith(("reinforce", "gae", "remax")))
     assume(algorithm.whiten != "batch")
-    assume(algorithm.loss not in PULLING_AT_ZERO_ADVANTAGE)
+    assume(not algorithm.loss_traits.learns_without_advantage)
     g = torch.Generator().manual_seed(seed)
     played[0] = [(reward, response, status) for _, response, status in played[0]]
     groups = [group_of(number, trajectories, g) for number, trajectories in enumerate(played)]

@@ -15,14 +15,15 @@ from skyrl_mega.batch.mini_batch_stats import token_selections
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
 from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
-from skyrl_mega.config.unused_settings import NORMALIZED, READS, unused_notes
+from skyrl_mega.config.schema.estimators import ESTIMATORS
+from skyrl_mega.config.schema.losses import LOSSES as TRAITS
+from skyrl_mega.config.unused_settings import unused_notes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OF_LOSSES = {name for names in READS.values() for name in names}
+OF_LOSSES = {name for traits in TRAITS.values() for name in traits.reads}
 
 
 class Watched:
@@ -56,16 +57,22 @@ def test_a_loss_reads_what_the_table_says(loss: str) -> None:
         high_covariance_L=treated,
     )
     LOSSES[loss](inputs, watched)
-    assert read & OF_LOSSES == set(READS[loss])
-    assert ("dual_clip" in read) == (loss not in WITHOUT_DUAL_CLIP)
+    assert read & OF_LOSSES == set(TRAITS[loss].reads)
 
 
-def test_estimators_read_normalize_where_the_table_says() -> None:
-    def reads(estimator: Any) -> bool:
+def test_estimators_read_what_the_table_says() -> None:
+    def reads(estimator: Any, *names: str) -> bool:
         function = estimator.estimate if isinstance(estimator, PerToken) else estimator
-        return "normalize" in function.__code__.co_names
+        return bool({*names} & {*function.__code__.co_names})
 
-    assert {name for name, estimator in ADVANTAGES.items() if reads(estimator)} == set(NORMALIZED)
+    for name, traits in ESTIMATORS.items():
+        estimator = ADVANTAGES[name]
+        assert traits.normalizes == reads(estimator, "normalize"), name
+        assert traits.discounts == reads(estimator, "gamma"), name
+        assert traits.greedy == reads(estimator, "greedy_N"), name
+        assert traits.critic == ("values" in getattr(estimator, "needs", ())), name
+        grouped = reads(estimator, "group", "count", "centred", "sums", "groups_N")
+        assert bool(traits.compares) == grouped, name
 
 
 def composed(*settings: str) -> Config:

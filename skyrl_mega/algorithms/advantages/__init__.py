@@ -17,17 +17,11 @@ from skyrl_mega.algorithms.advantages.base import (
     per_token,
     varied,
 )
-from skyrl_mega.algorithms.advantages.gae import gae
-from skyrl_mega.algorithms.advantages.greedy import remax
-from skyrl_mega.algorithms.advantages.group import gpg, grpo, maxrl, opo, pass_at_k, rloo
-from skyrl_mega.algorithms.advantages.multi_reward import gdpo
-from skyrl_mega.algorithms.advantages.token_baseline import optimal_token_baseline
-from skyrl_mega.algorithms.advantages.turns import grpo_turns, reinforce_plus_plus
 from skyrl_mega.algorithms.advantages.whitening import apply_whitening
-from skyrl_mega.algorithms.advantages.whole_batch import reinforce, reinforce_plus_plus_baseline
 from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema.estimators import ESTIMATORS
 
 __all__ = [
     "ADVANTAGES",
@@ -47,25 +41,11 @@ __all__ = [
     "whiten",
 ]
 
-GAE = "gae"
-"""The only estimator with a critic (`config.derived.has_critic`)."""
 ADVANTAGES: Mapping[str, Estimator] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "pass_at_k": pass_at_k,
-    "maxrl": maxrl,
-    "gpg": gpg,
-    "gdpo": gdpo,
-    "grpo_turns": grpo_turns,
-    "optimal_token_baseline": optimal_token_baseline,
-    "remax": remax,
-    "reinforce": reinforce,
-    "reinforce++": reinforce_plus_plus,
-    "reinforce++_baseline": reinforce_plus_plus_baseline,
-    GAE: gae,
+    name: imports.load(f"{__name__}.{traits.function}", "algorithm.advantage", kind="function")
+    for name, traits in ESTIMATORS.items()
 }
-"""Values of `algorithm.advantage`."""
+"""The function of each value of `algorithm.advantage`."""
 TAKES = "(AdvantageInputs, AlgorithmConfig)"
 """Arguments of an estimator, for errors."""
 KL_NEEDS = frozenset({"old_logprobs", "reference_logprobs"})
@@ -139,7 +119,7 @@ def check(algorithm: AlgorithmConfig) -> None:
     Raises:
         UserError: The estimator cannot be found, or needs a critic or a reference that is not configured.
     """
-    if CRITICS in needs(algorithm) and algorithm.advantage != GAE:
+    if CRITICS in needs(algorithm) and not algorithm.advantage_traits.critic:
         raise UserError(
             "it needs a critic's values, and only gae has a critic; allowed needs of an "
             "estimator of your own are old_logprobs, old_squares and reference_logprobs",

@@ -1,4 +1,4 @@
-"""Policy losses by name, a file each, and user-defined losses by import path."""
+"""Policy losses by name (`config.schema.losses`), and user-defined losses by import path."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs, Metrics
-from skyrl_mega.algorithms.losses.cispo import cispo
-from skyrl_mega.algorithms.losses.covariance import clip_cov, kl_cov
-from skyrl_mega.algorithms.losses.dppo import dppo_kl, dppo_tv
-from skyrl_mega.algorithms.losses.dro import dro
-from skyrl_mega.algorithms.losses.gmpo import gmpo
-from skyrl_mega.algorithms.losses.gspo import gspo
 from skyrl_mega.algorithms.losses.inputs import Figures
-from skyrl_mega.algorithms.losses.ppo import ppo
-from skyrl_mega.algorithms.losses.sapo import sapo
 from skyrl_mega.algorithms.losses.supervised import supervised
 from skyrl_mega.algorithms.losses.trial import check_on_tokens, check_reads_engine
 from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig
+from skyrl_mega.config.schema.losses import LOSSES as TRAITS
 from skyrl_mega.config.values import shown
 
 __all__ = [
     "LOSSES",
-    "PULLING_AT_ZERO_ADVANTAGE",
     "Figures",
     "Loss",
     "LossInputs",
@@ -36,20 +28,10 @@ __all__ = [
 ]
 
 LOSSES: Mapping[str, Loss] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
+    name: imports.load(f"{__name__}.{traits.function}", "algorithm.loss", kind="function")
+    for name, traits in TRAITS.items()
 }
-"""Values of `algorithm.loss`."""
-PULLING_AT_ZERO_ADVANTAGE = frozenset({"dro", "kl_cov"})
-"""Losses with a gradient at advantage 0: they pull the policy back to the old policy."""
+"""The function of each value of `algorithm.loss`."""
 SUPERVISED = "supervised"
 """Loss of the warm-up; not available as `algorithm.loss`."""
 

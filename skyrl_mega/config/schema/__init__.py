@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from skyrl_mega.config.schema.algorithm import (
-    AlgorithmConfig,
-    CispoConfig,
-    GmpoConfig,
-    GspoConfig,
-    KlConfig,
-    SapoConfig,
-)
+from skyrl_mega.config.schema.algorithm import AlgorithmConfig, KlConfig
 from skyrl_mega.config.schema.asynchrony import AsynchronyConfig
 from skyrl_mega.config.schema.cluster import ClusterConfig, RatesConfig, TopologyConfig
 from skyrl_mega.config.schema.corrections import RejectionConfig
@@ -25,7 +18,16 @@ from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.config.schema.environment import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.config.schema.evaluation import EvaluationConfig
 from skyrl_mega.config.schema.health import HealthConfig, MismatchConfig
-from skyrl_mega.config.schema.losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig
+from skyrl_mega.config.schema.losses import (
+    CispoConfig,
+    ClipCovConfig,
+    DppoConfig,
+    DroConfig,
+    GmpoConfig,
+    GspoConfig,
+    KlCovConfig,
+    SapoConfig,
+)
 from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from skyrl_mega.config.schema.precision import PrecisionConfig

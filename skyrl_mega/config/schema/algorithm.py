@@ -8,8 +8,21 @@ from typing import Optional
 from skyrl_mega.config.schema.corrections import RejectionConfig
 from skyrl_mega.config.schema.critic import GaeConfig
 from skyrl_mega.config.schema.entropy import EntropyConfig
+from skyrl_mega.config.schema.estimators import ESTIMATORS, OWN, EstimatorTraits
 from skyrl_mega.config.schema.fields import at_least, between, one_of
-from skyrl_mega.config.schema.losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig
+from skyrl_mega.config.schema.losses import (
+    LOSSES,
+    OWN_LOSS,
+    CispoConfig,
+    ClipCovConfig,
+    DppoConfig,
+    DroConfig,
+    GmpoConfig,
+    GspoConfig,
+    KlCovConfig,
+    LossTraits,
+    SapoConfig,
+)
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
 
 
@@ -43,48 +56,6 @@ class KlConfig:
     def in_loss(self) -> float:
         """Coefficient of the KL term in the loss; 0 without such a term."""
         return self.coefficient if self.where == "loss" else 0.0
-
-
-@dataclass
-class GspoConfig:
-    """Clip range of `loss: gspo` (arXiv:2507.18071, section 5.1). Its ratio is the geometric mean over an answer's
-    tokens."""
-
-    clip_low: float = between(0, 1, 3e-4)
-    """An answer's ratio is clipped below 1 - clip_low."""
-    clip_high: float = at_least(0, 4e-4)
-    """An answer's ratio is clipped above 1 + clip_high."""
-
-
-@dataclass
-class CispoConfig:
-    """Clip range of `loss: cispo` (arXiv:2506.13585)."""
-
-    clip_low: float = between(0, 1, 1.0)
-    """A token's weight is clipped below 1 - clip_low; 1 does not clip, as published."""
-    clip_high: float = at_least(0, 4.0)
-    """A token's weight is clipped above 1 + clip_high. MiniMax-M1 does not publish its value; ScaleRL
-    (arXiv:2510.13786) uses weights of at most 4 to 5."""
-
-
-@dataclass
-class SapoConfig:
-    """Gate of `loss: sapo` (arXiv:2511.20347)."""
-
-    temperature_positive: float = at_least(0.001, 1.0)
-    """Steepness of the gate for positive advantages."""
-    temperature_negative: float = at_least(0.001, 1.05)
-    """Steepness of the gate for negative advantages."""
-
-
-@dataclass
-class GmpoConfig:
-    """Clip range of `loss: gmpo` (arXiv:2507.20673), for a token's log-ratio."""
-
-    clip_low: float = at_least(0, 0.4)
-    """A log-ratio is clipped below -clip_low if the advantage is negative."""
-    clip_high: float = at_least(0, 0.4)
-    """A log-ratio is clipped above clip_high if the advantage is positive."""
 
 
 @dataclass
@@ -192,3 +163,13 @@ class AlgorithmConfig:
     """Replacement of groups without a signal."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Treatment of responses near or past the length limit."""
+
+    @property
+    def advantage_traits(self) -> EstimatorTraits:
+        """Traits of the estimator."""
+        return ESTIMATORS.get(self.advantage, OWN)
+
+    @property
+    def loss_traits(self) -> LossTraits:
+        """Traits of the loss."""
+        return LOSSES.get(self.loss, OWN_LOSS)

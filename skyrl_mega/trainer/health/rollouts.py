@@ -6,7 +6,6 @@ from collections import Counter
 from statistics import mean, median
 
 from skyrl_mega.batch.signal import rounded_reward
-from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.envs.sandbox.budget import memory_warning
 from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trainer.health.step_view import Finding, StepView, escaped, example, metric_of, quoted
@@ -20,8 +19,6 @@ MIN_TRAJECTORIES = 8
 """Smallest number of trajectories for a statement about all."""
 NEARLY_ALL = 0.95
 TINY = 1e-6
-ONLY_THE_BEST = "pass_at_k"
-"""Estimator with an advantage only for a single best answer."""
 CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
@@ -111,7 +108,7 @@ def nothing_parsed(view: StepView) -> Finding | None:
 
 def duplicated_samples(view: StepView) -> Finding | None:
     """Reports steps with identical samples for every prompt: there is nothing to compare."""
-    if not compares_samples(view.config.algorithm) or not _none_differ(view, "rollout/answers_differ"):
+    if not view.config.algorithm.advantage_traits.compares or not _none_differ(view, "rollout/answers_differ"):
         return None
     return Finding(
         "duplicated_samples",
@@ -165,17 +162,21 @@ def no_advantage(view: StepView) -> Finding | None:
     )
     if view.has_advantage or not steps or (steps < LONG_STEPS and view.group_count < MANY_GROUPS):
         return None
-    name, share = view.config.algorithm.advantage, view.metric("rollout/groups_differ")
-    where = f"in {share:.0%} of the groups" if compares_samples(view.config.algorithm) else "between answers"
+    name, traits, share = (
+        view.config.algorithm.advantage,
+        view.config.algorithm.advantage_traits,
+        view.metric("rollout/groups_differ"),
+    )
+    where = f"in {share:.0%} of the groups" if traits.compares else "between answers"
     greedy, without = view.metric("reward/greedy"), view.metric("rollout/groups_without_baseline")
     why = f"; greedy answers earn {greedy:g} in the mean" if greedy is not None else ""
     why += f"; {without:.0f} prompts have no greedy answer that was judged" if without else ""
-    why += "; the best answer to a prompt is never the only one" if name == ONLY_THE_BEST else ""
+    why += "; the best answer to a prompt is never the only one" if traits.best_only else ""
     return Finding(
         "no_advantage",
         f"no token has an advantage (algorithm.advantage={name}), though rewards differ {where}{why}; "
         f"{example(view.judged[0])}",
-        stuck=name != ONLY_THE_BEST,  # it needs no more than one right answer
+        stuck=not traits.best_only,  # it needs no more than one right answer
         luck=True,
         explains=("gradient_vanished",),
     )

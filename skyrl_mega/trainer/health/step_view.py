@@ -12,7 +12,6 @@ from statistics import median
 
 from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.batch.signal import compared_rewards, rewards_differ
-from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trajectories.trajectory import Trajectory, policy_texts
 
@@ -73,7 +72,7 @@ class StepView:
 
         If advantages do not compare samples (`reinforce`), all trajectories form a single group.
         """
-        if not compares_samples(self.config.algorithm):
+        if not self.config.algorithm.advantage_traits.compares:
             return [self.judged] if len(self.judged) > 1 else []
         samples = self.config.data.samples_per_prompt
         by_prompt = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
@@ -83,7 +82,7 @@ class StepView:
     @property
     def group_count(self) -> int:
         """Number of groups with a chance of a signal; number of answers if there are no groups."""
-        return len(self.groups or self.judged if compares_samples(self.config.algorithm) else self.judged)
+        return len(self.groups or self.judged if self.config.algorithm.advantage_traits.compares else self.judged)
 
     @property
     def has_advantage(self) -> bool:

@@ -7,6 +7,7 @@ abnormal step is noise, so most watchers require two within three steps.
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 from skyrl_mega.telemetry.table import number
 from skyrl_mega.trainer.health.step_view import NEAR_STEPS, SPEED, Finding, StepView, repeatedly_above
@@ -97,15 +98,13 @@ def kl_explodes(view: StepView) -> Finding | None:
 def everything_clipped(view: StepView) -> Finding | None:
     """Reports a clipped ratio for nearly all tokens: clipped tokens get no gradient, except in losses with a gradient
     for clipped tokens."""
-    if view.config.algorithm.loss in ("cispo", "sapo") or not repeatedly_above(
-        view, "policy/clip_fraction", CLIPPED, math.inf
-    ):
+    learns = view.config.algorithm.loss_traits.learns_clipped
+    if learns or not repeatedly_above(view, "policy/clip_fraction", CLIPPED, math.inf):
         return None
-    share, a = view.metric("policy/clip_fraction"), view.config.algorithm
-    bounds = {
-        "ppo": f" ({1 - a.clip_low:g} to {1 + a.clip_high:g})",
-        "gspo": f" ({1 - a.gspo.clip_low:g} to {1 + a.gspo.clip_high:g})",
-    }.get(a.loss, "")
+    share, a, bounds = view.metric("policy/clip_fraction"), view.config.algorithm, ""
+    if a.loss_traits.clips_ratio:
+        low, high = attrgetter(*a.loss_traits.reads[:2])(a)
+        bounds = f" ({1 - low:g} to {1 + high:g})"
     text = f"the ratio of {share:.0%} of the tokens is clipped{bounds}"
     return Finding("everything_clipped", f"{text}: they have no gradient", stuck=True)
 
