@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.config import allocator
-from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
+from skyrl_mega.config.checks.learning import MOST_SIMULATED
+from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.derived import (
     cutoff_note,
     engine_data,
     expert_parallel,
     idle_gpus_note,
     max_open_trajectories,
+    on_driver_node,
     response_limit,
 )
-from skyrl_mega.config.environment_placement import on_driver_node
-from skyrl_mega.config.fp8_notes import fp8_notes
+from skyrl_mega.config.precision import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
-from skyrl_mega.config.unused_settings import unused_notes
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name

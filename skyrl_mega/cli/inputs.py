@@ -12,7 +12,8 @@ from typing import Any
 
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.cli.experts import check_experts, check_spread
-from skyrl_mega.config.checks import check_enough, check_gpus
+from skyrl_mega.config.checks.devices import check_enough, check_gpus
+from skyrl_mega.config.checks.policy import check_speed
 from skyrl_mega.config.derived import (
     critic_layout,
     critic_ranks,
@@ -28,7 +29,6 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry

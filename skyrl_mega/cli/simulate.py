@@ -13,8 +13,9 @@ from typing import Any
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, with_given_fraction
 from skyrl_mega.cli.simulate_text import NOISE, Comparison, Refused, Row
-from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
-from skyrl_mega.config.checks import check_topology, check_values
+from skyrl_mega.config.checks import check_values
+from skyrl_mega.config.checks.engines import check_topology
+from skyrl_mega.config.checks.learning import MOST_SIMULATED
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import engine_data, response_limit
 from skyrl_mega.config.errors import UserError

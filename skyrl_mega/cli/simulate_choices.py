@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
-from skyrl_mega.config.asynchrony_checks import has_correction
+from skyrl_mega.config.checks.learning import has_correction
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config

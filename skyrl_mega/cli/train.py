@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
-from skyrl_mega.config.checks import check_topology, check_values
+from skyrl_mega.config.checks import check_values
+from skyrl_mega.config.checks.engines import check_topology
+from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
 from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.unused_settings import unused_notes
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
 
 if TYPE_CHECKING:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from skyrl_mega.config.schema import (
     AsynchronyConfig,
     Config,
+    EnvironmentConfig,
     LayoutConfig,
     PolicyConfig,
     RolloutConfig,
@@ -104,7 +106,7 @@ def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
     auxiliary loss.
 
     Args:
-        policy: The settings, already checked by `config.speed_checks`.
+        policy: The settings, already checked by `config.checks.policy`.
         spec: Layer implementation, `te` or `local`; only `te` has fused kernels.
         experts: True if the model has experts.
     """
@@ -258,3 +260,37 @@ def evaluation_sampling(config: Config) -> SamplingConfig:
         top_p=sampling.top_p if evaluation.top_p is None else evaluation.top_p,
         max_tokens=evaluation.max_tokens or sampling.max_tokens,
     )
+
+
+POLICY_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise cuBLAS shares a workspace between streams
+    "NCCL_ALGO": "Ring",  # otherwise NCCL chooses by size and load
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # backward pass of Transformer Engine's attention
+}
+"""Environment variables of a policy rank on a GPU, set before start."""
+ENGINE_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
+"""Environment variables of an engine on a GPU."""
+DETERMINISTIC = "deterministic_mode"
+"""megatron-core's option for deterministic computation."""
+
+
+def policy_settings(config: Config) -> PolicyConfig:
+    """Returns the policy's settings, with Megatron's deterministic option if the run is deterministic."""
+    if not config.run.deterministic:
+        return config.policy
+    return replace(config.policy, options={DETERMINISTIC: True, **config.policy.options})
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def on_driver_node(environment: EnvironmentConfig) -> bool:
+    """Returns True if rollout workers must run on the driver's node because the retrieval service listens only on
+    loopback."""
+    url = environment.retriever.url
+    return urlsplit(url).hostname in LOOPBACK if url else environment.retriever.index is not None
+
+
+def share_of(total: int, among: int, place: int) -> int:
+    """Returns the share of process `place` of `among` processes in a run-wide total; at least 1."""
+    return max(1, total // among + (place < total % among))

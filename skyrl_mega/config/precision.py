@@ -1,12 +1,16 @@
-"""Recipes of `policy.precision`: requirements on GPUs, widths and rows, and checks of the settings."""
+"""Recipes of `policy.precision`: requirements on GPUs, widths and rows, checks of the settings, and notes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from skyrl_mega.config.derived import fp8_weights
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config, PrecisionConfig
+from skyrl_mega.config.schema.fields import Refusals
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ RECIPES = MappingProxyType(
 )
 """Requirements by recipe name; `model` has none."""
 
+BLACKWELL_GIB = 150.0
+"""Memory limit to distinguish GPUs of compute capability 10.x (B200: 178 GiB) from earlier GPUs (H200: 139 GiB)."""
+
 
 def needs(precision: PrecisionConfig) -> Needs | None:
     """Returns the requirements of a policy's recipe; None for a policy in `model.dtype`."""
@@ -59,85 +66,60 @@ def environment(precision: PrecisionConfig) -> dict[str, str]:
     return dict(requirements.environment) if requirements else {}
 
 
-def check_precision(c: Config) -> None:
-    """Rejects settings not supported by megatron-core or Transformer Engine.
-
-    Raises:
-        UserError: A setting of `policy.precision` is unsupported or has no effect. Names key, value and fix.
-    """
+@raising
+def check_precision(c: Config) -> Refusals:
+    """Rejects settings of `policy.precision` not supported by megatron-core or Transformer Engine, or without
+    effect."""
     p = c.policy.precision
-    if p.recipe == "model":
-        for name in ("first_layers", "last_layers"):
-            if getattr(p, name):
-                raise UserError(
-                    "with policy.precision.recipe=model all layers compute in model.dtype; give "
-                    f"0, or one of policy.precision.recipe={', '.join(RECIPES)}",
-                    key=f"policy.precision.{name}",
-                    value=getattr(p, name),
-                )
-    _check_parameters(c)
-    if c.cluster.device == "cuda":
-        check_device(c)
-
-
-def _check_parameters(c: Config) -> None:
-    """Rejects FP8 parameters that the optimizer cannot step or the weight sync cannot send."""
-    p, key = c.policy.precision, "policy.precision.parameters = fp8"
-    if p.parameters == "model":
-        return
-    if p.recipe != "fp8_blockwise":
-        raise UserError(
-            "only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and "
-            f"policy.precision.recipe is {p.recipe}",
-            key=key,
-            fix="give policy.precision.recipe=fp8_blockwise, with weights.wire=fp8, or "
-            "policy.precision.parameters=model",
-        )
-    if c.cluster.device == "cpu":
-        raise UserError(
-            "these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them",
-            key=key,
-            fix="give policy.precision.parameters=model, which computes the same",
-        )
-    if c.weights.wire != "fp8":
-        raise UserError(
-            f"engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as model.dtype",
-            key=key,
-            fix="give weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model",
-        )
-    for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
-        if optimizer.streamed:
-            raise UserError(
-                f"master weights are rounded into them on the GPU, and {name}.optimizer.streamed "
-                "has only a piece of them there",
-                key=key,
-                fix=f"give {name}.optimizer.streamed=false, or policy.precision.parameters=model",
+    for name in ("first_layers", "last_layers") if p.recipe == "model" else ():
+        if getattr(p, name):
+            yield (
+                f"policy.precision.{name}",
+                "with policy.precision.recipe=model all layers compute in model.dtype; give 0, or one of "
+                f"policy.precision.recipe={', '.join(RECIPES)}",
             )
-
-
-def check_device(c: Config) -> None:
-    """Rejects settings of `policy.precision` not supported by a policy on GPUs.
-
-    Raises:
-        UserError: `policy.spec` or `model.dtype` cannot be combined with FP8. Names key, value and fix.
-    """
-    p = c.policy.precision
-    if p.recipe == "model":
+    if p.parameters != "model":
+        yield from _parameter_refusals(c)
+    if c.cluster.device != "cuda" or p.recipe == "model":
         return
     if c.policy.spec == "local":
-        raise UserError(
-            "with policy.spec=local a GPU would only round numbers to FP8 and multiply them as "
-            "before; allowed there is policy.spec=te, or policy.precision.recipe=model",
-            key="policy.precision.recipe",
-            value=p.recipe,
+        yield (
+            "policy.precision.recipe",
+            "with policy.spec=local a GPU would only round numbers to FP8 and multiply them as before; allowed there "
+            "is policy.spec=te, or policy.precision.recipe=model",
         )
     if c.model.dtype != "bfloat16":
-        raise UserError(
+        yield (
+            "model.dtype",
             f"allowed is bfloat16 where policy.precision.recipe is {p.recipe}; give that, or "
             "policy.precision.recipe=model",
-            key="model.dtype",
-            value=c.model.dtype,
         )
+
+
+def _parameter_refusals(c: Config) -> Refusals:
+    """Yields refusals of FP8 parameters that the optimizer cannot step or the weight sync cannot send."""
+    key, recipe = "policy.precision.parameters", c.policy.precision.recipe
+    if recipe != "fp8_blockwise":
+        yield (
+            key,
+            "only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and policy.precision.recipe "
+            f"is {recipe}",
+            f"give policy.precision.recipe=fp8_blockwise, with weights.wire=fp8, or {key}=model",
+        )
+    if c.cluster.device == "cpu":
+        why = "these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them"
+        yield key, why, f"give {key}=model, which computes the same"
+    if c.weights.wire != "fp8":
+        why = f"engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as model.dtype"
+        yield key, why, f"give weights.wire=fp8, with engines of any kind, or {key}=model"
+    for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
+        if optimizer.streamed:
+            yield (
+                key,
+                f"master weights are rounded into them on the GPU, and {name}.optimizer.streamed has only a piece of "
+                "them there",
+                f"give {name}.optimizer.streamed=false, or {key}=model",
+            )
 
 
 def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
@@ -190,4 +172,38 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
             "policy.precision.recipe=model with neither of them",
             key="policy.precision.first_layers",
             value=f"{precision.first_layers} and last_layers = {precision.last_layers}",
+        )
+
+
+def fp8_notes(config: Config) -> Iterator[str]:
+    """Yields notes for a run on GPUs."""
+    recipe, wire, size = config.policy.precision.recipe, config.weights.wire, config.cluster.gpu_memory_gib
+    trains, serves = recipe != "model", fp8_weights(config.rollout)
+    if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:
+        yield (
+            "policy.precision.recipe=mxfp8 is multiplied by Blackwell (B200) alone, and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of another GPU: a run ends as it starts there; Hopper "
+            "multiplies fp8_blockwise"
+        )
+    if size is not None and recipe == "fp8_blockwise" and size >= BLACKWELL_GIB:
+        yield (
+            f"policy.precision.recipe=fp8_blockwise is multiplied by Hopper (H100, H200) alone, and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of a later GPU: a run ends as it starts there; Blackwell "
+            "multiplies mxfp8"
+        )
+    serving = "rollout.options.quantization=fp8_per_block has them serve FP8 (docs/precision.md)"
+    if trains and not serves:
+        yield (
+            f"policy.precision.recipe={recipe}: engines compute in {config.model.dtype}, and round otherwise than the "
+            f"policy (mismatch/*); {serving}"
+        )
+    if wire == "fp8" and not serves:
+        yield (
+            f"weights.wire=fp8: engines compute in {config.model.dtype}, and hold what FP8 has left of the policy's "
+            f"weights; {serving}, or give weights.wire=auto"
+        )
+    if trains or serves:
+        yield (
+            "FP8 counts in the memory, in the sync and in what rows are padded with; the seconds of its products are "
+            "those of bfloat16, so it looks slower than it is"
         )

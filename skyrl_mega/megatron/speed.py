@@ -28,7 +28,7 @@ def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
     """Returns arguments of megatron-core's TransformerConfig for fusions, recomputation and the dispatcher of experts.
 
     Args:
-        policy: The settings, already checked by `config.speed_checks`.
+        policy: The settings, already checked by `config.checks.policy`.
         spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
         experts: True for a model with experts.
     """

@@ -162,7 +162,7 @@ def _keep_choices(config: Config) -> list[list[str] | None]:
     given = config.residency.keep
     choices = [None if keep is None else [*keep, *CRITIC] if has_critic(config) else [*keep] for keep in KEEPS]
     choices = choices if given in choices else [*choices, given]
-    # A streamed optimizer is never resident (`config/residency_checks.py`).
+    # A streamed optimizer is never resident (`config/checks/devices.py`).
     return [keep for keep in choices if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]
 
 

@@ -11,7 +11,7 @@ from itertools import combinations, islice
 from math import log
 from typing import Any
 
-from skyrl_mega.config.asynchrony_checks import CORRECTION, has_correction
+from skyrl_mega.config.checks.learning import CORRECTION, has_correction
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys as schema

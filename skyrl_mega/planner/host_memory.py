@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from skyrl_mega.cluster.run_placement import plan_placement
-from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
-from skyrl_mega.config.environment_placement import on_driver_node
+from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit, on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface

@@ -283,7 +283,7 @@ def _recompute_choices(config: Config, layers: int) -> Iterator[tuple[str, int]]
 
 
 def _recompute_kinds(config: Config) -> list[str]:
-    """Returns the allowed values of `policy.recompute` (`config/speed_checks.py`)."""
+    """Returns the allowed values of `policy.recompute` (`config/checks/policy.py`)."""
     policy = config.policy
     if any(name.startswith("recompute_") for name in policy.options):
         return ["none"]  # the given options are more specific (`config/megatron_options.py`)

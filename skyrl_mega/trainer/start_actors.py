@@ -14,15 +14,16 @@ from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, settle
 from skyrl_mega.cluster.placement import Placement, on_gpus_of
 from skyrl_mega.config.derived import (
+    POLICY_ENVIRONMENT,
     critic_layout,
     critic_model,
     critic_ranks,
     has_critic,
     length_limit,
     policy_ranks,
+    policy_settings,
     reference_ranks,
 )
-from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_settings
 from skyrl_mega.config.precision import environment as precision_environment
 from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.nodes import Node, driver_node, nodes_without_gpus
 from skyrl_mega.cluster.placement import on_nodes, spread
-from skyrl_mega.config.environment_placement import on_driver_node, share_of
+from skyrl_mega.config.derived import on_driver_node, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.worker import RolloutWorker
 from skyrl_mega.rollout.workers import Workers

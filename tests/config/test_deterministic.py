@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_mega.config.deterministic import check_deterministic, policy_settings
+from skyrl_mega.config.checks.devices import check_deterministic
+from skyrl_mega.config.derived import policy_settings
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment

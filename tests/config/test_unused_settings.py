@@ -13,6 +13,7 @@ from skyrl_mega.algorithms.advantages import ADVANTAGES, PerToken
 from skyrl_mega.algorithms.losses import LOSSES, LossInputs
 from skyrl_mega.batch.mini_batch_stats import token_selections
 from skyrl_mega.config.checks import check
+from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.megatron_options import check as check_options
@@ -20,7 +21,6 @@ from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS
 from skyrl_mega.config.schema.losses import LOSSES as TRAITS
-from skyrl_mega.config.unused_settings import unused_notes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OF_LOSSES = {name for traits in TRAITS.values() for name in traits.reads}

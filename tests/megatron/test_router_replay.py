@@ -323,6 +323,6 @@ def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims
 
 
 def test_a_router_that_has_lost_its_row_ends_the_step(model: Path) -> None:
-    """Runs settings refused by `config/replay_checks.py`: the router would silently use the policy's experts."""
+    """Runs settings refused by `config/checks/policy.py`: the router would silently use the policy's experts."""
     (message,) = run_ranks(1, recomputed_alone, model, layouts.layout(1))
     assert "the routers of layers [0, 2, 3] ran without the routes of their tokens" in message

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_mega.config import megatron_options
-from skyrl_mega.config.checks import ENGINE_ARGUMENTS
+from skyrl_mega.config.checks.engines import ENGINE_ARGUMENTS
 from skyrl_mega.config.keys import keys as settings
 from skyrl_mega.config.other_programs.table import Entry, Table, programs
 from skyrl_mega.config.values import shown

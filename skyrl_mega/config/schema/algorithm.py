@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Optional
 
 from skyrl_mega.config.schema.corrections import RejectionConfig
 from skyrl_mega.config.schema.critic import GaeConfig
 from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS, OWN, EstimatorTraits
-from skyrl_mega.config.schema.fields import at_least, between, one_of
+from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 from skyrl_mega.config.schema.losses import (
     LOSSES,
     OWN_LOSS,
@@ -56,6 +57,32 @@ class KlConfig:
     def in_loss(self) -> float:
         """Coefficient of the KL term in the loss; 0 without such a term."""
         return self.coefficient if self.where == "loss" else 0.0
+
+    def refusals(self) -> Refusals:
+        """Yields settings of KL that have no effect where the penalty is, or a wrong gradient."""
+        if self.where == "loss" and self.target is not None:
+            fix = "give algorithm.kl.where=reward, or algorithm.kl.target=null"
+            yield "algorithm.kl.target", "the coefficient of the loss's term is fixed", fix
+        if self.where == "reward" and not self.coefficient:
+            yield (
+                "algorithm.kl.where",
+                "algorithm.kl.coefficient = 0 takes nothing from it; give a number above 0, or algorithm.kl.where=loss",
+            )
+        for name, default, given in (("unbiased", "false", self.unbiased), ("mean", "loss", self.mean != "loss")):
+            if self.where == "reward" and given:
+                why = "it is of the loss's term, and algorithm.kl.where=reward has none"
+                yield f"algorithm.kl.{name}", why, f"give algorithm.kl.{name}={default}, or algorithm.kl.where=loss"
+        if self.unbiased and not self.coefficient:
+            yield (
+                "algorithm.kl.unbiased",
+                "there is no KL term to correct; give algorithm.kl.coefficient above 0, or algorithm.kl.unbiased=false",
+            )
+        if self.unbiased and self.estimator not in ("k1", "k3"):
+            yield (
+                "algorithm.kl.unbiased",
+                f"times π / π_old, algorithm.kl.estimator={self.estimator} has not the gradient of KL; allowed is k1 "
+                "or k3",
+            )
 
 
 @dataclass
@@ -173,3 +200,92 @@ class AlgorithmConfig:
     def loss_traits(self) -> LossTraits:
         """Traits of the loss."""
         return LOSSES.get(self.loss, OWN_LOSS)
+
+    def refusals(self) -> Refusals:
+        """Yields settings of advantages and losses that are incomplete, ignored or harmful to training."""
+        for name, weight in self.reward_weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+                yield f"algorithm.reward_weights.{name}", "allowed is a finite number", "", f"{weight!r}"
+        yield from self._advantage_refusals()
+        yield from self.kl.refusals()
+        yield from self.dynamic_sampling.refusals()
+        yield from self.overlong.refusals()
+        yield from self._importance_refusals()
+        yield from self.entropy.refusals()
+        yield from self.clip_cov.refusals()
+        if self.loss == "kl_cov" and self.kl_cov.coefficient == 0:
+            yield "algorithm.kl_cov.coefficient", "kl_cov would punish nothing; allowed is a number above 0"
+        if self.loss_mean == "micro_batches" and self.loss_mean_samples is None:
+            yield (
+                "algorithm.loss_mean",
+                "it needs algorithm.loss_mean_samples, the samples of one micro-batch of the run that is reproduced; "
+                "give it, or algorithm.loss_mean=tokens",
+            )
+        dual_clip = [name for name, traits in LOSSES.items() if "dual_clip" in traits.reads]
+        if self.dual_clip is not None and self.loss in LOSSES and self.loss not in dual_clip:
+            losses = f"{', '.join(dual_clip[:-1])} or {dual_clip[-1]}"
+            fix = f"give algorithm.dual_clip=null, or algorithm.loss={losses}"
+            yield "algorithm.dual_clip", f"algorithm.loss={self.loss} has no such bound", fix
+        if self.dual_clip == 1:
+            yield (
+                "algorithm.dual_clip",
+                "it would halve the gradient of every negative advantage where the policy has not moved yet; allowed "
+                "is a number above 1 (arXiv:1912.09729 has 3), or null, which is off",
+            )
+
+    def _advantage_refusals(self) -> Refusals:
+        """Yields settings that the estimator does not allow."""
+        name, traits = f"algorithm.advantage={self.advantage}", self.advantage_traits
+        if self.gamma < 1 and not traits.discounts:
+            discounting = " or ".join(name for name, each in ESTIMATORS.items() if each.discounts)
+            fix = f"give algorithm.gamma=1, or algorithm.advantage={discounting}"
+            yield "algorithm.gamma", f"{name} does not discount with it", fix
+        if self.whiten == "batch_std" and self.normalize and traits.normalizes:
+            fix = "give algorithm.normalize=false, or algorithm.whiten=none"
+            yield "algorithm.whiten", f"{name} has divided by the group's standard deviation", fix
+        if self.whiten == "batch_std" and traits.critic:
+            yield (
+                "algorithm.whiten",
+                "the deviation of the step's rewards is no scale of what a critic did not expect, and is 0 where all "
+                "earn the same",
+                "give algorithm.whiten=batch, or none",
+            )
+        if traits.against_overlong and self.overlong.buffer and self.overlong.penalty:
+            yield "algorithm.overlong.buffer", traits.against_overlong
+        if self.kl.where == "reward" and traits.against_kl:
+            fix = "give algorithm.kl.where=loss, or another estimator, such as reinforce++"
+            yield "algorithm.kl.where", f"{name} {traits.against_kl}", fix
+        if self.kl.where == "reward" and self.old_logprobs == "engine":
+            yield (
+                "algorithm.kl.where",
+                "it is measured at the policy's own log-probs, which algorithm.old_logprobs=engine does not compute",
+                "give algorithm.old_logprobs=policy",
+            )
+
+    def _importance_refusals(self) -> Refusals:
+        """Yields incomplete or ineffective settings of the correction for the engine's mismatch."""
+        if self.importance_cap == 0:
+            yield (
+                "algorithm.importance_cap",
+                "every token's weight would be 0 and nothing would be learned; allowed is a number above 0 (the "
+                "published is 2), or null, which does not correct",
+            )
+        if self.importance_cap is None:
+            for name, default in (("level", "token"), ("outside", "truncate"), ("floor", 0.0), ("normalize", False)):
+                if getattr(self, f"importance_{name}") != default:
+                    key, default = f"algorithm.importance_{name}", "false" if default is False else default
+                    yield key, f"there is no importance sampling; give algorithm.importance_cap, or {key}={default}"
+        elif self.importance_floor >= self.importance_cap:
+            why = f"allowed is a number below algorithm.importance_cap = {self.importance_cap:g}"
+            yield "algorithm.importance_floor", why
+        if self.old_logprobs == "engine":
+            for name, given, unset in (
+                ("importance_cap", self.importance_cap, None),
+                ("rejection.level", self.rejection.level, "off"),
+                ("rejection.outlier_low", self.rejection.outlier_low, None),
+                ("rejection.outlier_high", self.rejection.outlier_high, None),
+            ):
+                if given != unset:
+                    why = "its ratio is 1 with algorithm.old_logprobs=engine, whose ratios have the mismatch already"
+                    fix = f"give algorithm.{name}={unset or 'null'}, or algorithm.old_logprobs=policy"
+                    yield f"algorithm.{name}", why, fix, str(given)

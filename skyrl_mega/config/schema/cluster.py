@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
 
 
 @dataclass
@@ -83,3 +83,13 @@ class ClusterConfig:
     """Checks every node before the run and ends the run if a node is unfit; auto does so on CUDA."""
     preflight_timeout_s: float = at_least(1, 60.0)
     """Time limit of each preflight request to a node in seconds."""
+
+    def refusals(self) -> Refusals:
+        """Yields more NICs than GPUs."""
+        nics = self.topology.nics_per_node
+        if nics is not None and nics > self.gpus_per_node:
+            yield (
+                "cluster.topology.nics_per_node",
+                f"allowed is at most cluster.gpus_per_node = {self.gpus_per_node}; count NICs of one GPU as one, with "
+                "the sum of their nic_gb_s",
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import MOST, at_least, between
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 
 @dataclass
@@ -34,6 +34,19 @@ class DataConfig:
     prepare: Optional[str] = None
     """Arguments of `python -m skyrl_mega.data` to create missing files."""
 
+    def refusals(self) -> Refusals:
+        """Yields missing training data, and mini-batches of unequal sizes."""
+        if not self.train:
+            yield "", "data.train is empty: allowed is a list of parquet files, data.train=[data/gsm8k/train.parquet]"
+        if self.mini_batch_prompts and self.prompts_per_step % self.mini_batch_prompts:
+            why = f"it does not divide data.prompts_per_step = {self.prompts_per_step}; choose a divisor"
+            yield "data.mini_batch_prompts", why
+
+    @property
+    def one_update(self) -> bool:
+        """True if an RL step has a single optimizer step."""
+        return self.mini_batch_prompts in (None, self.prompts_per_step) and self.epochs_per_step == 1
+
 
 @dataclass
 class WarmupConfig:
@@ -48,3 +61,9 @@ class WarmupConfig:
     """Demonstrations per step."""
     lr: float = at_least(0, 1e-3)
     """Peak learning rate of the warm-up; RL starts with a new optimizer state."""
+
+    def refusals(self) -> Refusals:
+        """Yields a warm-up without demonstrations."""
+        if self.steps and not self.files:
+            why = "it needs warmup.files, parquet files with extra_info.demonstration; give some, or warmup.steps=0"
+            yield "warmup.steps", why

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import at_least, between
+from skyrl_mega.config.schema.fields import Refusals, at_least, between
 
 
 @dataclass
@@ -30,3 +30,22 @@ class EntropyConfig:
     top_share: float = between(0, 1, 1.0)
     """Share of the mini-batch's tokens in the policy loss, chosen by highest entropy before the step (arXiv:2506.01939
     uses 0.2). The remaining tokens count as 0 in the mean and keep the KL and entropy terms. 1 uses all tokens."""
+
+    def refusals(self) -> Refusals:
+        """Yields an adaptive bonus that cannot adapt, and a share without tokens."""
+        key = "algorithm.entropy"
+        if self.top_share == 0:
+            yield f"{key}.top_share", "no token would be learned from; allowed is more, to 1, which takes all"
+        if self.target is None:
+            return
+        if self.step == 0:
+            yield f"{key}.step", f"the coefficient would not adapt; allowed is more, or {key}.target=null"
+        if self.least >= self.most:
+            why = f"allowed is a number below {key}.most = {self.most:g}; between them the coefficient adapts"
+            yield f"{key}.least", why
+        if not self.least <= self.coefficient <= self.most:
+            yield (
+                f"{key}.coefficient",
+                f"with {key}.target allowed is a number from {key}.least = {self.least:g} to {key}.most = "
+                f"{self.most:g}",
+            )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
+from urllib.parse import urlsplit
 
 from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
-from skyrl_mega.config.schema.fields import MOST, at_least, between
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 
 @dataclass
@@ -31,6 +32,18 @@ class RetrieverConfig:
     """Time limit per search in seconds, including retries; then the policy reads that the search failed."""
     token_variable: str = "SKYRL_MEGA_RETRIEVER_TOKEN"
     """Environment variable with the service's token, if the service requires a token."""
+
+    def refusals(self) -> Refusals:
+        """Yields an address without scheme, host or valid port."""
+        if self.url is None:
+            return
+        try:
+            parts = urlsplit(self.url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # the port is no number
+            valid = False
+        if not valid:
+            yield "environment.retriever.url", "allowed is http://host:port or https://…"
 
 
 @dataclass
@@ -61,3 +74,13 @@ class EnvironmentConfig:
     environments and errors."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """Retrieval service of environment `search`."""
+
+    def refusals(self) -> Refusals:
+        """Yields rollout workers without a slot or a thread."""
+        for name, many in (("slots", self.slots), ("workers", self.workers)):
+            if many is not None and self.processes > many:
+                yield (
+                    "environment.processes",
+                    f"each needs one of the run's environment.{name}, of which there are {many}; give fewer processes, "
+                    f"or environment.{name}={self.processes} and more",
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import MOST, at_least, between
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 
 @dataclass
@@ -27,3 +27,8 @@ class EvaluationConfig:
     """Nucleus mass; null uses rollout.sampling.top_p."""
     max_tokens: Optional[int] = at_least(1, None)
     """Maximum number of tokens per turn; null uses rollout.sampling.max_tokens."""
+
+    def refusals(self) -> Refusals:
+        """Yields a cut-off that leaves no token."""
+        if self.top_p == 0:
+            yield "evaluation.top_p", "allowed is a number above 0 and at most 1"

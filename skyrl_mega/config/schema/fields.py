@@ -1,9 +1,17 @@
-"""Constructors of dataclass fields with the allowed values in the metadata, so that the rule stands next to its key."""
+"""Constructors of dataclass fields with the allowed values in the metadata, so that the rule stands next to its key.
+
+Rules between the fields of a group are the group's method `refusals`; rules between groups are in `config/checks/`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from typing import Any
+
+Refusals = Iterator[tuple[str, ...]]
+"""Refused settings: key, problem; optionally fix; optionally the value as text, otherwise read from the settings. An
+empty value is not shown."""
 
 
 def one_of(*allowed: str, former: dict[bool, str] | None = None) -> Any:
@@ -24,3 +32,10 @@ def between(low: float, high: float, default: Any) -> Any:
 
 MOST = 100_000
 """Upper bound for numbers of processes, nodes or samples; no run needs more."""
+
+
+def duplicates(key: str, given: Sequence[str | int]) -> Refusals:
+    """Yields a refusal for each entry of a list setting that is there twice."""
+    for entry in given:
+        if given.count(entry) > 1:
+            yield key, f"{entry} is there twice", "give it once"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl_mega.config.schema.fields import at_least, between
+from skyrl_mega.config.schema.fields import Refusals, at_least, between
 
 
 @dataclass
@@ -64,6 +64,11 @@ class ClipCovConfig:
     """Lower bound of the covariance of advantage and log-prob of a dropped token."""
     high: float = at_least(0, 5.0)
     """Upper bound of the covariance of advantage and log-prob of a dropped token."""
+
+    def refusals(self) -> Refusals:
+        """Yields an empty range of covariances."""
+        if self.low >= self.high:
+            yield "algorithm.clip_cov.low", f"allowed is a number below algorithm.clip_cov.high = {self.high:g}"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import at_least, between, one_of
+from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 
 
 @dataclass
@@ -53,3 +53,14 @@ class ModelConfig:
     """Maximum sequence length; null uses max_position_embeddings of config.json."""
     build: Optional[BuildConfig] = None
     """Model to build if the directory is missing; an existing directory with other sizes is an error."""
+
+    def refusals(self) -> Refusals:
+        """Yields a missing path, and impossible numbers of experts."""
+        if not self.path:
+            yield "", "model.path is not set: allowed is a Hugging Face directory (with model.build it is made there)"
+        if self.build and self.build.architecture == "qwen3_moe":
+            if self.build.experts < 1:
+                yield "model.build.experts", "qwen3_moe needs at least 1; or architecture=qwen3"
+            if self.build.experts_per_token > self.build.experts:
+                why = f"allowed is at most model.build.experts = {self.build.experts}"
+                yield "model.build.experts_per_token", why

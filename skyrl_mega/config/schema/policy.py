@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
 from skyrl_mega.config.schema.precision import PrecisionConfig
 
+MOST_BETA = 0.99
+"""Largest beta with bfloat16 moments. A moment without a gradient shrinks by the fraction 1 - beta, and adjacent
+bfloat16 numbers differ by 0.4 to 0.8 %: a change below 0.2 to 0.4 % may be rounded away, a change of 1 % never is."""
 FUSE = {"[rope,swiglu]": "fuses these two", "[]": "none", "null": "all that are right"}
 
 
@@ -71,6 +74,31 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Additional fields of megatron-core's OptimizerConfig, under megatron-core's names. The memory plan ignores these
     fields."""
+
+    def refusals(self, key: str) -> Refusals:
+        """Yields an impossible schedule or decay.
+
+        Args:
+            key: The group of these settings, such as `policy.optimizer`.
+        """
+        if self.schedule != "constant":
+            if self.decay_steps is None:
+                yield f"{key}.schedule", f"it needs {key}.decay_steps; give it, or schedule=constant"
+            elif self.decay_steps <= self.warmup_steps:
+                yield f"{key}.decay_steps", f"allowed is more than {key}.warmup_steps = {self.warmup_steps}"
+        if self.min_lr > self.lr:
+            yield f"{key}.min_lr", f"allowed is at most {key}.lr = {self.lr:g}"
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if beta >= 1:
+                yield f"{key}.{name}", "allowed is a number below 1"
+            if self.moments == "bfloat16" and beta > MOST_BETA:
+                yield (
+                    f"{key}.moments",
+                    f"it keeps 8 significant bits, and {key}.{name} = {beta:g} lets a moment without a gradient fall "
+                    "by less than half of the last of them, which is rounded away; allowed is "
+                    f"{key}.{name} of at most {MOST_BETA}, as published runs with such moments have (0.9 and 0.95), or "
+                    "moments=float32",
+                )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
+from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between, one_of
 
 
 @dataclass
@@ -22,6 +22,13 @@ class SamplingConfig:
     """Maximum number of tokens per turn."""
     stop: list[str] = field(default_factory=list, metadata={"empty": False})
     """Strings that end a turn; kept in the output."""
+
+    def refusals(self) -> Refusals:
+        """Yields cut-offs that leave no token."""
+        if self.top_k == 0:
+            yield "rollout.sampling.top_k", "allowed is -1 (all) or at least 1"
+        if self.top_p == 0:
+            yield "rollout.sampling.top_p", "allowed is a number above 0 and at most 1"
 
 
 @dataclass
@@ -90,3 +97,21 @@ class RolloutConfig:
     valid. Set true to rule out CUDA graphs if `mismatch` metrics or a loss look wrong."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments, under vLLM's names."""
+
+    def refusals(self) -> Refusals:
+        """Yields limits without room for a prompt or a turn."""
+        if self.sampling.max_tokens > (self.max_response_tokens or self.sampling.max_tokens):
+            why = f"allowed is at most rollout.max_response_tokens = {self.max_response_tokens}"
+            yield "rollout.sampling.max_tokens", why
+        if self.max_input_tokens is not None and self.max_input_tokens < self.max_prompt_tokens:
+            yield (
+                "rollout.max_input_tokens",
+                f"allowed is at least rollout.max_prompt_tokens = {self.max_prompt_tokens}, or a prompt would have no "
+                "turn; or null",
+            )
+        if self.max_length is not None and self.max_length <= self.max_prompt_tokens:
+            yield (
+                "rollout.max_length",
+                f"allowed is more than rollout.max_prompt_tokens = {self.max_prompt_tokens}; or null, which takes "
+                "prompt + response",
+            )

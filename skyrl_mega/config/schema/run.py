@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from skyrl_mega.config.schema.fields import at_least, between
+from skyrl_mega.config.schema.fields import Refusals, at_least, between, duplicates
 
 
 @dataclass
@@ -41,6 +42,11 @@ class RunConfig:
     """Minimum number of groups in these steps, to rule out bad luck: if rewards differ in 1 % of all groups, 917 groups
     without a signal have a probability of 1e-4. 0 counts steps only."""
 
+    def refusals(self) -> Refusals:
+        """Yields a name that is no folder's name."""
+        if not re.fullmatch(r"[\w.+-]+", self.name) or not self.name.strip("."):
+            yield "run.name", "allowed are letters, digits and . _ + -; use run.directory for folders"
+
 
 @dataclass
 class CheckpointConfig:
@@ -65,6 +71,14 @@ class ProfileConfig:
     none."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"low": 0})
     """Policy ranks with recorded operators and kernels; empty records only driver, engines and environments."""
+
+    def refusals(self) -> Refusals:
+        """Yields steps or ranks given twice, and ranks without a step."""
+        for name, given in (("steps", self.steps), ("ranks", self.ranks)):
+            yield from duplicates(f"telemetry.profile.{name}", given)
+        if not self.steps and self.ranks != (default := ProfileConfig().ranks):
+            why = f"no step is recorded; give telemetry.profile.steps, or telemetry.profile.ranks={default}"
+            yield "telemetry.profile.ranks", why
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from skyrl_mega.config.schema.fields import at_least, between, one_of
+from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 
 
 @dataclass
@@ -38,6 +38,14 @@ class DynamicSamplingConfig:
     this name. null compares what the advantages compare: the weighted sum; with advantage=gdpo each reward; with
     grpo_turns the rewards of answers turn by turn. A group has a signal if any of these differs."""
 
+    def refusals(self) -> Refusals:
+        """Yields settings without effect, as nothing is sampled again."""
+        for name in ("mode", "oversample", "tolerance", "reward"):
+            value = getattr(self, name)
+            if not self.enabled and value != getattr(DynamicSamplingConfig(), name):
+                fix = "give algorithm.dynamic_sampling.enabled=true, or leave it out"
+                yield f"algorithm.dynamic_sampling.{name}", "there is no dynamic sampling", fix, str(value)
+
 
 @dataclass
 class OverlongConfig:
@@ -52,3 +60,9 @@ class OverlongConfig:
     """Number of tokens before the limit with a linearly growing length penalty; 0 disables the penalty."""
     penalty: float = at_least(0, 1.0)
     """Penalty at the limit."""
+
+    def refusals(self) -> Refusals:
+        """Yields a filter's setting without the filter."""
+        if self.filter_by == "tokens" and not self.filter:
+            fix = "give algorithm.overlong.filter=true, or leave it out"
+            yield "algorithm.overlong.filter_by", "nothing is filtered", fix

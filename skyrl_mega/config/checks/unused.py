@@ -22,11 +22,7 @@ from skyrl_mega.config.values import shown
 
 
 def check_unused(c: Config) -> None:
-    """Raises UserError for the first setting without effect.
-
-    Raises:
-        UserError: A setting is rejected; names key, value, reason and fix.
-    """
+    """Raises UserError for the first setting without effect."""
     if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
         raise error
 
@@ -112,7 +108,7 @@ def _uses_sequence_ratios(a: AlgorithmConfig) -> bool:
 
 
 def _read_by_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
-    """Yields settings read only by other losses, except `dual_clip`, because `loss_checks` rejects it."""
+    """Yields settings read only by other losses, except `dual_clip`, because `AlgorithmConfig.refusals` has it."""
     read_here = [name for name in LOSSES[loss].reads if name != "dual_clip"]
     others = {name: other for other in reversed(LOSSES) for name in LOSSES[other].reads if name != "dual_clip"}
     for name, other in sorted(others.items()):

@@ -1,0 +1,137 @@
+"""Checks of the settings, without a machine and without reading files.
+
+Rules between fields of a group are the group's `refusals` in `config/schema/`; rules between groups are in the files
+here, by subject. Each error is a line of key, value, allowed values, fix. Checks of model, data or devices are in
+`skyrl_mega.cli.inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from skyrl_mega.config import megatron_options
+from skyrl_mega.config.checks.devices import (
+    check_cluster,
+    check_deterministic,
+    check_environment,
+    check_profile,
+    check_residency,
+)
+from skyrl_mega.config.checks.engines import check_endpoint, check_engines, check_rollout, check_topology, check_wire
+from skyrl_mega.config.checks.learning import check_algorithm, check_asynchrony, check_critic, check_samples
+from skyrl_mega.config.checks.policy import check_replay, check_speed
+from skyrl_mega.config.checks.unused import check_unused
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.precision import check_precision
+from skyrl_mega.config.refusals import raise_first, raising
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
+from skyrl_mega.config.values import shown
+
+LONGEST_NAME = 255
+"""Maximum bytes of a file name."""
+
+
+def check(config: Config, *, planned: bool = False) -> None:
+    """Checks all settings and their relations, and raises for the first impossible setting.
+
+    Args:
+        config: The settings.
+        planned: True if nothing will be started. Settings supported only in a plan are then accepted, and
+            `cluster.device=auto` means GPUs.
+
+    Raises:
+        UserError: A setting is rejected; names key, value, allowed values and fix.
+    """
+    check_values(config)
+    check_paths(config)
+    for group in (config.run, config.model, config.warmup):
+        raise_first(config, group.refusals())
+    raise_first(config, config.policy.optimizer.refusals("policy.optimizer"))
+    check_critic(config)
+    raise_first(config, config.critic.optimizer.refusals("critic.optimizer"))
+    megatron_options.check(config.policy, config.critic)
+    raise_first(config, config.data.refusals())
+    check_samples(config)
+    raise_first(config, config.algorithm.refusals())
+    for check_relations in (
+        check_algorithm,
+        check_unused,
+        check_replay,
+        check_speed,
+        check_residency,
+        check_asynchrony,
+        check_precision,
+        check_profile,
+        check_deterministic,
+        check_environment,
+        check_rollout,
+        check_wire,
+    ):
+        check_relations(config)
+    check_cluster(config, planned)
+
+
+def check_evaluation(config: Config, engines: bool = True) -> None:
+    """Raises UserError for settings with which no evaluation can run; settings used only in training are not checked.
+
+    Args:
+        config: The settings.
+        engines: True if the evaluation starts engines, False for an endpoint.
+
+    Raises:
+        UserError: A setting is rejected; names key, value, allowed values and fix.
+    """
+    check_values(config)
+    check_paths(config)
+    raise_first(config, config.run.refusals())
+    check_rollout(config)
+    if engines:
+        raise_first(config, config.model.refusals())
+        check_topology(config)
+        check_engines(config)
+    else:
+        check_endpoint(config)
+
+
+def check_values(config: Config) -> None:
+    """Checks every single value against the type and range of its key.
+
+    Raises:
+        UserError: A value is not allowed.
+    """
+    for name, value in _values(config, ""):
+        if not (key := keys()[name]).allows(value):
+            raise UserError(key.refusal(value), key=name, value=shown(value))
+
+
+def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+@raising
+def check_paths(c: Config) -> Refusals:
+    """Rejects paths with a component longer than a file name may be: file systems raise an error for such a path."""
+    paths_by_key = {
+        "run.name": [c.run.name],
+        "run.directory": [c.run.directory],
+        "model.path": [c.model.path],
+        "reference.path": [c.reference.path or ""],
+        "critic.path": [c.critic.path or ""],
+        "data.train": c.data.train,
+        "data.eval": c.data.eval,
+        "warmup.files": c.warmup.files,
+        "environment.retriever.index": [c.environment.retriever.index or ""],
+    }
+    for key, paths in paths_by_key.items():
+        for path in paths:
+            if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
+                yield key, f"allowed are names of at most {LONGEST_NAME} bytes", "", shown(path)

@@ -1,0 +1,195 @@
+"""Rules of devices and time: GPUs of all processes, parts of the state on them, deterministic runs, profiled ranks."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.checks.engines import check_engines, check_topology
+from skyrl_mega.config.derived import (
+    DETERMINISTIC,
+    critic_ranks,
+    engine_ranks,
+    gpus_needed,
+    has_critic,
+    policy_ranks,
+    reference_ranks,
+)
+from skyrl_mega.config.refusals import raising
+from skyrl_mega.config.residency import CRITIC, ENGINE, kept
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals, duplicates
+
+INCOMPATIBLE_ARGUMENTS = {
+    "speculative_config": "no weight sync brings the weights of a draft model",
+    "enable_lora": "no weight sync brings adapters",
+    "kv_transfer_config": "a connector has memory of its own for the cache",
+    "kv_offloading_size": "a connector has memory of its own for the cache",
+    "cpu_offload_gb": "vLLM keeps weights in host memory itself",
+    "offload_group_size": "vLLM keeps weights in host memory itself",
+}
+"""vLLM arguments that rule out dropping engine weights or KV cache → reason."""
+
+
+@raising
+def check_residency(c: Config) -> Refusals:
+    """Rejects parts in `residency.keep` without an owner, and parts unable to leave the device."""
+    keep, critic = c.residency.keep or (), has_critic(c)
+    yield from duplicates("residency.keep", keep)
+    if "critic" in keep and not critic:
+        why = f"algorithm.advantage={c.algorithm.advantage} has no critic"
+        yield "residency.keep", why, "leave critic out, or give algorithm.advantage=gae"
+    if c.policy.optimizer.streamed and "optimizer" in keep:
+        why = "policy.optimizer.streamed=true has the optimizer's state in host memory in every phase"
+        yield "residency.keep", why, "leave optimizer out, or give policy.optimizer.streamed=false"
+    dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
+    for name, why in INCOMPATIBLE_ARGUMENTS.items() if dropped else ():
+        if c.rollout.options.get(name):
+            why = f"{why}, so an engine with it cannot drop {' and '.join(dropped)}"
+            fix = "leave it out, or let residency.keep have engine_weights and kv_cache"
+            yield f"rollout.options.{name}", why, fix, ""
+    buffers = ("parameters", "gradients", *CRITIC[:critic])
+    moved = [part for part in buffers if part not in kept(c.residency.keep)]
+    if moved and c.policy.ddp_options.get("nccl_ub"):
+        why = f"NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave the device"
+        yield "policy.ddp_options.nccl_ub", why, f"leave it out, or let residency.keep have {', '.join(buffers)}", ""
+
+
+@raising
+def check_profile(c: Config) -> Refusals:
+    """Rejects missing or repeated steps and ranks to profile."""
+    profile, ranks, steps = c.telemetry.profile, policy_ranks(c), c.run.steps
+    yield from profile.refusals()
+    beyond = [rank for rank in profile.ranks if rank >= ranks]
+    if profile.steps and beyond:
+        why = f"there is no policy rank {beyond[0]}; allowed are 0 to {ranks - 1} (policy.ranks)"
+        yield "telemetry.profile.ranks", why
+    late = [step for step in profile.steps if steps is not None and step > steps]
+    if late:
+        yield "telemetry.profile.steps", f"there is no step {late[0]}; allowed are 1 to {steps} (run.steps)"
+
+
+@raising
+def check_deterministic(c: Config) -> Refusals:
+    """Rejects a deterministic run with a time limit on trajectories, or without Megatron's deterministic mode."""
+    fix = "leave it out, or give run.deterministic=false"
+    if c.run.deterministic and c.rollout.trajectory_timeout_s is not None:
+        why = "the clock would end trajectories, and run.deterministic=true allows null only"
+        yield "rollout.trajectory_timeout_s", why, fix
+    option = c.policy.options.get(DETERMINISTIC, True)
+    if c.run.deterministic and option is not True:
+        yield f"policy.options.{DETERMINISTIC}", "run.deterministic=true allows true only", fix, str(option)
+
+
+@raising
+def check_environment(c: Config) -> Refusals:
+    """Rejects impossible combinations of rollout workers, slots and determinism."""
+    yield from c.environment.refusals()
+    waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
+    fix = "leave it out, or give run.deterministic=false"
+    if c.run.deterministic and c.environment.processes:
+        yield "environment.processes", f"{waves}, in one process", fix
+    if c.run.deterministic and c.environment.slots is not None:
+        yield "environment.slots", f"{waves}, so that all have to be open", fix
+
+
+@raising
+def check_enough(c: Config, prompts: int, what: str) -> Refusals:
+    """Rejects a step with more prompts than there are.
+
+    Args:
+        c: The settings.
+        prompts: Number of prompts.
+        what: Description of the prompts for the error message.
+    """
+    if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
+        yield (
+            "data.prompts_per_step",
+            f"{prompts} {what}, and run.epochs = {c.run.epochs} draws {prompts * c.run.epochs}, so that no step could "
+            "be taken; give at most that, or more epochs",
+        )
+
+
+def check_cluster(c: Config, planned: bool) -> None:
+    """Checks engines, layers and GPUs for the devices of the cluster.
+
+    Args:
+        c: The settings.
+        planned: True if nothing will be started: `cluster.device=auto` then means GPUs.
+    """
+    check_topology(c)
+    check_engines(c, planned)
+    check_spec(c)
+    if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
+        check_gpus(c)
+
+
+@raising
+def check_spec(c: Config) -> Refusals:
+    """Rejects Transformer Engine's layers on a CPU."""
+    if c.policy.spec == "te" and c.cluster.device == "cpu":
+        why = "Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is local or auto"
+        yield "policy.spec", why
+
+
+@raising
+def check_gpus(c: Config, training: bool = True) -> Refusals:
+    """Checks that the cluster has enough GPUs: policy, reference, critic (`training` only) and engines each need
+    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node."""
+    node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
+    engines = c.rollout.engines * engine_ranks(c.rollout)
+    if c.rollout.tensor > node:
+        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}"
+    if not training:
+        if engines > total:
+            yield (
+                "rollout.engines",
+                f"with rollout.tensor = {c.rollout.tensor} they need {engines} GPUs, more than cluster.nodes · "
+                f"gpus_per_node = {total}; give fewer",
+            )
+        return
+    policy, reference, critic = policy_ranks(c), reference_ranks(c), critic_ranks(c)
+    for key, layout, ranks in (
+        ("policy", c.policy.layout, policy),
+        ("reference", c.reference.layout, reference),
+        ("critic", c.critic.layout, critic),
+    ):
+        if layout is not None and ranks > node and node % layout.tensor:
+            yield (
+                f"{key}.layout.tensor",
+                f"it does not divide cluster.gpus_per_node = {node}, so some tensor parallel group would lie on two "
+                "nodes; choose a divisor",
+            )
+    if c.cluster.shared:
+        yield from _shared_refusals(c, engines, policy)
+        engines = 0
+    if gpus_needed(c) > total:
+        remaining = {"reference": reference, "critic": critic, "engines": engines}
+        parts = f"policy {policy}" + "".join(f" + {name} {count}" for name, count in remaining.items() if count)
+        explicit = {"reference": c.reference.ranks, "critic": c.critic.ranks, "engines": engines}
+        # roles without an explicit number use as many ranks as the policy
+        following = sum(count > 0 and not explicit[name] for name, count in remaining.items())
+        available = (total - sum(count for name, count in remaining.items() if explicit[name])) // (1 + following)
+        fix = f"policy.ranks={available}" if available > 0 else "fewer rollout.engines"
+        if c.cluster.shared and 0 < available < c.rollout.engines * engine_ranks(c.rollout):
+            max_engines = available // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
+            fix += f" rollout.engines={max_engines}" if max_engines else " with smaller engines (rollout.tensor)"
+        yield (
+            "policy.ranks",
+            f"{parts} GPUs are more than cluster.nodes · gpus_per_node = {total}; allowed is a sum of at most {total}: "
+            f"{fix}, or more nodes",
+        )
+
+
+def _shared_refusals(c: Config, engines: int, policy: int) -> Refusals:
+    """Yields a reason if engine worker w cannot share the GPU of policy rank w."""
+    if engines > policy:
+        yield (
+            "rollout.engines",
+            "with cluster.shared the workers of all engines have GPUs of policy ranks, and these are "
+            f"{engines} workers, more than policy.ranks = {policy}; allowed is at most "
+            f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false",
+        )
+    if c.cluster.gpus_per_node % c.rollout.tensor:
+        yield (
+            "rollout.tensor",
+            "with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would lie in two nodes; "
+            f"allowed are divisors of cluster.gpus_per_node = {c.cluster.gpus_per_node}",
+        )

@@ -1,0 +1,180 @@
+"""Rules of engines and environments: limits, options of vLLM and of chat templates, and the weights on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_mega.config.derived import (
+    NARROW_CACHES,
+    ONLINE_FP8,
+    WIDE_CACHES,
+    engine_data,
+    fp8_parameters,
+    length_limit,
+    response_limit,
+)
+from skyrl_mega.config.refusals import raising
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema.fields import Refusals
+from skyrl_mega.config.values import shown
+
+SLEEP_ARGUMENTS = {
+    "enable_sleep_mode": "residency.keep, without the parts that sleep",
+    "enable_cumem_allocator": "residency.keep, without the parts that sleep",
+    "sleep_mode_backend": None,
+    "sleep_mode_offload_cudagraph": None,
+    "sleep_preserve_parameter_names": None,
+}
+"""vLLM arguments for sleep mode → the setting to use instead (None: no such setting)."""
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor",
+    "pipeline_parallel_size": "rollout.tensor",
+    "max_model_len": "rollout.max_length",
+    "max_num_seqs": "rollout.concurrency",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "enforce_eager": "rollout.eager",
+    "generation_config": "rollout.sampling",
+    "logprobs_mode": None,
+    "weight_transfer_config": None,
+    "worker_extension_cls": None,
+    "load_format": None,
+    "enable_return_routed_experts": "policy.moe.replay=rollout",
+    **SLEEP_ARGUMENTS,
+}
+"""vLLM arguments controlled by the run → the setting to use instead (None: no such setting)."""
+TEMPLATE_ARGUMENTS = {
+    "messages": None,
+    "conversation": None,
+    "tools": "an environment with tools (docs/tools.md)",
+    "chat_template": "chat_template.jinja in the folder of model.path",
+    "add_generation_prompt": None,
+    "continue_final_message": "rollout.conversation",
+    "tokenize": None,
+    "tokenizer_kwargs": None,
+    "padding": None,
+    "truncation": None,
+    "max_length": "rollout.max_prompt_tokens",
+    "return_tensors": None,
+    "return_dict": None,
+    "return_assistant_tokens_mask": None,
+}
+"""Arguments of a tokenizer's `apply_chat_template` controlled by the run → the replacement to use (None: none)."""
+CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""Required entries of a `quantization_config` for parameters sent with an FP8 wire (`kernels.block_fp8.BLOCK`)."""
+ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
+
+
+@raising
+def check_rollout(c: Config) -> Refusals:
+    """Rejects contradicting limits, and options controlled by the run."""
+    r, retriever, response = c.rollout, c.environment.retriever, response_limit(c.rollout)
+    yield from r.sampling.refusals()
+    yield from c.evaluation.refusals()
+    yield from retriever.refusals()
+    if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
+        yield (
+            "environment.retriever.timeout_s",
+            f"allowed is less than rollout.env_timeout_s = {r.env_timeout_s:g}, so that a search that fails is told to "
+            "the policy",
+        )
+    if (c.evaluation.max_tokens or 0) > response:
+        yield (
+            "evaluation.max_tokens",
+            f"allowed is at most {response}, the tokens of a whole response; raise rollout.max_response_tokens, or "
+            "give less",
+        )
+    yield from r.refusals()
+    if c.model.build and c.model.build.max_length < length_limit(r):
+        why = f"allowed is at least {length_limit(r)}, the longest sequence that rollout's limits allow"
+        yield "model.build.max_length", why
+    yield from _controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
+    yield from _controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
+    for name in r.chat_template_options:
+        if not isinstance(name, str) or not name.isidentifier():
+            why = f"{shown(name)}: allowed is the name of a template's variable"
+            yield "rollout.chat_template_options", why, "", ""
+
+
+def _controlled(key: str, options: Mapping[str, Any], controlled: Mapping[str, str | None]) -> Refusals:
+    """Yields options controlled by the run itself."""
+    for name in options:
+        if name in controlled:
+            fix = f"use {controlled[name]}" if controlled[name] else "leave it out"
+            yield f"{key}.{name}", "the run decides it", fix, ""
+
+
+@raising
+def check_endpoint(c: Config) -> Refusals:
+    """Rejects conversations other than messages, as an endpoint renders messages itself."""
+    if c.rollout.conversation != "messages":
+        why = "an endpoint takes messages and renders them"
+        yield "rollout.conversation", why, "give rollout.conversation=messages, or evaluate without --endpoint"
+
+
+@raising
+def check_topology(c: Config) -> Refusals:
+    """Checks the links of a node, and the engine settings used by the transfer plan."""
+    yield from c.cluster.refusals()
+    data = c.rollout.options.get("data_parallel_size", 1)
+    if not isinstance(data, int) or data < 1:
+        yield "rollout.options.data_parallel_size", "allowed is a whole number of at least 1"
+    cache, allowed = c.rollout.options.get("kv_cache_dtype"), [*filter(None, WIDE_CACHES), *NARROW_CACHES]
+    if cache is not None and cache not in allowed:
+        why = f"allowed is one of {', '.join(allowed)}; give fp8 for a byte an element, or auto"
+        yield "rollout.options.kv_cache_dtype", why
+
+
+@raising
+def check_engines(c: Config, planned: bool = False) -> Refusals:
+    """Rejects parallel engines not supported in a run; with `planned`, only engines not supported on a CPU."""
+    if engine_data(c.rollout) > 1 and not planned:
+        why = "not yet available in a run; --dry-run and python -m skyrl_mega.weights plan know it; give 1"
+        yield "rollout.options.data_parallel_size", why
+    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
+        why = "vLLM has no expert parallelism on a CPU"
+        yield "rollout.options.enable_expert_parallel", why, "leave it out", ""
+
+
+@raising
+def check_wire(c: Config) -> Refusals:
+    """Rejects quantised weights of another kind than the weight sync sends."""
+    options, key = c.rollout.options, "rollout.options.quantization"
+    kind = options.get("quantization")
+    if options.get("quantization_config"):
+        why = "vLLM would quantise layers otherwise than a weight sync brings them"
+        fix = f"leave it out, and give {ONLINE_SETTING} for engines that quantise what arrives (docs/weight-sync.md)"
+        yield f"{key}_config", why, fix, ""
+    if fp8_parameters(c.rollout):
+        yield from _checkpoint_refusals(c, kind, options["hf_overrides"]["quantization_config"])
+    elif kind not in (None, ONLINE_FP8):
+        yield (
+            key,
+            f"a weight sync brings blocks with a scale each, and no other quantised weights; allowed is {ONLINE_FP8} "
+            "(docs/weight-sync.md), or leave it out",
+        )
+
+
+def _checkpoint_refusals(c: Config, kind: Any, quantization: Any) -> Refusals:
+    """Yields refusals of engines with the parameters of a quantized checkpoint; `kind`:
+    `rollout.options.quantization`."""
+    key = "rollout.options.hf_overrides.quantization_config"
+    if not isinstance(quantization, dict) or any(quantization.get(name) != value for name, value in CHECKPOINT.items()):
+        yield (
+            key,
+            "a weight sync brings FP8 numbers with a scale for each block of 128 × 128, and no other quantised weights",
+            f"give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {ONLINE_SETTING}",
+        )
+    if kind not in (None, CHECKPOINT["quant_method"]):
+        why = f"{key} says fp8, and vLLM ends where they differ"
+        yield "rollout.options.quantization", why, "leave one of them out"
+    if c.weights.wire != "fp8":
+        yield (
+            "weights.wire",
+            f"allowed is fp8 where {key} makes engines that take FP8 numbers and scales; or let them quantise what "
+            f"arrives, with {ONLINE_SETTING}",
+        )
