@@ -21,13 +21,12 @@ def modules(root: Path = ROOT) -> dict[str, str]:
 
 def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     """Returns the modules imported by each module, anywhere in its text, by the names of `modules`."""
-    return {name: set(_imported(text, sources)) for name, text in sources.items()}
+    return {name: set(_imported(name, text, sources)) for name, text in sources.items()}
 
 
-def _imported(text: str, sources: Mapping[str, str]) -> Iterator[str]:
+def _imported(name: str, text: str, sources: Mapping[str, str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
-            base = node.module.removeprefix(PACKAGE).lstrip(".")
+        if isinstance(node, ast.ImportFrom) and (base := _base(name, node, sources)) is not None:
             for alias in node.names:
                 full = f"{base}.{alias.name}".lstrip(".")
                 yield full if full in sources else base
@@ -35,3 +34,13 @@ def _imported(text: str, sources: Mapping[str, str]) -> Iterator[str]:
             for alias in node.names:
                 if alias.name.startswith(f"{PACKAGE}."):
                     yield alias.name.removeprefix(f"{PACKAGE}.")
+
+
+def _base(name: str, node: ast.ImportFrom, sources: Mapping[str, str]) -> str | None:
+    """Returns the module that a `from` statement names, by the names of `modules`; None outside the package."""
+    if node.level:
+        is_package = any(other.startswith(f"{name}.") for other in sources)
+        folder = name.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+        return ".".join([*folder, *filter(None, [node.module])])
+    top, _, rest = (node.module or "").partition(".")
+    return rest if top == PACKAGE else None

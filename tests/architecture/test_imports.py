@@ -66,3 +66,29 @@ def test_a_planted_circle_is_found() -> None:
     sources = modules()
     sources["trainer.step"] += "\nfrom skyrl_mega.trainer.loop import train\n"
     assert {"trainer.step", "trainer.loop"} <= set(circle(sources))
+
+
+ALONE, PROJECT = "envs.math", {"envs.math.env", "envs.math.data"}
+"""A folder that is used without the project too (its README.md), and the files that do import the project."""
+
+
+def outside(sources: Mapping[str, str]) -> list[str]:
+    """Returns the imports of `ALONE` from elsewhere in the project."""
+    files = {name: of for name, of in imports(sources).items() if name.startswith(f"{ALONE}.") and name not in PROJECT}
+    return [
+        f"{name} imports {other}"
+        for name, imported in files.items()
+        for other in sorted(imported)
+        if other in PROJECT or not f"{other}.".startswith(f"{ALONE}.")
+    ]
+
+
+def test_the_check_of_mathematics_needs_nothing_of_the_project() -> None:
+    assert outside(modules()) == []
+    assert "envs.math.reading" in imports(modules())["envs.math.check"], "imports by a relative name are seen"
+
+
+def test_a_planted_import_of_the_project_is_found() -> None:
+    sources = modules()
+    sources["envs.math.forms"] += "\nfrom skyrl_mega.config.errors import UserError\nfrom ..tags import first_tag\n"
+    assert outside(sources) == ["envs.math.forms imports config.errors", "envs.math.forms imports envs.tags"]

@@ -67,8 +67,8 @@ def test_a_program_that_is_killed_has_failed() -> None:
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_checker_that_is_killed_does_not_judge(by: signal.Signals) -> None:
     """Kills a checker: SIGKILL is a fault, another signal may be a crash by the policy's text and is no match."""
-    pool = check.Pool(1)
-    worker = pool.take()
+    pool = check.new_pool(1)
+    worker = pool.get()
     worker.ready()
     assert worker.process is not None
     os.kill(worker.process.pid, signal.SIGSTOP)
@@ -76,7 +76,7 @@ def test_a_checker_that_is_killed_does_not_judge(by: signal.Signals) -> None:
     killing = threading.Timer(0.2, os.kill, (worker.process.pid, by))
     killing.start()
     if by is signal.SIGKILL:
-        with pytest.raises(InfrastructureFault, match="was killed"):
+        with pytest.raises(check.CheckerFailed, match="was killed"):
             check._ask_worker(pool, "x", "y", 5.0)
     else:
         resuming = threading.Timer(0.3, os.kill, (worker.process.pid, signal.SIGCONT))
@@ -85,4 +85,4 @@ def test_a_checker_that_is_killed_does_not_judge(by: signal.Signals) -> None:
         resuming.join()
     killing.join()
     worker.kill()
-    assert pool.free.qsize() == 1, "its place is given back"
+    assert pool.qsize() == 1, "its place is given back"

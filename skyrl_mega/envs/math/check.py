@@ -1,4 +1,7 @@
-"""Equality of two answers: by parsed readings, and for expressions by algebra in killable processes."""
+"""Equality of two answers: by parsed readings, and for expressions by algebra in killable processes.
+
+Usable alone (README.md): this folder without env.py and data.py imports nothing else of the project.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.faults import InfrastructureFault
-from skyrl_mega.envs.math import cost
-from skyrl_mega.envs.math.comparing import matches
-from skyrl_mega.envs.math.forms import copied, unfactored
-from skyrl_mega.envs.math.reading import read
-from skyrl_mega.envs.waiting import waiting
+from . import cost
+from .comparing import matches
+from .forms import copied, unfactored
+from .reading import read
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -44,7 +46,17 @@ LONGEST = 500
 """Maximum length of an answer to parse, in characters; a longer answer equals only the same text."""
 
 
-def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Context of a wait for a free process, such as a clock that stops meanwhile."""
+Pool = queue.LifoQueue["Worker"]
+"""The free workers; callers wait for a worker."""
+
+
+class CheckerFailed(RuntimeError):
+    """The algebra process was killed by another program or does not start: nothing is known about the answer."""
+
+
+def same(gold: str, answer: str, seconds: float | None, question: str = "", *, waiting: Waiting = nullcontext) -> bool:
     """Returns True if an answer equals the gold answer.
 
     Args:
@@ -53,6 +65,10 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         seconds: Time limit for algebra; after this time the answers count as different. None disables algebra.
         question: The question. An expression copied from the question is no answer, nor is a sum if the question asks
             for factors.
+        waiting: Context of a wait for a free process.
+
+    Raises:
+        CheckerFailed: The algebra process was killed, or does not start.
     """
     if gold.strip() == answer.strip():
         return bool(gold.strip())
@@ -67,7 +83,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         nonlocal spent
         if seconds is None or spent >= seconds or cost.too_expensive(one) or cost.too_expensive(other):
             return False
-        result, took = algebra(one, other, seconds - spent)
+        result, took = algebra(one, other, seconds - spent, waiting)
         spent += took
         return result
 
@@ -76,19 +92,21 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
     return not copied(gold, answer, question) and not unfactored(gold, answer, question)
 
 
-def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
+def algebra(gold: str, answer: str, seconds: float, waiting: Waiting = nullcontext) -> tuple[bool, float]:
     """Returns True if two expressions are equal, and the seconds taken; a late worker is stopped."""
     quick, patient = _process_pools()
-    result, took = _ask_worker(quick, gold, answer, min(seconds, FIRST_TRY_S))
+    result, took = _ask_worker(quick, gold, answer, min(seconds, FIRST_TRY_S), waiting)
     if result == "late" and seconds > FIRST_TRY_S:
-        result, patient_s = _ask_worker(patient, gold, answer, seconds - FIRST_TRY_S)
+        result, patient_s = _ask_worker(patient, gold, answer, seconds - FIRST_TRY_S, waiting)
         took += patient_s
     return result is True, took
 
 
-def _ask_worker(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | str | None, float]:
+def _ask_worker(
+    pool: Pool, gold: str, answer: str, seconds: float, waiting: Waiting = nullcontext
+) -> tuple[bool | str | None, float]:
     with waiting():
-        worker = pool.take()
+        worker = pool.get()
     start = time.monotonic()
     try:
         with waiting():
@@ -102,7 +120,7 @@ def _ask_worker(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[boo
         killed = worker.killed()
         worker.kill()
         if killed:
-            raise InfrastructureFault("the checker of mathematics was killed") from error
+            raise CheckerFailed("the checker of mathematics was killed") from error
         result = None
     finally:
         pool.put(worker)
@@ -114,21 +132,7 @@ def _start_worker(worker: Worker) -> None:
         worker.ready()
     except OSError as error:
         worker.kill()
-        raise InfrastructureFault(f"the checker of mathematics does not start: {error!r}") from error
-
-
-def check() -> None:
-    """Checks that the algebra library can be imported.
-
-    Raises:
-        UserError: The library cannot be imported.
-    """
-    try:
-        import math_verify  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"environment math: math-verify cannot be imported ({error}); pip install 'math-verify[antlr4_9_3]'"
-        ) from error
+        raise CheckerFailed(f"the checker of mathematics does not start: {error!r}") from error
 
 
 class Worker:
@@ -217,21 +221,12 @@ class Worker:
         return line
 
 
-class Pool:
-    """A fixed number of workers; callers wait for a free worker."""
-
-    def __init__(self, size: int) -> None:
-        self.free: queue.LifoQueue[Worker] = queue.LifoQueue()
-        for _ in range(size):
-            self.free.put(Worker())
-
-    def take(self) -> Worker:
-        """Returns a free worker; waits until there is one."""
-        return self.free.get()
-
-    def put(self, worker: Worker) -> None:
-        """Returns a worker to the pool."""
-        self.free.put(worker)
+def new_pool(size: int) -> Pool:
+    """Returns a pool of this number of workers."""
+    pool: Pool = queue.LifoQueue()
+    for _ in range(size):
+        pool.put(Worker())
+    return pool
 
 
 _pools: dict[int, tuple[Pool, Pool]] = {}
@@ -241,4 +236,4 @@ _lock = threading.Lock()
 def _process_pools() -> tuple[Pool, Pool]:
     """Returns this process's quick and patient pools: a fork must not share the pipes."""
     with _lock:
-        return _pools.setdefault(os.getpid(), (Pool(WORKERS), Pool(1)))
+        return _pools.setdefault(os.getpid(), (new_pool(WORKERS), new_pool(1)))

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from skyrl_mega.envs.math.forms import unfinished
-from skyrl_mega.envs.math.reading import Reading
-from skyrl_mega.envs.math.units import agree
+from .forms import unfinished
+from .reading import Reading
+from .units import agree
 
 AlgebraCheck = Callable[[str, str], bool]
 """Function that decides by algebra if two expressions are equal."""

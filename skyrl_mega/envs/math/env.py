@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.math import check, minerva
 from skyrl_mega.envs.math.answer import TAIL, extract
 from skyrl_mega.envs.options import Option, choice, number, switch, whole
 from skyrl_mega.envs.truths import spec_of, wrong_spelling, wrong_text
+from skyrl_mega.envs.waiting import waiting
 
 
 class MathEnv(BaseTextEnv):
@@ -43,7 +46,12 @@ class MathEnv(BaseTextEnv):
             UserError: The package cannot be imported; the message gives the pip command.
         """
         if options["algebra"]:
-            check.check()
+            try:
+                import math_verify  # noqa: F401
+            except ImportError as error:
+                raise UserError(
+                    f"environment math: math-verify cannot be imported ({error}); pip install 'math-verify[antlr4_9_3]'"
+                ) from error
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Keeps the question, since an expression copied from the question is no answer."""
@@ -87,7 +95,19 @@ class MathEnv(BaseTextEnv):
         if self.options["answer"] == "dapo":
             return minerva.same(str(self.ground_truth), answer)
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
-        return check.same(str(self.ground_truth), answer, seconds, self.question)
+        return same(str(self.ground_truth), answer, seconds, self.question)
+
+
+def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
+    """Returns the verdict of `check.same`, with waits for a process on the environment's clock.
+
+    Raises:
+        InfrastructureFault: The process of the check was killed, or does not start.
+    """
+    try:
+        return check.same(gold, answer, seconds, question, waiting=waiting)
+    except check.CheckerFailed as error:
+        raise InfrastructureFault(str(error)) from error
 
 
 def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:

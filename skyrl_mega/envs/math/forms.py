@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from skyrl_mega.envs.math.latex import tidy, wrapped
-from skyrl_mega.envs.math.reading import FUNCTIONS, Reading, read
+from .latex import tidy, wrapped
+from .reading import FUNCTIONS, Reading, read
 
 PLAIN = r"\(?(?:\d+|\\frac\{\d+\}\{\d+\})\)?"
 GROUP = rf"(?:\{{-?{PLAIN}\}}|\(-?{PLAIN}\)|{PLAIN})"

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from skyrl_mega.envs.math.latex import split_top_level, tidy, wrapped
-from skyrl_mega.envs.math.units import MAGNITUDES, unit_of
+from .latex import split_top_level, tidy, wrapped
+from .units import MAGNITUDES, unit_of
 
 RELATIONS = {"<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!="}
 FLIPPED = {">": "<", ">=": "<="}

@@ -190,7 +190,7 @@ def test_a_slow_answer_holds_up_only_its_like() -> None:
     """Checks several slow answers: quick answers continue elsewhere, and workers are interrupted instead of killed."""
     assert algebra(r"\sqrt{8}", r"2\sqrt{2}", 30)[0]  # starts a worker
     quick, _ = _process_pools()
-    before = {worker.process.pid for worker in quick.free.queue if worker.process}
+    before = {worker.process.pid for worker in quick.queue if worker.process}
     threads = [threading.Thread(target=algebra, args=(SLOW, "1", 2.0)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -199,4 +199,4 @@ def test_a_slow_answer_holds_up_only_its_like() -> None:
     assert any(thread.is_alive() for thread in threads)
     for thread in threads:
         thread.join(60)
-    assert before <= {worker.process.pid for worker in quick.free.queue if worker.process}
+    assert before <= {worker.process.pid for worker in quick.queue if worker.process}

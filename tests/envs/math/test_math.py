@@ -22,7 +22,8 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.answer import extract
-from skyrl_mega.envs.math.check import _process_pools, algebra, same
+from skyrl_mega.envs.math.check import _process_pools, algebra
+from skyrl_mega.envs.math.env import same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
 from skyrl_mega.rollout.agent.env_pool import Call
@@ -167,7 +168,7 @@ def test_what_is_asked_all_the_same(text: str) -> None:
 def test_waiting_for_a_worker_is_no_work() -> None:
     """Delays a call in the queue: waiting does not count as work, and the call is not given up."""
     pool, _ = _process_pools()
-    taken = [pool.take() for _ in range(pool.free.qsize())]
+    taken = [pool.get() for _ in range(pool.qsize())]
     call = Call(lambda: same("\\sqrt{8}", "2\\sqrt{2}", 20))
     thread = threading.Thread(target=call.run)
     thread.start()
