@@ -6,10 +6,7 @@ not the tokens. A trajectory therefore contains UNKNOWN tokens, so that budgets 
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import math
-import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,10 +16,9 @@ import httpx
 
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.replies import ask
+from skyrl_mega.config.replies import NoAnswer, Retries, ask_again, error_text
 from skyrl_mega.config.safe_read import Malformed, parse_json
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
-from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import edits
@@ -36,9 +32,7 @@ UNKNOWN = -1
 """Placeholder for a counted but unknown token."""
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Pause before the first and the longest pause before a later retry. Pauses double, each randomized between half and
-full length."""
-RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Pause before the first and the longest pause before a later retry."""
 TOO_LONG = ("context_length_exceeded", "context length", "maximum model length", "max_model_len")
 """Phrases in an endpoint's error for a conversation beyond the context length."""
 
@@ -182,38 +176,26 @@ class Client:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error!r} is missing") from error
 
     async def _ask(self, body: dict[str, Any]) -> Any:
-        url, cause, pause = f"{self.endpoint.url}/chat/completions", "", FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
-            wanted = 0.0
-            try:
-                response, data = await ask(self.http, "POST", url, body, self.timeout_s)
-            except Malformed as error:
-                raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
-            except TimeoutError:
-                cause = f"no answer within rollout.request_timeout_s = {self.timeout_s:g}"
-            except httpx.TransportError as error:
-                cause = f"{type(error).__name__}: {error}".rstrip(": ")
-            else:
-                if response.is_success:
-                    return self._json(data)
-                message = self._without_key(_message(response, data))
-                if response.status_code == 400 and any(words in message for words in TOO_LONG):
-                    return None
-                cause = f"HTTP {response.status_code}: {message}"
-                if response.status_code not in RETRYABLE:
-                    raise UserError(f"--endpoint {url} refused, {cause}", fix=self._fix_hint(response.status_code))
-                wanted = _retry_after(response)
-            if attempt < ATTEMPTS:
-                # randomized, so that many clients do not retry at the same moment
-                await asyncio.sleep(max(min(wanted, LONGEST_PAUSE_S), pause * random.uniform(0.5, 1.0)))
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-        raise EndpointFailed(f"{url} gave no answer in {ATTEMPTS} attempts; the last: {cause}")
-
-    def _json(self, data: bytes) -> Any:
+        url = f"{self.endpoint.url}/chat/completions"
+        retries = Retries(FIRST_PAUSE_S, LONGEST_PAUSE_S, attempts=ATTEMPTS)
         try:
-            return parse_json(data)
+            response, data = await ask_again(self.http, "POST", url, body, self.timeout_s, retries=retries)
+            if response.is_success:
+                return parse_json(data)
+        except NoAnswer as error:
+            raise EndpointFailed(
+                f"{url} gave no answer in {ATTEMPTS} attempts; the last: {self._without_key(str(error))}; an attempt "
+                f"takes at most rollout.request_timeout_s = {self.timeout_s:g}"
+            ) from error
         except Malformed as error:
-            raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON ({error})") from error
+            raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
+        message = self._without_key(error_text(response, data))
+        if response.status_code == 400 and any(words in message for words in TOO_LONG):
+            return None
+        raise UserError(
+            f"--endpoint {url} refused, HTTP {response.status_code}: {message}",
+            fix=self._fix_hint(response.status_code),
+        )
 
     def _without_key(self, message: str) -> str:
         """Replaces the key in an error text: some endpoints repeat the key."""
@@ -345,23 +327,3 @@ def _reply(answer: Any, stops: Sequence[str]) -> Reply:
     if not all(type(n) is int and 0 <= n <= MAX_TOKENS for n in tokens):
         raise Malformed(f"usage {shown(tokens)}; allowed are whole numbers from 0 to {MAX_TOKENS}")
     return Reply(with_stop_string(text or "", choice, stops), finish == "length", *tokens)
-
-
-def _message(response: httpx.Response, data: bytes) -> str:
-    """Returns the endpoint's error message on a single line."""
-    try:
-        body = parse_json(data)
-        error = body.get("error", body)
-        text = f"{error.get('message', error)} {error.get('code') or ''}" if isinstance(error, dict) else str(error)
-    except (Malformed, AttributeError):
-        text = data[:2000].decode(errors="replace") or response.reason_phrase
-    return one_line(text, 300)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Returns the delay in seconds asked for by the endpoint; 0 if absent or a date."""
-    try:
-        seconds = float(response.headers.get("Retry-After", "0"))
-    except ValueError:
-        return 0.0
-    return seconds if 0 <= seconds < math.inf else 0.0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,17 +12,14 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.replies import ask
+from skyrl_mega.config.replies import NoAnswer, Retries, ask_again, error_text
 from skyrl_mega.config.safe_read import Malformed, parse_json
-from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 
 TOKEN_VARIABLE = "SKYRL_MEGA_RETRIEVER_TOKEN"
 """Environment variable with the token of a service, for the service and for the command line."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""First and longest pause between attempts. The pause doubles each time; the client waits for a random part of it, at
-least half."""
-WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
+PAUSES_S = (0.1, 5.0)
+"""First and longest pause between attempts."""
 
 
 @dataclass(frozen=True)
@@ -110,36 +105,21 @@ class Client:
         return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
 
     async def _ask(self, verb: str, path: str, body: dict[str, Any] | None) -> Any:
-        start, attempts, pause = time.monotonic(), 0, FIRST_PAUSE_S
-        while True:
-            attempts += 1
-            remaining = self.timeout_s - (time.monotonic() - start)
-            # At most half of the total time, to leave time for a retry if the service hangs.
-            limit = max(min(remaining, self.timeout_s / 2), 0.01)
-            requested = 0.0
-            try:
-                response, data = await ask(self._http, verb, self.url + path, body, limit)
-                if response.is_success:
-                    return parse_json(data)
-                cause = f"HTTP {response.status_code}: {_first_line(response, data)}"
-                if response.status_code not in WORTH_A_RETRY:
-                    raise RetrievalError(f"{self.url}{path} refused: {cause}")
-                requested = _retry_after(response)
-            except TimeoutError:
-                cause = f"no complete answer in {limit:.3g} s"
-            except httpx.TransportError as error:
-                cause = f"{type(error).__name__}: {error}"
-            # invalid URL, or an answer other than JSON
-            except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:
-                raise RetrievalError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-            rest = max(requested, pause * random.uniform(0.5, 1.0))  # random, so that many clients do not retry at once
-            remaining = self.timeout_s - (time.monotonic() - start)
-            if rest >= remaining:
-                raise RetrievalError(
-                    f"{self.url}{path} gave no answer in {self.timeout_s:g} s ({attempts} attempts); the last: {cause}"
-                )
-            await asyncio.sleep(rest)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+        url, retries = self.url + path, Retries(*PAUSES_S, total_s=self.timeout_s)
+        try:
+            # at most half of the total time for an attempt, to leave time for a retry if the service hangs
+            response, data = await ask_again(self._http, verb, url, body, self.timeout_s / 2, retries=retries)
+            if response.is_success:
+                return parse_json(data)
+        except NoAnswer as error:
+            tried = f"{error.attempts} attempts"
+            raise RetrievalError(
+                f"{url} gave no answer in {self.timeout_s:g} s ({tried}); the last: {error}"
+            ) from error
+        # invalid URL, or an answer other than JSON
+        except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:
+            raise RetrievalError(f"{url}: {type(error).__name__}: {error}") from error
+        raise RetrievalError(f"{url} refused: HTTP {response.status_code}: {error_text(response, data)}")
 
 
 @lru_cache(maxsize=16)
@@ -167,14 +147,3 @@ def _hit(answer: Any) -> Hit:
     if not math.isfinite(number):
         raise Malformed(f"score {shown(score)}; allowed are finite numbers")
     return Hit(str(name), contents, number)
-
-
-def _first_line(response: httpx.Response, data: bytes) -> str:
-    text = data[:2000].decode(errors="replace").strip()
-    return one_line((text.splitlines() or [response.reason_phrase])[0], 300)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Returns the seconds requested by the service; 0 if there is no request (or a date)."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isascii() and value.isdigit() else 0.0

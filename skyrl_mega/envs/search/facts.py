@@ -10,73 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-# country | capital | river on which the capital lies | currency | official language | continent; empty: not asked
-TABLE = """
-Albania|Tirana||lek|Albanian|Europe
-Angola|Luanda||kwanza|Portuguese|Africa
-Argentina|Buenos Aires|Río de la Plata|Argentine peso|Spanish|South America
-Armenia|Yerevan|Hrazdan|dram|Armenian|Asia
-Australia|Canberra|Molonglo|Australian dollar||Oceania
-Austria|Vienna|Danube|euro|German|Europe
-Bangladesh|Dhaka|Buriganga|taka|Bengali|Asia
-Brazil|Brasília||real|Portuguese|South America
-Cambodia|Phnom Penh|Mekong|riel|Khmer|Asia
-Canada|Ottawa||Canadian dollar||North America
-Chile|Santiago|Mapocho|Chilean peso|Spanish|South America
-China|Beijing||renminbi||Asia
-Colombia|Bogotá||Colombian peso|Spanish|South America
-Croatia|Zagreb|Sava|euro|Croatian|Europe
-Czechia|Prague|Vltava|koruna|Czech|Europe
-Democratic Republic of the Congo|Kinshasa||Congolese franc|French|Africa
-Denmark|Copenhagen||krone|Danish|Europe
-Egypt|Cairo|Nile|Egyptian pound|Arabic|Africa
-Ethiopia|Addis Ababa||birr||Africa
-France|Paris|Seine|euro|French|Europe
-Germany|Berlin|Spree|euro|German|Europe
-Ghana|Accra||cedi|English|Africa
-Greece|Athens||euro|Greek|Europe
-Hungary|Budapest|Danube|forint|Hungarian|Europe
-Iceland|Reykjavík||króna|Icelandic|Europe
-India|New Delhi|Yamuna|Indian rupee||Asia
-Iran|Tehran||Iranian rial|Persian|Asia
-Iraq|Baghdad|Tigris|Iraqi dinar||Asia
-Ireland|Dublin|Liffey|euro||Europe
-Italy|Rome|Tiber|euro|Italian|Europe
-Japan|Tokyo|Sumida|yen|Japanese|Asia
-Jordan|Amman||Jordanian dinar|Arabic|Asia
-Laos|Vientiane|Mekong|kip|Lao|Asia
-Latvia|Riga|Daugava|euro|Latvian|Europe
-Lithuania|Vilnius|Neris|euro|Lithuanian|Europe
-Malaysia|Kuala Lumpur|Klang|ringgit|Malay|Asia
-Mali|Bamako|Niger|West African CFA franc||Africa
-Mongolia|Ulaanbaatar|Tuul|tögrög|Mongolian|Asia
-Mozambique|Maputo||metical|Portuguese|Africa
-Nepal|Kathmandu|Bagmati|Nepalese rupee|Nepali|Asia
-Nigeria|Abuja||naira|English|Africa
-Norway|Oslo|Akerselva|krone|Norwegian|Europe
-Peru|Lima|Rímac|sol||South America
-Poland|Warsaw|Vistula|złoty|Polish|Europe
-Portugal|Lisbon|Tagus|euro|Portuguese|Europe
-Romania|Bucharest|Dâmbovița|leu|Romanian|Europe
-Russia|Moscow|Moskva|ruble|Russian|Europe
-Saudi Arabia|Riyadh||riyal|Arabic|Asia
-Serbia|Belgrade|Danube|Serbian dinar|Serbian|Europe
-Slovakia|Bratislava|Danube|euro|Slovak|Europe
-Slovenia|Ljubljana|Ljubljanica|euro|Slovene|Europe
-South Korea|Seoul|Han|South Korean won|Korean|Asia
-Spain|Madrid|Manzanares|euro|Spanish|Europe
-Sudan|Khartoum|Nile|Sudanese pound||Africa
-Sweden|Stockholm||krona|Swedish|Europe
-Syria|Damascus|Barada|Syrian pound|Arabic|Asia
-Thailand|Bangkok|Chao Phraya|baht|Thai|Asia
-Ukraine|Kyiv|Dnieper|hryvnia|Ukrainian|Europe
-United Kingdom|London|Thames|pound sterling|English|Europe
-United States|Washington, D.C.|Potomac|United States dollar|English|North America
-Uruguay|Montevideo|Río de la Plata|Uruguayan peso|Spanish|South America
-Vietnam|Hanoi|Red River|đồng|Vietnamese|Asia
-Zambia|Lusaka||kwacha|English|Africa
-"""
+TABLE = Path(__file__).with_name("facts.txt")
+"""Rows of facts, with `|` between the fields of `Country`; empty fields are not asked about."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +60,8 @@ class Question:
 
 def countries() -> list[Country]:
     """Returns all rows of the table."""
-    return [Country(*line.split("|")) for line in TABLE.strip().splitlines()]
+    _, *rows = TABLE.read_text(encoding="utf-8").splitlines()
+    return [Country(*row.split("|")) for row in rows]
 
 
 def passages() -> dict[str, str]:
