@@ -11,7 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -62,6 +62,22 @@ def document(
     ]
     return PAGE.format(
         policy=policy, title=escape(title), style=style, body=body, blocks="".join(packed), program=program
+    )
+
+
+def table(rows: Iterable[str], heads: Iterable[str] = (), style: str = "settings") -> str:
+    """Returns an HTML table.
+
+    Args:
+        rows: Cells of each row, as HTML.
+        heads: Titles of the columns, as plain text.
+        style: Classes of the table.
+    """
+    head = "".join(f"<th>{escape(title)}</th>" for title in heads)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        f"<div class='wide'><table class='{style}'>{f'<thead><tr>{head}</tr></thead>' if head else ''}"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from skyrl_mega.config import safe_read
+from skyrl_mega.report import document
 from skyrl_mega.report.run_data import RunData
 from skyrl_mega.telemetry.table import number
 
@@ -59,15 +60,12 @@ def table(run: RunData, name: str = "") -> str:
     for metric, estimated, measured in rows(run, expected):
         ratio = f"{measured / estimated:.2f}" if estimated and measured is not None else "·"
         cells = (*("·" if value is None else number(value) for value in (estimated, measured)), ratio)
-        body.append(f"<tr><th>{escape(metric)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        body.append(f"<th>{escape(metric)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}")
     title = f"Estimated and measured{f': {escape(name)}' if name else ''}"
     about = f"the dry run's estimate, and the median of the steps from {FIRST} on (docs/report.md)"
-    heads = "".join(f"<th>{head}</th>" for head in ("metric", "estimated", "measured", "measured / estimated"))
-    return (
-        f"<section><h2>{title} <small class='soft'>{about}</small></h2><div class='wide'>"
-        f"<table class='settings num'><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        "</section>"
-    )
+    heads = ("metric", "estimated", "measured", "measured / estimated")
+    content = document.table(body, heads, "settings num")
+    return f"<section><h2>{title} <small class='soft'>{about}</small></h2>{content}</section>"
 
 
 def _is_number(value: object) -> bool:

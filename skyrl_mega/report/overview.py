@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.report import estimate, gantt, plots, timeline
-from skyrl_mega.report.document import document, save
+from skyrl_mega.report.document import document, save, table
 from skyrl_mega.report.run_data import RunData, local_time, read
 from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.table import duration, number
@@ -169,10 +169,12 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _legend(names: Sequence[str]) -> str:
-    keys = "".join(
-        f'<span><i class="key s{i % plots.COLOURS}"></i>{escape(name)}</span>' for i, name in enumerate(names)
-    )
-    return f'<p class="legend">{keys}</p>'
+    return f'<p class="legend">{"".join(_key(f"s{i % plots.COLOURS}", name) for i, name in enumerate(names))}</p>'
+
+
+def _key(style: str, name: str, value: str = "") -> str:
+    """Returns an entry of a legend: the look of the line, the name and a value."""
+    return f'<span><i class="key {style}"></i>{escape(name)}{f" <b>{value}</b>" if value else ""}</span>'
 
 
 def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: dict[str, Any]) -> str:
@@ -187,13 +189,11 @@ def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: d
                 label = f"{name}: {metric}" if several and len(metrics) > 1 else name if several else metric
                 lines.append(plots.Series(label, xs, ys, colour=i if several else k, dash=k if several else 0))
                 if not several:
-                    labels.append(
-                        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(metric)}</span> <b>{number(ys[-1])}</b>'
-                    )
+                    labels.append(_key(f"s{k % plots.COLOURS}", metric, number(ys[-1])))
     if not lines:
         return ""
     if several and len(metrics) > 1:
-        labels = [f'<span><i class="key d{min(2, k)}"></i>{escape(metric)}</span>' for k, metric in enumerate(metrics)]
+        labels = [_key(f"d{min(2, k)}", metric) for k, metric in enumerate(metrics)]
     return _card(plot.title, plot.about, plots.lines(lines, plot.log), labels, lines, points)
 
 
@@ -206,11 +206,9 @@ def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
     xs = [row["step"] or 0.0 for row in rows]
     layers = [[max(0.0, row.get(f"time/{phase}") or 0.0) for row in rows] for phase in phases]
     total = sum(map(sum, layers)) or 1.0
-    labels = [
-        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(phase)}</span> <b>{sum(layer) / total:.0%}</b>'
-        for k, (phase, layer) in enumerate(zip(phases, layers, strict=True))
-    ]
-    series = [plots.Series(phase, xs, layer, k) for k, (phase, layer) in enumerate(zip(phases, layers, strict=True))]
+    by_phase = list(enumerate(zip(phases, layers, strict=True)))
+    labels = [_key(f"s{k % plots.COLOURS}", phase, f"{sum(layer) / total:.0%}") for k, (phase, layer) in by_phase]
+    series = [plots.Series(phase, xs, layer, k) for k, (phase, layer) in by_phase]
     title = f"where a step's time goes{f': {name}' if name else ''}"
     return _card(title, "seconds", plots.stacked(phases, xs, layers), labels, series, points)
 
@@ -242,9 +240,7 @@ def timeline_figure(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str
     ordered = [*(p for p in phases if p in shown_phases), *(p for p in shown_phases if p not in phases)]
     places = [*phases, *(p for p in shown_phases if p not in phases)]
     colours = {name: places.index(name) for name in ordered}
-    keys = "".join(
-        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(name)}</span>' for name, k in colours.items()
-    )
+    keys = "".join(_key(f"s{k % plots.COLOURS}", name) for name, k in colours.items())
     idle = [step.idle() for step in steps]
     shares = "".join(f"<span>{n} <b>{sum(of[n] for of in idle) / len(idle):.0%}</b></span>" for n in idle[0])
     about = "height: requests and calls under way; washed: with any; grey: a sync or a move of memory"
@@ -273,7 +269,7 @@ def _card(
         ],
     }
     note = f' <small class="soft">{escape(about)}</small>' if about else ""
-    legend = f'<p class="labels num">{"".join(f"<span>{label}</span>" for label in labels)}</p>' if labels else ""
+    legend = f'<p class="labels num">{"".join(labels)}</p>' if labels else ""
     return f'<figure id="{key}"><figcaption>{escape(title)}{note}</figcaption>{drawing.svg}{legend}</figure>'
 
 
@@ -318,9 +314,7 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
             cells.append(number(sum(ys) / len(ys)) if ys else "·")
         cells.append("ended by a fault" if run.fault and run.fault.last else "")
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<div class='wide'><table class='num'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return table(rows, titles, "num")
 
 
 def _fault(run: RunData, name: str, several: bool) -> str:
@@ -338,13 +332,13 @@ def _fault(run: RunData, name: str, several: bool) -> str:
             f"<pre>{escape(lines)}</pre></details>"
         )
     if run.findings:
-        cells = [(escape(finding.kind), _steps_text(finding.steps), escape(finding.text)) for finding in run.findings]
-        rows = "".join(
-            f"<tr><th>{kind}</th><td class='num'>{when}</td><td>{text}</td></tr>" for kind, when, text in cells
-        )
+        rows = [
+            f"<th>{escape(found.kind)}</th><td class='num'>{_steps_text(found.steps)}</td><td>{escape(found.text)}</td>"
+            for found in run.findings
+        ]
         parts.append(
             "<div class='fault warn'><b>What the run noticed about itself</b> "
-            f"<small class='soft'>docs/health.md</small><table class='settings'><tbody>{rows}</tbody></table></div>"
+            f"<small class='soft'>docs/health.md</small>{table(rows)}</div>"
         )
     title = f"<h3>{escape(name)}</h3>" if several and parts else ""
     return title + "".join(parts)
@@ -372,30 +366,25 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
     for key in sorted(changed, key=lambda k: not differs(k)):
         default = _code(known[key].default) if key in known else "<span class='soft'>unknown key</span>"
         cells = "".join(f"<td>{_code(_value(run, key))}</td>" for run in runs)
-        rows.append(
-            f"<tr{' class=differs' if differs(key) else ''}><th>{escape(key)}</th>{cells}"
-            f"<td class='soft'>{default}</td></tr>"
-        )
-    heads = "".join(f"<th>{escape(name)}</th>" for name in (names if len(runs) > 1 else ["value"]))
+        mark = " class=differs" if differs(key) else ""
+        rows.append(f"<th{mark}>{escape(key)}</th>{cells}<td class='soft'>{default}</td>")
     about = "not the defaults" if len(runs) == 1 else "not the defaults in some run; where the runs differ, marked"
-    return (
-        f"<section><h2>Settings <small class='soft'>{about}</small></h2><div class='wide'><table class='settings'>"
-        f"<thead><tr><th>key</th>{heads}<th>default</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+    heads = ["key", *(names if len(runs) > 1 else ["value"]), "default"]
+    return f"<section><h2>Settings <small class='soft'>{about}</small></h2>{table(rows, heads)}</section>"
 
 
 def _places(run: RunData, name: str) -> str:
     """Returns a table of the run's files and checkpoints, and the command for viewing trajectories."""
-    rows = [(what, hidden(str(place)), "") for what, place in run.places if what != "report"]
-    rows += [("checkpoint", hidden(str(folder)), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
-    cells = "".join(
-        f"<tr><th>{escape(what)}</th><td><code>{escape(place)}</code></td><td class='num soft'>{escape(size)}</td></tr>"
-        for what, place, size in rows
-    )
+    places = [(what, hidden(str(place)), "") for what, place in run.places if what != "report"]
+    places += [("checkpoint", hidden(str(folder)), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
+    rows = [
+        f"<th>{escape(what)}</th><td><code>{escape(place)}</code></td><td class='num soft'>{escape(size)}</td>"
+        for what, place, size in places
+    ]
     title = f"Where everything is{f': {escape(name)}' if name else ''}"
     command = f"python -m skyrl_mega.report trajectories {hidden(str(run.folder))} --html trajectories.html"
     return (
-        f"<section><h2>{title}</h2><div class='wide'><table class='settings'><tbody>{cells}</tbody></table></div>"
+        f"<section><h2>{title}</h2>{table(rows)}"
         f"<p class='soft'>What the policy wrote: <code>{escape(command)}</code></p></section>"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -83,6 +83,10 @@ class Record:
     def weights(self) -> str:
         """Weight versions of the tokens, such as `3` or `3, 4`."""
         return ", ".join(dict.fromkeys(str(version) for version, _ in self.versions)) or "–"
+
+
+_AS_STORED = tuple(f.name for f in fields(Record) if f.name not in ("run", "step", "file", "row", "versions", "parts"))
+"""Fields of a record that are columns of the file."""
 
 
 @dataclass(frozen=True)
@@ -223,26 +227,10 @@ def statuses(words: Sequence[str]) -> frozenset[str]:
 
 def _records(run: str, step: int | None, file: Path) -> Iterator[Record]:
     for i, row in enumerate(rows.read(file)):
-        yield Record(
-            run=run,
-            step=step,
-            file=file,
-            row=i,
-            uid=row["uid"],
-            sample=row["sample"],
-            status=row["status"],
-            reward=row["reward"],
-            turns=row["turns"],
-            prompt_length=row["prompt_length"],
-            response_length=row["response_length"],
-            env_class=row["env_class"],
-            messages=row["messages"],
-            versions=[(span["version"], span["start"]) for span in row["versions"]],
-            metadata=row["metadata"],
-            seconds=row["seconds"],
-            extras=row["extras"],
-            parts=_stored_parts(row) or _guessed_parts(row),
-        )
+        versions = [(span["version"], span["start"]) for span in row["versions"]]
+        read = {name: row[name] for name in _AS_STORED}
+        parts = _stored_parts(row) or _guessed_parts(row)
+        yield Record(run=run, step=step, file=file, row=i, versions=versions, parts=parts, **read)
 
 
 def _stored_parts(row: dict[str, Any]) -> list[Part]:

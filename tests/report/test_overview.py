@@ -61,7 +61,7 @@ def test_several_runs(run: Path, tmp_path: Path) -> None:
     other = run_folder(tmp_path / "other")
     metrics(other, [{"step": 1, "reward/mean": 0.9, "time/step": 1.0, "time/new": 1.0}])
     page = overview.write([run, other], tmp_path / "both.html").read_text()
-    assert re.findall(r"<tr class=differs><th>([^<]*)", page) == ["run.name"]
+    assert re.findall(r"<th class=differs>([^<]*)", page) == ["run.name"]
     assert text_of(page).count("where a step's time goes") == 2
     assert not (run / "report.html").exists()
 

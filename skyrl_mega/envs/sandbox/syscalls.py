@@ -60,34 +60,13 @@ _X86_64 = _Arch(
         | {248, 249, 250, 321, 298, 323}  # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd
         | {175, 176, 313, 246, 320, 169, 167, 168}  # modules, kexec, reboot, swapon, swapoff
         | {303, 304, 312, 135, 179, 163, 319}  # handles, kcmp, personality, quotactl, acct, memfd_create
-        | {
-            29,
-            30,
-            31,
-            64,
-            65,
-            66,
-            220,
-            68,
-            69,
-            70,
-            71,
-            240,
-            241,
-        }  # System V IPC, mq_open, mq_unlink
+        | {29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 241}  # System V IPC, mq_open, mq_unlink
         | {300, 301, 253, 294, 254}  # fanotify, inotify: reveal other programs' use of system files
         | {154}  # modify_ldt
     ),
     shared=frozenset(
         _SHARED
-        | {
-            141,
-            142,
-            144,
-            203,
-            314,
-            251,
-        }  # setpriority, sched_set*, ioprio_set
+        | {141, 142, 144, 203, 314, 251}  # setpriority, sched_set*, ioprio_set
         | {256, 279}  # migrate_pages, move_pages
         | {90, 91, 268, 92, 93, 94, 260}  # chmod, fchmod, fchmodat, chown, fchown, lchown, fchownat
         | {132, 235, 261}  # utime, utimes, futimesat
