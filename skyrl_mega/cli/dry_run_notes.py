@@ -27,6 +27,7 @@ from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, engine_blocks, fit
 from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.candidates import changed
 from skyrl_mega.planner.host_memory import numa_warnings
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import needless_offloads
@@ -88,14 +89,11 @@ def _on_environments(config: Config) -> Iterator[str]:
             f"trajectories may be open, and tokens so many steps old; --simulate finds what up to "
             f"{MOST_SIMULATED} are worth"
         )
-    unbounded = replace(environment, slots=None)
-    capacity, most = (
-        config.rollout.engines * config.rollout.concurrency,
-        max_open_trajectories(replace(config, environment=unbounded)),
-    )
-    if environment.slots is not None and environment.slots < min(capacity, most):
+    most = max_open_trajectories(changed(config, (("environment.slots", None),)))
+    places = min(config.rollout.engines * config.rollout.concurrency, most)
+    if environment.slots is not None and environment.slots < places:
         yield (
-            f"environment.slots = {environment.slots}: engines have places for up to {min(capacity, most):,} of the "
+            f"environment.slots = {environment.slots}: engines have places for up to {places:,} of the "
             "trajectories at once (rollout.concurrency), and wait for environments"
         )
 
@@ -150,10 +148,9 @@ def _on_offload(config: Config, decoder: Decoder, parallel: ParallelDims) -> Ite
 
 def _on_streaming(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[str]:
     """Yields a note if the optimizer is streamed although everything fits without streaming."""
-    optimizer = config.policy.optimizer
-    if not optimizer.streamed:
+    if not config.policy.optimizer.streamed:
         return
-    without = replace(config, policy=replace(config.policy, optimizer=replace(optimizer, streamed=False)))
+    without = changed(config, (("policy.optimizer.streamed", False),))
     if not fit.problems(without, decoder, strict=True) and least_safe_phase(without, decoder, parallel) is None:
         seconds = step_time(config, decoder, parallel).step - step_time(without, decoder, parallel).step
         yield (
@@ -256,8 +253,8 @@ def _on_engines(config: Config, decoder: Decoder, sizes: Batch) -> Iterator[str]
             f"rollout.tensor={rollout.tensor} is above the model's {decoder.kv_heads} key/value heads: "
             f"{rollout.tensor // decoder.kv_heads} workers keep each (docs/recipes.md, Engines)"
         )
-    unbounded = replace(config, environment=replace(config.environment, slots=None))  # all start at once
-    unbounded = replace(unbounded, algorithm=replace(config.algorithm, dynamic_sampling=DynamicSamplingConfig()))
+    # all start at once
+    unbounded = changed(config, (("environment.slots", None), ("algorithm.dynamic_sampling", DynamicSamplingConfig())))
     limit, seconds = rollout.trajectory_timeout_s, generate_time(unbounded, decoder, sizes)
     if limit is not None and limit < seconds:
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -50,12 +50,10 @@ def text(v: Values) -> str:
     Args:
         v: Result of `dry_run.values`.
     """
-    sections = [_first_line(v), _model(v)]
-    sections += [part for name in TRAINED for part in _policy(name, v[name], v)]
-    sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
+    trained = [table(name, v[name], v) for name in TRAINED if v[name] for table in (_ranks, _rank_memory)]
+    sections = [[_first_line(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
-    sections.append(_notes(v))
-    return "\n\n".join(sections)
+    return "\n\n".join("\n".join(lines) for lines in (*sections, _notes(v)) if lines)
 
 
 def counted(number: int, noun: str) -> str:
@@ -103,14 +101,14 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     return [f"  {line.rstrip()}" for line in lines]
 
 
-def _model(v: Values) -> str:
+def _model(v: Values) -> list[str]:
     m = v["model"]
     experts = f", {m['experts']} experts ({m['experts_per_token']} for a token)" if m["experts"] else ""
     active = f" ({_count(m['active'])} for a token)" if m["experts"] else ""
-    return (
+    return [
         f"model\n  {m['path']}\n  {_count(m['parameters'])} parameters{active}, {m['layers']} layers{experts}, "
         f"{m['dtype']}: {_gib(m['bytes'])} GiB"
-    )
+    ]
 
 
 def _shares(row: Values) -> tuple[str, ...]:
@@ -118,58 +116,57 @@ def _shares(row: Values) -> tuple[str, ...]:
     return tuple(key for key, value in row.items() if isinstance(value, str))
 
 
-def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
-    """Returns two tables of the ranks: placement and memory."""
-    if not ranks:
-        return []
-    where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
-    what = _shares(ranks[0])
-    holding = _grouped(ranks, lambda rank: tuple(str(rank[key]) for key in (*where, *what)))
-    rows = [("ranks", *where, *what), *((as_ranges(members), *cells) for cells, members in holding)]
-    shape = {key: 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-    sizes = " ".join(f"{key.upper()}{size}" for key, size in shape.items() if size > 1) or "alone"
-    lines = [f"{name}: {counted(len(ranks), 'rank')}, {sizes}", *_cut(aligned(rows))]
+def shape(sizes: Mapping[str, int]) -> str:
+    """Returns the parallel sizes above 1 as text, such as `TP2 EP8`; `alone` for a single rank."""
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "alone"
 
-    cpu = v["gpu_memory"] is None
+
+def _ranks(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
+    """Returns the table of the ranks' places."""
+    where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
+    places = (*where, *_shares(ranks[0]))
+    sizes = {key.upper(): 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    return [
+        f"{name}: {counted(len(ranks), 'rank')}, {shape(sizes)}",
+        *_table(places, ranks, lambda rank: [str(rank[key]) for key in places]),
+    ]
+
+
+def _rank_memory(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
+    """Returns the table of the ranks' memory."""
     keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
-    needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
-    rows = [
-        ("ranks", *(COLUMNS[key] for key in keys), "in"),
-        *((as_ranges(members), *cells) for cells, members in needs),
-    ]
+
+    def cells(rank: Values) -> list[str]:
+        return [*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]]
+
     exact = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
-    room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
-    lines = [
-        "\n".join(lines),
-        f"memory of {name} ranks, GiB {room}\n"
-        + "\n".join(_cut(aligned(rows)))
-        + f"\n  counted: {exact}; the others are estimates, ±{100 * v['margin']:.0f} %",
+    room = "of host memory" if v["gpu_memory"] is None else f"of a GPU's {_gib(v['gpu_memory'])}"
+    return [
+        f"memory of {name} ranks, GiB {room}",
+        *_table((*(COLUMNS[key] for key in keys), "in"), ranks, cells),
+        f"  counted: {exact}; the others are estimates, ±{100 * v['margin']:.0f} %",
     ]
-    return lines
 
 
 def _engines(v: Values) -> list[str]:
     e = v["engines"]
     workers = e["workers"]
-    what = _shares(workers[0])
+    places = _shares(workers[0])
     staged = ("staged",) if any(worker["memory"]["staged"] for worker in workers) else ()
     keys = ("weights", "working", "reserve", "kv", "budget", "beside", *staged, "sync")
-    names = ("weights", "working", "reserve", "KV cache", "budget", "beside", *staged, "sync", "KV tokens")
+    names = ("KV cache" if key == "kv" else key for key in keys)
 
-    def cells(worker: Values) -> tuple[str, ...]:
-        m = worker["memory"]
-        return (*(str(worker[key]) for key in what), *(_gib(m[key]) for key in keys), f"{m['tokens']:,}")
+    def cells(worker: Values) -> list[str]:
+        memory = worker["memory"]
+        return [*(str(worker[key]) for key in places), *(_gib(memory[key]) for key in keys), f"{memory['tokens']:,}"]
 
-    groups = _grouped(workers, cells, "worker")
-    rows = [("workers", *what, *names), *((as_ranges(members), *c) for c, members in groups)]
     longest = counted(e["at_once"], "sequence")
-    lines = [
+    return [
         f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
-        *_cut(aligned(rows)),
+        *_table((*places, *names, "KV tokens"), workers, cells, "worker"),
         f"  {longest} of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
         f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
     ]
-    return ["\n".join(lines)]
 
 
 def _shared(v: Values) -> list[str]:
@@ -192,15 +189,14 @@ def _shared(v: Values) -> list[str]:
     if shared["margin"] < 0:
         least = f"{-shared['margin'] / GIB:.2f} GiB are lacking in phase {shared['phase']}"
     residency = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
-    lines = [
+    return [
         f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])}; rank: the policy rank on the fullest",
         *aligned(rows),
         f"  {least}; {residency if shared['keep'] is not None else idle}",
     ]
-    return ["\n".join(lines)]
 
 
-def _nodes(v: Values) -> str:
+def _nodes(v: Values) -> list[str]:
     placed = list(enumerate(v["nodes"]))
     kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
     trained = [name for name in TRAINED if v[name]]
@@ -224,46 +220,42 @@ def _nodes(v: Values) -> str:
     lines = ["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"]
     if (share := disk["largest_share"])["rank"]:
         lines.append(f"  a rank writes {_gib(share['rank'])} GiB of a checkpoint at most, a node {_gib(share['node'])}")
-    return "\n".join(lines)
+    return lines
 
 
-def _batch(v: Values) -> str:
+def _batch(v: Values) -> list[str]:
     sizes = v["batch"]
     row, usual = sizes["row"], counted(sizes["usual"], "micro-batch")
     updates = counted(sizes["mini_batches"] * sizes["epochs"], "optimizer step")
     greedy = f", beside {counted(sizes['greedy'], 'greedy answer')}" if sizes["greedy"] else ""
-    return "\n".join(
-        [
-            "batch",
-            f"  {counted(sizes['prompts'], 'prompt')} × {counted(sizes['samples'], 'sample')} = "
-            f"{counted(sizes['sequences'], 'trajectory')} in {updates} of {sizes['trajectories']:,}{greedy}",
-            f"  on {counted(sizes['data'], 'data-parallel rank')}: {usual} each at the mean of {sizes['mean']:,.0f} "
-            f"tokens a trajectory, {sizes['most']} at the limit of {sizes['longest']:,}",
-            f"  a micro-batch has up to {sizes['budget']:,} tokens, {row['tokens']:,} on one rank",
-            f"  asynchrony.mode={sizes['mode']}: tokens are at most {counted(sizes['ahead'], 'sync')} old; up to "
-            f"{counted(sizes['open'], 'environment')} open at once",
-        ]
-    )
+    return [
+        "batch",
+        f"  {counted(sizes['prompts'], 'prompt')} × {counted(sizes['samples'], 'sample')} = "
+        f"{counted(sizes['sequences'], 'trajectory')} in {updates} of {sizes['trajectories']:,}{greedy}",
+        f"  on {counted(sizes['data'], 'data-parallel rank')}: {usual} each at the mean of {sizes['mean']:,.0f} "
+        f"tokens a trajectory, {sizes['most']} at the limit of {sizes['longest']:,}",
+        f"  a micro-batch has up to {sizes['budget']:,} tokens, {row['tokens']:,} on one rank",
+        f"  asynchrony.mode={sizes['mode']}: tokens are at most {counted(sizes['ahead'], 'sync')} old; up to "
+        f"{counted(sizes['open'], 'environment')} open at once",
+    ]
 
 
-def _sync(v: Values) -> str:
+def _sync(v: Values) -> list[str]:
     sync = v["sync"]
     slowest = max(sync["seconds"], key=lambda kind: sync["seconds"][kind])
-    return "\n".join(
-        [
-            f"weight sync: plan {sync['digest']}, on the wire {sync['wire']}",
-            f"  {sync['bytes']['network'] / 1e9:.2f} GB between nodes, {sync['bytes']['fabric'] / 1e9:.2f} within "
-            f"nodes, {sync['bytes']['local'] / 1e9:.2f} within GPUs; {counted(sync['parts'], 'part')} on "
-            f"{counted(sync['routes'], 'route')}",
-            f"  predicted {sync['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
-            f"{sync['bound_seconds']:.3f} s; planned in {sync['planning_seconds']:.1f} s",
-            f"  with the host's work {sync['sync_seconds']['first']:.2f} s the first time, "
-            f"{sync['sync_seconds']['later']:.3f} s later, {sync['sync_seconds']['checksums']:.3f} s with checksums",
-        ]
-    )
+    return [
+        f"weight sync: plan {sync['digest']}, on the wire {sync['wire']}",
+        f"  {sync['bytes']['network'] / 1e9:.2f} GB between nodes, {sync['bytes']['fabric'] / 1e9:.2f} within "
+        f"nodes, {sync['bytes']['local'] / 1e9:.2f} within GPUs; {counted(sync['parts'], 'part')} on "
+        f"{counted(sync['routes'], 'route')}",
+        f"  predicted {sync['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
+        f"{sync['bound_seconds']:.3f} s; planned in {sync['planning_seconds']:.1f} s",
+        f"  with the host's work {sync['sync_seconds']['first']:.2f} s the first time, "
+        f"{sync['sync_seconds']['later']:.3f} s later, {sync['sync_seconds']['checksums']:.3f} s with checksums",
+    ]
 
 
-def _seconds(v: Values) -> str:
+def _seconds(v: Values) -> list[str]:
     t = v["seconds"]
     some = {name: [name] * bool(t[name]) for name in ("critic", "residency")}
     phases = ("generate", "logprobs", *some["critic"], "train", "sync", *some["residency"], "step")
@@ -271,25 +263,25 @@ def _seconds(v: Values) -> str:
     ahead = f"; {t['ahead']:.1f} s of generating go on while the policy works" if t["ahead"] else ""
     speed = f"{t['tokens_per_second_per_gpu']:,.0f}", f"{t['mfu']:.1%}"
     rows.append((*(f"{t[key]:.1f}" for key in phases), *speed))
-    return "\n".join(
-        [
-            f"seconds of an RL step: an estimate from cluster.rates, without the environment's own time{ahead}",
-            *aligned(rows, left=0),
-        ]
-    )
+    return [
+        f"seconds of an RL step: an estimate from cluster.rates, without the environment's own time{ahead}",
+        *aligned(rows, left=0),
+    ]
 
 
-def _notes(v: Values) -> str:
+def _notes(v: Values) -> list[str]:
     notes = [*v["notes"], *(f"{path} is not here and was not checked" for path in v["absent"])]
-    return "\n".join([*(f"note: {note}" for note in notes), "nothing was started (--dry-run)"])
+    return [*(f"note: {note}" for note in notes), "nothing was started (--dry-run)"]
 
 
-def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
-    """Returns each distinct tuple of cells with its ranks."""
+def _table(
+    head: Sequence[str], rows: Sequence[Values], cells: Callable[[Values], Sequence[str]], key: str = "rank"
+) -> list[str]:
+    """Returns a table of ranks or workers; ranks with equal cells share a line, which begins with their numbers."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        groups.setdefault(cells(row), []).append(row[key])
-    return list(groups.items())
+        groups.setdefault(tuple(cells(row)), []).append(row[key])
+    return _cut(aligned([(f"{key}s", *head), *((as_ranges(members), *same) for same, members in groups.items())]))
 
 
 def _cut(lines: list[str]) -> list[str]:

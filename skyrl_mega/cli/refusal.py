@@ -11,6 +11,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes, micro_tokens
+from skyrl_mega.planner.candidates import as_arguments
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.planner.search import SearchResult
 
@@ -94,11 +95,8 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     leaving_out = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
     hints = [] if on_cpu(config) else [f"--suggest{leaving_out} searches further"]
     if changes:
-        offered = "; or ".join(map(fixes.as_arguments, changes))
+        offered = "; or ".join(map(as_arguments, changes))
         return error.with_fix("; ".join([*hints, f"nearest that work: {offered}"]))
-    try:
-        check(config, planned=planned)
-        check_layouts(config, hf)
-    except UserError:
+    if find_settings_error(config, hf, planned=planned):
         return error  # the message states the allowed values; only memory errors need the sentence below
     return error.with_fix("; ".join(["nothing near these settings was found to fix it", *hints]))

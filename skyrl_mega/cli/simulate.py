@@ -23,7 +23,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, micro_tokens
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.fixes import Change
+from skyrl_mega.planner.candidates import Change, ranked
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
@@ -143,7 +143,7 @@ def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison
             "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
         )
     first = simulator.row(given)
-    shared = simulate_choices.shared_engines(config, simulator.hf) if config.cluster.shared else []
+    shared = engines(config, (), simulator.hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
     shared_rows = [row for _, row in simulator.rows(config, shared, "off", 0)]
     split_rows = next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)))
     best, best_row = min(split_rows, key=_seconds)
@@ -198,9 +198,7 @@ def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Cho
 
 def _nearly_best(results: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
     """Returns, among results within noise of the fastest, the one that changes the fewest settings."""
-    fastest = min(map(_seconds, results))
-    near = [result for result in results if _seconds(result) <= NOISE * fastest]
-    return min(near, key=lambda result: (len(result[1].choice.change), _seconds(result)))
+    return next(ranked(results, _seconds, NOISE, lambda result: (len(result[1].choice.change), _seconds(result))))
 
 
 def _seconds(result: tuple[Change, Row]) -> float:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
@@ -17,8 +16,8 @@ from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import engine_blocks, fit, fixes
-from skyrl_mega.planner.fixes import Change
+from skyrl_mega.planner import engine_blocks, fit
+from skyrl_mega.planner.candidates import Change, changed, differing, split
 from skyrl_mega.planner.memory import critic_dims
 
 MODES = (("off", 0), ("one_step", 1), ("full", 1), ("full", 2), ("full", 4))
@@ -59,8 +58,8 @@ class Choice:
 
 def synchronous(config: Config) -> Choice:
     """Returns the given settings without asynchrony."""
-    change = _differing(config, _mode("off", 0))
-    return Choice("off", 0, fixes.changed(config, change), change)
+    change = differing(config, _mode("off", 0))
+    return Choice("off", 0, changed(config, change), change)
 
 
 def as_given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
@@ -79,14 +78,13 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
         most: `asynchrony.max_staleness`.
         hf: The model's config.json.
     """
-    change = (*_mode(mode, most), *split)
     needed = most and not has_correction(config.algorithm)
     refusals = []
     for correction in CORRECTIONS if needed else ((),):
-        whole = _differing(config, (*change, *correction))
-        changed = fixes.changed(config, whole)
-        if (refusal := find_error(changed, hf, planned=True, strict=True)) is None:
-            return Choice(mode, most, changed, whole)
+        change = differing(config, (*_mode(mode, most), *split, *correction))
+        candidate = changed(config, change)
+        if (refusal := find_error(candidate, hf, planned=True, strict=True)) is None:
+            return Choice(mode, most, candidate, change)
         refusals.append(refusal)
     return refusals[0]
 
@@ -100,121 +98,96 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     many ranks, lowers expert parallelism.
     """
     sizes = ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config)))
-    for relief in (
-        *MEMORY_RELIEF,
-        *((*fewer, *more) for fewer in _fewer_expert_ranks(config) for more in MEMORY_RELIEF),
-    ):
-        for engine_change in sizes:
-            if _keeps_blocks(config, engine_change, hf) and (
-                fitting := _splits_with(config, (*engine_change, *relief), hf)
-            ):
-                return fitting
+    for experts, memory, engine in product(_fewer_expert_ranks(config), MEMORY_RELIEF, sizes):
+        if _keeps_blocks(config, engine, hf) and (fitting := _splits_with(config, (*engine, *experts, *memory), hf)):
+            return fitting
     return []
+
+
+def _fewer_expert_ranks(config: Config) -> list[Change]:
+    """Returns no change, and changes halving expert parallelism repeatedly, for policies of fewer ranks."""
+    size = config.policy.layout.expert
+    halves = (size >> k for k in range(1, size.bit_length()) if size % (1 << k) == 0)
+    return [(), *((("policy.layout.expert", half),) for half in halves)]
+
+
+def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[Change]:
+    """Returns fitting splits with a further change, evenly spaced over the possible numbers of engines."""
+    most = _gpus(config) // engine_ranks(changed(config, change).rollout)
+    by_ranks = {}
+    for count in _evenly_spaced(range(1, most + 1), COUNTS):
+        matching = islice(_matching_splits(config, count, change), RANKS)
+        if fitting := next((each for each in matching if _fits(config, each, hf)), None):
+            by_ranks[dict(fitting)["policy.ranks"]] = fitting  # with equal policy ranks, more engines are better
+    return _evenly_spaced([by_ranks[ranks] for ranks in sorted(by_ranks)], SPLITS)
 
 
 def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
     """Explains why a split with engines on half of the GPUs does not fit; empty if it fits."""
-    total = config.cluster.nodes * config.cluster.gpus_per_node
-    engines = max(1, total // 2 // engine_ranks(config.rollout))
+    engines = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
+    half = next(_matching_splits(config, engines, ()), None)
+    if half is None:
+        return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
+    result = choice(config, half, "off", 0, hf)
+    reason = f"with policy.ranks={dict(half)['policy.ranks']} and rollout.engines={engines} {result}"
+    return reason if isinstance(result, UserError) else ""
+
+
+def _matching_splits(config: Config, engines: int, change: Change) -> Iterator[Change]:
+    """Yields splits with a further change whose layouts match the numbers of ranks, most policy ranks first."""
+    total = _gpus(config)
     for ranks in range(total, 0, -1):
-        split = _split(ranks, engines)
-        changed = fixes.changed(config, split)
-        if gpus_needed(changed) <= total and _layouts_match(changed):
-            result = choice(config, split, "off", 0, hf)
-            reason = f"with policy.ranks={ranks} and rollout.engines={engines} {result}"
-            return reason if isinstance(result, UserError) else ""
-    return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
+        each = (*split(ranks, engines), *change)
+        candidate = changed(config, each)
+        if gpus_needed(candidate) <= total and _layouts_match(candidate):
+            yield each
 
 
-def _fewer_expert_ranks(config: Config) -> list[Change]:
-    """Returns changes halving expert parallelism repeatedly, for policies of fewer ranks."""
-    changes: list[Change] = []
-    size = config.policy.layout.expert
-    while size % 2 == 0:
-        size //= 2
-        changes.append((("policy.layout.expert", size),))
-    return changes
-
-
-def _splits_with(config: Config, engine_change: Change, hf: Mapping[str, Any]) -> list[Change]:
-    total = config.cluster.nodes * config.cluster.gpus_per_node
-    most = total // engine_ranks(fixes.changed(config, engine_change).rollout)
-    by_ranks = {}
-    for count in _evenly_spaced(range(1, most + 1), COUNTS):
-        for split in islice(_rank_splits(config, count, total, engine_change, hf), 1):
-            by_ranks[dict(split)["policy.ranks"]] = split  # with equal policy ranks, more engines are better
-    return _evenly_spaced([by_ranks[ranks] for ranks in sorted(by_ranks)], SPLITS)
-
-
-def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
+def engines(
+    config: Config, split: Change, hf: Mapping[str, Any], fractions: Sequence[float] | None = None
+) -> list[Change]:
     """Returns a split with other engines on the same GPUs: a variant for each tensor size that fits.
 
-    Prefers the memory fraction of exclusive GPUs. Leaves out engines whose FP8 blocks would no longer match the
-    policy's.
+    Leaves out engines whose FP8 blocks would no longer match the policy's.
+
+    Args:
+        config: The given settings.
+        split: Changes of settings that divide the GPUs; empty for shared GPUs.
+        hf: The model's config.json.
+        fractions: Memory fractions to try; by default those of exclusive GPUs, largest first.
     """
-    given = fixes.changed(config, split).rollout
-    gpus = given.engines * engine_ranks(given)
-    fitting = []
-    for tensor in sorted({*TENSORS, given.tensor}):
+    divided = changed(config, split)
+    gpus, fitting = divided.rollout.engines * engine_ranks(divided.rollout), []
+    for tensor in sorted({*TENSORS, divided.rollout.tensor}):
         count, idle = divmod(gpus, tensor)
-        for fraction in _fractions(config):
+        for fraction in () if idle else fractions or _fractions(config):
             other = tuple({**dict(split), **dict(_sized(tensor, fraction)), "rollout.engines": count}.items())
-            if fixes.changed(config, other) == fixes.changed(config, split) or not _keeps_blocks(config, other, hf):
-                continue
-            if not idle and not isinstance(choice(config, other, "off", 0, hf), UserError):
+            is_new = changed(config, other) != divided and _keeps_blocks(config, other, hf)
+            if is_new and _fits(config, other, hf):
                 fitting.append(other)
                 break
     return fitting
-
-
-def shared_engines(config: Config, hf: Mapping[str, Any]) -> list[Change]:
-    """Returns engines of other sizes on the same shared GPUs; otherwise like `engines`."""
-    given = config.rollout
-    gpus = given.engines * engine_ranks(given)
-    others = (
-        (("rollout.tensor", tensor), ("rollout.engines", gpus // tensor))
-        for tensor in TENSORS
-        if gpus % tensor == 0 and tensor != given.tensor
-    )
-    return [
-        other
-        for other in others
-        if _keeps_blocks(config, other, hf) and not isinstance(choice(config, other, "off", 0, hf), UserError)
-    ]
 
 
 def with_given_fraction(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
     """Returns a split with the given `rollout.memory_fraction`, as the only entry of a list; empty if already in
     `tried`."""
     plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())
-    already_tried = [fixes.changed(config, each) for each in tried]
-    return [] if fixes.changed(config, plain) in already_tried else [plain]
+    return [] if changed(config, plain) in [changed(config, each) for each in tried] else [plain]
+
+
+def _fits(config: Config, split: Change, hf: Mapping[str, Any]) -> bool:
+    """Returns True if the settings of a split are valid without asynchrony."""
+    return isinstance(choice(config, split, "off", 0, hf), Choice)
 
 
 def _keeps_blocks(config: Config, change: Change, hf: Mapping[str, Any]) -> bool:
     """Returns False if the change makes the engines' FP8 blocks differ from the policy's."""
     decoder = architecture(hf).describe(hf)
     return (
-        engine_blocks.partial_block(fixes.changed(config, change), decoder) is None
+        engine_blocks.partial_block(changed(config, change), decoder) is None
         or engine_blocks.partial_block(config, decoder) is not None
     )
-
-
-def _rank_splits(
-    config: Config, engines: int, total: int, engine_change: Change, hf: Mapping[str, Any]
-) -> Iterator[Change]:
-    """Yields splits with `engines` engines, most policy ranks first."""
-    looked = 0
-    for ranks in range(total, 0, -1):
-        split = (*_split(ranks, engines), *engine_change)
-        changed = fixes.changed(config, split)
-        if gpus_needed(changed) > total or not _layouts_match(changed):
-            continue
-        if not isinstance(choice(config, split, "off", 0, hf), UserError):
-            yield split
-        looked += 1
-        if looked == RANKS:
-            return
 
 
 def _layouts_match(config: Config) -> bool:
@@ -227,13 +200,8 @@ def _layouts_match(config: Config) -> bool:
     return True
 
 
-def _split(ranks: int, engines: int) -> Change:
-    return (
-        ("cluster.shared", False),
-        ("residency.keep", None),
-        ("policy.ranks", ranks),
-        ("rollout.engines", engines),
-    )
+def _gpus(config: Config) -> int:
+    return config.cluster.nodes * config.cluster.gpus_per_node
 
 
 def _sized(tensor: int, fraction: float) -> Change:
@@ -251,11 +219,7 @@ def _mode(mode: str, most: int) -> Change:
     return ("asynchrony.mode", mode), ("asynchrony.max_staleness", usual if mode == "off" else most)
 
 
-def _differing(config: Config, change: Change) -> Change:
-    return tuple((key, value) for key, value in change if reduce(getattr, key.split("."), config) != value)
-
-
-def _evenly_spaced(values: Any, most: int) -> list[Any]:
+def _evenly_spaced(values: Sequence[Any], most: int) -> list[Any]:
     """Returns at most `most` values, evenly spaced, including both ends."""
     count = len(values)
     if count <= most:

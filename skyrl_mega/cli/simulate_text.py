@@ -11,7 +11,7 @@ from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.cli.simulate_choices import Choice
 from skyrl_mega.config.derived import max_open_trajectories, policy_ranks
 from skyrl_mega.config.schema import Config
-from skyrl_mega.planner import fixes
+from skyrl_mega.planner.candidates import as_arguments, changed, ranked
 from skyrl_mega.simulation.rates import prompts_played
 from skyrl_mega.simulation.simulate import Outcome
 from skyrl_mega.simulation.workload import Length
@@ -19,8 +19,8 @@ from skyrl_mega.simulation.workload import Length
 STEPS = 4
 """Minimum number of steps measured per choice. With high staleness more steps are measured: groups requested together
 may finish together, and training must pass over them twice."""
-NOISE = 1.02
-"""Ratio of step times below which the difference is noise."""
+NOISE = 0.02
+"""Relative difference of step times below which the difference is noise."""
 LIMITING, DOMINANT = 0.8, 0.9
 """Shares of a step that environment calls take: from the first on they limit the step; from the second on no other
 change is worthwhile, as a step could be at most a ninth shorter."""
@@ -89,13 +89,12 @@ class Comparison:
 
         Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
         """
-        fastest = min(row.outcome.seconds for row in self.all_rows)
-        near = [row for row in self.all_rows if row.outcome.seconds <= NOISE * fastest]
-        if as_it_is := [row for row in near if not row.choice.change]:
-            return as_it_is[0]
-        if self.rows[0] in near:
-            return self.rows[0]
-        return min(near, key=lambda row: (row.choice.most, len(row.choice.change), row.outcome.seconds))
+
+        def preference(row: Row) -> tuple[Any, ...]:
+            change = row.choice.change
+            return bool(change), row is not self.rows[0], row.choice.most, len(change), row.outcome.seconds
+
+        return next(ranked(self.all_rows, lambda row: row.outcome.seconds, NOISE, preference))
 
     @property
     def environments_bound(self) -> bool:
@@ -179,7 +178,7 @@ def _advice(c: Comparison) -> str:
     seconds = _seconds(c.best.outcome.seconds)
     return (
         f"advised: {describe(c.best.choice)}: {seconds} s, a step is {_gain(than, c.best)} as with {words}; add\n"
-        f"  {fixes.as_arguments(c.best.choice.change)}"
+        f"  {as_arguments(c.best.choice.change)}"
     )
 
 
@@ -196,7 +195,7 @@ def _environment_notes(c: Comparison) -> list[str]:
     """Returns notes if environments may limit the step time."""
     workers, slots, notes = c.config.environment.workers, c.config.environment.slots, []
     calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.all_rows)
-    most = max_open_trajectories(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
+    most = max_open_trajectories(changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
         notes = [
             f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; see what a step "
@@ -222,7 +221,7 @@ def _limits(c: Comparison) -> list[str]:
     return [
         f"each row is {STEPS} steps or more with one seed, of the same trajectories"
         + ("" if c.trajectories == size else f" ({stand})")
-        + f"; differences below {NOISE - 1:.0%} are noise: among such rows the current settings are recommended, else "
+        + f"; differences below {NOISE:.0%} are noise: among such rows the current settings are recommended, else "
         "the lowest staleness",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
         "real service and router do, in virtual time",
@@ -263,7 +262,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "splits": [_values(row) for row in c.splits],
         "engines": [_values(row) for row in c.engine_sizes],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
-        "advice": None if c.environments_bound else fixes.as_arguments(c.best.choice.change) or None,
+        "advice": None if c.environments_bound else as_arguments(c.best.choice.change) or None,
         "notes": _environment_notes(c),
         "trajectories": c.trajectories,
         "workload": {**c.length._asdict(), "environment_s": c.environment_s},
@@ -280,7 +279,7 @@ def _values(row: Row) -> dict[str, Any]:
         "rollout.engines": config.rollout.engines,
         "rollout.tensor": config.rollout.tensor,
         "rollout.memory_fraction": config.rollout.memory_fraction,
-        "settings": fixes.as_arguments(row.choice.change),
+        "settings": as_arguments(row.choice.change),
         "steps": measured_steps(row.choice.most),
         **asdict(row.outcome),
         **(dict.fromkeys(EXCLUSIVE_COLUMNS) if config.cluster.shared else {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.cli.dry_run_text import aligned
+from skyrl_mega.cli.dry_run_text import aligned, shape
 from skyrl_mega.config.derived import expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -120,7 +120,7 @@ def _tree(settings: dict[str, Any]) -> dict[str, Any]:
 
 def memory_warning(s: Suggestion, decoder: Decoder) -> str:
     """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
-    unsafe = least_safe_phase(s.config, decoder, s.parallel) if s.config.cluster.shared else None
+    unsafe = least_safe_phase(s.config, decoder, s.parallel)
     return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
 
 
@@ -172,5 +172,4 @@ def _keep(s: Suggestion) -> str:
 
 def _layout(p: ParallelDims) -> str:
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
-    sizes |= {"ETP": p.expert_tensor, "DP": p.data}
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "alone"
+    return shape(sizes | {"ETP": p.expert_tensor, "DP": p.data})

@@ -13,8 +13,8 @@ from skyrl_mega.config.derived import expert_parallel, fp8_parameters, has_criti
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
-from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.engine import check, check_blocks
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import engine_blocks
 from skyrl_mega.planner.batch import batch
@@ -116,9 +116,9 @@ def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
     """Returns the engines with all fractions that leave room for the model and a sequence; None if no fraction does."""
     sizes = config.rollout.tensor, expert_parallel(config.rollout)
     try:
-        engine.check(decoder, *sizes)
+        check(decoder, *sizes)
         if fp8_parameters(config.rollout):
-            engine.check_blocks(decoder, *sizes)
+            check_blocks(decoder, *sizes)
     except UserError:
         return None
     step, is_shared = batch(config, ParallelDims()), config.cluster.shared
@@ -145,14 +145,14 @@ def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineC
         # On separate GPUs only the policy must fit, and the fastest engines are best.
         if ranks.peak(given) <= ranks.size:
             yield min(
-                (EnginePlan(e, given, *choice) for e in candidates for choice in e.fractions),
+                (EnginePlan(engine, given, *choice) for engine in candidates for choice in engine.fractions),
                 key=lambda plan: plan.seconds,
             )
         return
     for keep in _keep_choices(config):
         policy = {phase: ranks.peak_in(phase, keep) for phase in SHARED_PHASES}
-        fits = (plan for e in candidates if (plan := _with_largest_fraction(e, keep, policy, ranks.size)))
-        if fastest := min(fits, key=lambda plan: plan.seconds, default=None):
+        plans = (_with_largest_fraction(engine, keep, policy, ranks.size) for engine in candidates)
+        if fastest := min(filter(None, plans), key=lambda plan: plan.seconds, default=None):
             yield fastest
 
 
@@ -160,39 +160,35 @@ def _keep_choices(config: Config) -> list[list[str] | None]:
     """Returns the candidates for `residency.keep`, and the given value. The critic always stays, as it uses separate
     GPUs."""
     given = config.residency.keep
-    choices = [None if keep is None else [*keep, *CRITIC] if has_critic(config) else [*keep] for keep in KEEPS]
+    choices = [None if keep is None else [*keep, *CRITIC[: has_critic(config)]] for keep in KEEPS]
     choices = choices if given in choices else [*choices, given]
     # A streamed optimizer is never resident (`config/checks/devices.py`).
     return [keep for keep in choices if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]
 
 
 def _with_largest_fraction(
-    e: EngineChoice, keep: list[str] | None, policy: dict[str, int], size: int
+    engine: EngineChoice, keep: list[str] | None, policy: dict[str, int], size: int
 ) -> EnginePlan | None:
     """Returns the engines with the largest fraction fitting beside the policy in every phase; None if no fraction
     fits."""
-    budget = size
-    for has_cache, used in _bytes_by_phase(e, keep, policy):
-        if has_cache:
-            budget = min(budget, size - used)
-        elif used > size:
-            return None
-    for fraction, tokens, seconds in e.fractions:
-        if int(fraction * size) <= budget:
-            return EnginePlan(e, keep, fraction, tokens, seconds)
-    return None
+    phases = list(_bytes_by_phase(engine, keep, policy))
+    if any(used > size for has_cache, used in phases if not has_cache):
+        return None
+    budget = size - max((used for has_cache, used in phases if has_cache), default=0)
+    fitting = (choice for choice in engine.fractions if int(choice[0] * size) <= budget)
+    return next((EnginePlan(engine, keep, *choice) for choice in fitting), None)
 
 
-def _bytes_by_phase(e: EngineChoice, keep: list[str] | None, policy: dict[str, int]) -> Iterator[tuple[bool, int]]:
+def _bytes_by_phase(engine: EngineChoice, keep: list[str] | None, policy: dict[str, int]) -> Iterator[tuple[bool, int]]:
     """Yields for each phase: True if the KV cache is present, and the bytes of policy and engine.
 
     While the KV cache is present, the engine's budget is not included in the bytes.
     """
     for phase, used in policy.items():
         resident_parts = resident(phase, keep)
-        used += e.memory.staged * (phase == "sync") + e.memory.beside
+        used += engine.memory.staged * (phase == "sync") + engine.memory.beside
         has_cache = "kv_cache" in resident_parts
-        asleep = e.memory.reserve + e.memory.weights * ("engine_weights" in resident_parts)
+        asleep = engine.memory.reserve + engine.memory.weights * ("engine_weights" in resident_parts)
         yield has_cache, used + asleep * (not has_cache)
 
 
@@ -210,7 +206,7 @@ def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineCho
     shortages = []
     for keep in _keep_choices(config):
         policy = {phase: ranks.peak_in(phase, keep) for phase in SHARED_PHASES}
-        for e in candidates:
-            share = int(e.fractions[-1][0] * ranks.size)
-            shortages.append(max(used + share * has_cache for has_cache, used in _bytes_by_phase(e, keep, policy)))
+        for engine in candidates:
+            share, phases = int(engine.fractions[-1][0] * ranks.size), _bytes_by_phase(engine, keep, policy)
+            shortages.append(max(used + share * has_cache for has_cache, used in phases))
     return min(shortages) - ranks.size

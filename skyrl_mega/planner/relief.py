@@ -3,8 +3,8 @@ named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import has_critic, length_limit, micro_tokens
@@ -14,6 +14,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, fp8_blocks
+from skyrl_mega.planner.candidates import Change, as_arguments, changed, differing
 from skyrl_mega.planner.memory import GIB, engine_memory, policy_memory
 from skyrl_mega.planner.shared import SharedGpu, shared_gpus, stage_ranks
 
@@ -22,10 +23,8 @@ MIN_FREE = GIB
 MIN_GAIN = GIB // 10
 """Minimum bytes that a named setting must free."""
 
-Candidate = tuple[str, Config]
-"""Setting as written on the command line, and the complete settings with it."""
 Relief = tuple[str, int]
-"""Setting, and the bytes freed."""
+"""Setting as written on the command line, and the bytes freed."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str)
     def free(other: Config) -> int:
         return min(gpu.free(phase) for gpu in shared_gpus(other, decoder, parallel))
 
-    return _effective(
-        config, decoder, (*_policy_candidates(config, decoder, parallel), *_sharing_candidates(config, phase)), free
-    )
+    changes = *_policy_changes(config, decoder, parallel), *_sharing_changes(config, phase)
+    return _effective(config, decoder, changes, free)
 
 
 def policy_relief(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[Relief]:
@@ -78,18 +76,17 @@ def policy_relief(config: Config, decoder: Decoder, parallel: ParallelDims) -> l
     def free(other: Config) -> int:
         return -max(policy_memory(other, decoder, parallel, rank).peak for rank in stage_ranks(parallel).values())
 
-    return _effective(config, decoder, _policy_candidates(config, decoder, parallel), free)
+    return _effective(config, decoder, _policy_changes(config, decoder, parallel), free)
 
 
 def _effective(
-    config: Config, decoder: Decoder, candidates: Iterable[Candidate], free: Callable[[Config], int]
+    config: Config, decoder: Decoder, changes: Iterable[Change], free: Callable[[Config], int]
 ) -> list[Relief]:
-    """Returns the candidates that free at least `MIN_GAIN` and pass all checks, including host memory."""
-    before, effective = free(config), []
-    for setting, other in candidates:
-        if _passes_checks(other, decoder) and (gained := free(other) - before) >= MIN_GAIN:
-            effective.append((setting, gained))
-    return sorted(effective, key=lambda item: -item[1])
+    """Returns the changes that free at least `MIN_GAIN` and pass all checks, including host memory."""
+    before = free(config)
+    candidates = ((as_arguments(change), changed(config, change)) for change in changes)
+    gains = ((setting, free(other) - before) for setting, other in candidates if _passes_checks(other, decoder))
+    return sorted((relief for relief in gains if relief[1] >= MIN_GAIN), key=lambda relief: -relief[1])
 
 
 def _passes_checks(config: Config, decoder: Decoder) -> bool:
@@ -104,30 +101,25 @@ def _passes_checks(config: Config, decoder: Decoder) -> bool:
     )
 
 
-def _policy_candidates(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[Candidate]:
-    policy = config.policy
-    for kind in ("selective", "moe", "full"):
-        offload_layers = 0 if kind == "full" else policy.offload_layers
-        suffix = " policy.offload_layers=0" * (offload_layers != policy.offload_layers)
-        yield (
-            f"policy.recompute={kind}{suffix}",
-            replace(config, policy=replace(policy, recompute=kind, offload_layers=offload_layers)),
-        )
+def _policy_changes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[Change]:
     half = max(1, max(parallel.stage_sizes(decoder.layers)) // 2)  # then each copy overlaps with two layers
-    yield f"policy.offload_layers={half}", replace(config, policy=replace(policy, offload_layers=half))
-    fewer = max(1, micro_tokens(policy) // 2)
-    yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
-    optimizer = replace(policy.optimizer, streamed=True)
-    yield "policy.optimizer.streamed=true", replace(config, policy=replace(policy, optimizer=optimizer))
-    precision = replace(policy.precision, parameters="fp8")
-    yield "policy.precision.parameters=fp8", replace(config, policy=replace(policy, precision=precision))
+    none_offloaded = differing(config, (("policy.offload_layers", 0),))
+    return [
+        (("policy.recompute", "selective"),),
+        (("policy.recompute", "moe"),),
+        (("policy.recompute", "full"), *none_offloaded),
+        (("policy.offload_layers", half),),
+        (("policy.micro_tokens", max(1, micro_tokens(config.policy) // 2)),),
+        (("policy.optimizer.streamed", True),),
+        (("policy.precision.parameters", "fp8"),),
+    ]
 
 
-def _sharing_candidates(config: Config, phase: str) -> Iterator[Candidate]:
-    rollout, stays = config.rollout, kept(config.residency.keep)
+def _sharing_changes(config: Config, phase: str) -> list[Change]:
+    stays = kept(config.residency.keep)
     needed = [part for part in PARTS if part in stays and (part in NEEDS[phase] or part in CRITIC)]
-    keep = [part for part in needed if part not in CRITIC or has_critic(config)]
-    yield f"residency.keep=[{','.join(keep)}]", replace(config, residency=replace(config.residency, keep=keep))
-    lower = round(rollout.memory_fraction - 0.05, 2)
-    yield f"rollout.memory_fraction={lower:g}", replace(config, rollout=replace(rollout, memory_fraction=lower))
-    yield "rollout.eager=true", replace(config, rollout=replace(rollout, eager=True))
+    return [
+        (("residency.keep", [part for part in needed if part not in CRITIC or has_critic(config)]),),
+        (("rollout.memory_fraction", round(config.rollout.memory_fraction - 0.05, 2)),),
+        (("rollout.eager", True),),
+    ]

@@ -32,6 +32,7 @@ from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fp8_blocks
+from skyrl_mega.planner.candidates import Change, changed, ranked
 from skyrl_mega.planner.engine_search import EngineChoice, PolicyRanks, engine_choices, fastest_engines, missing_bytes
 from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
@@ -156,77 +157,57 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
         )
     decoder = architecture(hf).describe(hf)
     if config.policy.micro_tokens is None:  # all candidates are tried
-        config = replace(config, policy=replace(config.policy, micro_tokens=MICRO_TOKENS[0]))
+        config = changed(config, (("policy.micro_tokens", MICRO_TOKENS[0]),))
     if config.critic.layout and config.critic.ranks:
         _critic(config, decoder)  # checked once, as the critic's layout is fixed
     if not config.cluster.shared:  # separate GPUs need no offload
-        config = replace(config, residency=replace(config.residency, keep=None))
+        config = changed(config, (("residency.keep", None),))
     end = time.process_time() + SECONDS
     evaluated = list(_evaluations(config, decoder, gpus, end))
     complete = time.process_time() < end
     by_layout = dict[ParallelDims, list[Suggestion]]()
     for suggestion in (s for evaluation in evaluated for s in evaluation.fitting):
         by_layout.setdefault(suggestion.parallel, []).append(suggestion)
-    suggestions = [best for of_layout in by_layout.values() if (best := _best_with_host_memory(of_layout, decoder))]
+    best = [best for of_layout in by_layout.values() if (best := _best_with_host_memory(of_layout, decoder))]
+    suggestions = tuple(ordered(best, lambda s: least_safe_phase(s.config, decoder, s.parallel) is not None))
+    result = SearchResult(gpus, len(evaluated), suggestions, complete)
     if suggestions:
-        return SearchResult(
-            gpus, len(evaluated), tuple(ordered(suggestions, lambda s: _is_unsafe(s, decoder))), complete
-        )
-    larger_counts = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE]
+        return result
     end = time.process_time() + SECONDS / 4
     enough_gpus = next(
         (
-            n
-            for n in larger_counts
-            if any(_best_with_host_memory(t.fitting, decoder) for t in _evaluations(config, decoder, n, end))
+            more
+            for more in (-(-gpus * quarters // (4 * node)) * node for quarters in MORE)
+            if any(_best_with_host_memory(t.fitting, decoder) for t in _evaluations(config, decoder, more, end))
         ),
         None,
     )
     fits = [s for of_layout in by_layout.values() for s in of_layout]
     host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
     nearest = None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None)
-    return SearchResult(
-        gpus,
-        len(evaluated),
-        (),
-        complete,
-        enough_gpus=enough_gpus,
-        nearest=nearest,
-        host_problem=str(host_error) if host_error else None,
+    return replace(
+        result, enough_gpus=enough_gpus, nearest=nearest, host_problem=str(host_error) if host_error else None
     )
 
 
 def ordered(suggestions: Iterable[Suggestion], unsafe: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
-    """Yields suggestions by step time; suggestions at most `TIE` slower than the fastest remaining one form a tie.
-
-    Within a tie safe suggestions come first, then suggestions that cut the model least.
+    """Yields suggestions by step time; within a tie (`TIE`) safe suggestions come first, then suggestions that cut the
+    model least.
 
     Args:
         suggestions: The suggestions.
         unsafe: Returns True if a suggestion leaves too little free memory on a shared GPU.
     """
-    rest = sorted(suggestions, key=lambda s: s.seconds)
-    while rest:
-        tie = [s for s in rest if s.seconds <= (1 + TIE) * rest[0].seconds]
-        yield from sorted(tie, key=lambda s: (unsafe(s), s.cuts, s.seconds))
-        rest = rest[len(tie) :]
-
-
-def _is_unsafe(suggestion: Suggestion, decoder: Decoder) -> bool:
-    """Returns True if the free memory of a shared GPU is less than the possible error of its estimates."""
-    config = suggestion.config
-    return config.cluster.shared and least_safe_phase(config, decoder, suggestion.parallel) is not None
+    return ranked(suggestions, lambda s: s.seconds, TIE, lambda s: (unsafe(s), s.cuts, s.seconds))
 
 
 def _best_with_host_memory(suggestions: list[Suggestion], decoder: Decoder) -> Suggestion | None:
     """Returns the fastest suggestion for which host memory suffices, or None; among equally fast suggestions, the one
     that moves least."""
-    for suggestion in sorted(
+    fastest_first = sorted(
         suggestions, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))
-    ):
-        if _host_problem(suggestion, decoder) is None:
-            return suggestion
-    return None
+    )
+    return next((s for s in fastest_first if _host_problem(s, decoder) is None), None)
 
 
 def _host_problem(suggestion: Suggestion, decoder: Decoder) -> UserError | None:
@@ -241,45 +222,43 @@ def _evaluations(config: Config, decoder: Decoder, gpus: int, end: float) -> Ite
 
     For each choice of `residency.keep`, only the fastest engines are included.
     """
-    config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
+    nodes = -(-gpus // config.cluster.gpus_per_node)
+    config = changed(config, (("cluster.nodes", nodes), ("policy.optimizer.streamed", False)))
     fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
+    sizes = sorted({*MICRO_TOKENS, micro_tokens(config.policy)})
     for ranks, workers in _gpu_splits(config, gpus - fixed):
-        policy = replace(config.policy, ranks=ranks)
-        chosen = engine_choices(replace(config, policy=policy), decoder, workers)
-        if not chosen:
-            continue
-        for parallel, layout in _layouts(config, decoder, ranks):
-            for recompute, offload_layers in _recompute_choices(config, max(parallel.stage_sizes(decoder.layers))):
-                optimizer = replace(policy.optimizer, streamed=False)
-                trial = replace(
-                    policy, layout=layout, recompute=recompute, offload_layers=offload_layers, optimizer=optimizer
-                )
-                for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
+        divided = changed(config, (("policy.ranks", ranks),))
+        engines = engine_choices(divided, decoder, workers)
+        for parallel, layout in _layouts(config, decoder, ranks) if engines else ():
+            for recompute in _recompute_changes(config, max(parallel.stage_sizes(decoder.layers))):
+                trial = changed(divided, (("policy.layout", layout), *recompute))
+                for tokens in sizes:
                     if time.process_time() > end:
                         return
-                    trial = replace(trial, micro_tokens=tokens)
-                    evaluation = _evaluate(replace(config, policy=trial), decoder, parallel, chosen)
+                    trial = changed(trial, (("policy.micro_tokens", tokens),))
+                    evaluation = _evaluate(trial, decoder, parallel, engines)
+                    policy = trial.policy
                     if (
                         not evaluation.fitting
-                        and not trial.optimizer.streamed
+                        and not policy.optimizer.streamed
                         and policy.precision.parameters == "model"
                     ):
                         # Slower, so only if nothing fits otherwise; then no larger micro-batch fits either. FP8
                         # parameters need all master weights on the device.
-                        trial = replace(trial, optimizer=replace(trial.optimizer, streamed=True))
-                        evaluation = _evaluate(replace(config, policy=trial), decoder, parallel, chosen)
+                        trial = changed(trial, (("policy.optimizer.streamed", True),))
+                        evaluation = _evaluate(trial, decoder, parallel, engines)
                     yield evaluation
                     if not evaluation.fitting:
                         break  # a larger micro-batch takes more memory
 
 
-def _recompute_choices(config: Config, layers: int) -> Iterator[tuple[str, int]]:
-    """Yields candidates for `policy.recompute` and `policy.offload_layers`. With long sequences a copy may be faster
+def _recompute_changes(config: Config, layers: int) -> list[Change]:
+    """Returns candidates for `policy.recompute` and `policy.offload_layers`. With long sequences a copy may be faster
     than recomputation."""
-    kinds = _recompute_kinds(config)
-    yield from ((kind, 0) for kind in kinds)
-    if length_limit(config.rollout) >= LONG:
-        yield from product([kind for kind in kinds if kind in ("none", "selective")], {layers // 2, layers} - {0})
+    kinds, is_long = _recompute_kinds(config), length_limit(config.rollout) >= LONG
+    offloading = product([kind for kind in kinds if kind in ("none", "selective")], {layers // 2, layers} - {0})
+    choices = [*product(kinds, (0,)), *(offloading if is_long else ())]
+    return [(("policy.recompute", kind), ("policy.offload_layers", offloaded)) for kind, offloaded in choices]
 
 
 def _recompute_kinds(config: Config) -> list[str]:
@@ -288,7 +267,7 @@ def _recompute_kinds(config: Config) -> list[str]:
     if any(name.startswith("recompute_") for name in policy.options):
         return ["none"]  # the given options are more specific (`config/megatron_options.py`)
     excluded = {"moe"} if policy.moe.replay != "off" else set()
-    if on_cpu(config) or policy.spec == "local":
+    if policy.spec == "local":
         excluded.add("selective")
     return [kind for kind in RECOMPUTE if kind not in excluded]
 
@@ -304,8 +283,7 @@ def _evaluate(config: Config, decoder: Decoder, parallel: ParallelDims, chosen: 
     for plan in plans:
         residency = replace(config.residency, keep=plan.keep)
         settings = replace(config, rollout=plan.engine.rollout(plan.fraction), residency=residency)
-        transfers = residency_time(settings, decoder, parallel) if plan.keep is not None else 0.0
-        total = other_seconds + plan.seconds + transfers
+        total = other_seconds + plan.seconds + residency_time(settings, decoder, parallel)
         suggestions.append(Suggestion(parallel, settings, ranks.peak(plan.keep), plan.tokens, total))
     return Evaluated(parallel, config, suggestions, 0)
 

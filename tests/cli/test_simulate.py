@@ -19,7 +19,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.planner.fixes import Change, changed
+from skyrl_mega.planner.candidates import Change, changed
 from skyrl_mega.simulation.simulate import Outcome
 from skyrl_mega.simulation.workload import Length
 

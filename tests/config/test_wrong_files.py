@@ -12,7 +12,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.secrets import masked
-from skyrl_mega.planner import fixes
+from skyrl_mega.planner.candidates import KNOBS
 from skyrl_mega.telemetry.console import Console
 
 HOSTILE: list[tuple[str, bytes, str]] = [
@@ -74,9 +74,9 @@ def test_a_missing_self_says_nothing_but_the_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [-2, 0, -(10**9)])
 def test_values_near_one_out_of_its_range(value: int) -> None:
-    for key, near in fixes.NEAR.items():
+    for key, knob in KNOBS.items():
         if key in ("policy.layout.tensor", "policy.ranks", "policy.micro_tokens"):
-            assert all(other >= 1 for other in near(value) if other is not None)
+            assert all(other >= 1 for other in knob.near(value) if other is not None)
 
 
 def test_secrets_are_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
