@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
-from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, with_given_fraction
-from skyrl_mega.cli.simulate_text import NOISE, Comparison, Refused, Row
+from skyrl_mega.cli.simulate_choices import EXPLORED, Choice, Refused, engines, with_given_fraction
+from skyrl_mega.cli.simulate_text import NOISE, Comparison, Row
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
-from skyrl_mega.config.checks.learning import MOST_SIMULATED
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import engine_data, response_limit
 from skyrl_mega.config.errors import UserError
@@ -112,18 +111,15 @@ class _Simulator:
     def row(self, choice: Choice) -> Row:
         """Simulates a choice and returns it with the outcome."""
         print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
-        decoder, config = (
-            architecture(self.hf).describe(self.hf),
-            micro_tokens.with_micro_tokens(choice.config, self.hf),
-        )
+        config = micro_tokens.with_micro_tokens(choice.config, self.hf)
         parallel, _ = fit.parallel_of(config)
-        rates = Rates.planned(config, decoder, parallel, self.workload.length)
+        rates = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
         return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured_steps(choice.most)))
 
-    def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[tuple[Change, Row]]:
+    def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[Row]:
         """Simulates a mode in each suitable split."""
-        choices = ((split, simulate_choices.choice(config, split, mode, most, self.hf)) for split in splits)
-        return [(split, self.row(each)) for split, each in choices if isinstance(each, Choice)]
+        choices = (simulate_choices.choice(config, split, mode, most, self.hf) for split in splits)
+        return [self.row(each) for each in choices if isinstance(each, Choice)]
 
 
 def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison:
@@ -135,71 +131,45 @@ def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison
     Raises:
         UserError: No split fits.
     """
-    splits = simulate_choices.splits(config, simulator.hf)
+    hf = simulator.hf
+    splits = simulate_choices.splits(config, hf)
     if not splits:
-        why = simulate_choices.misfit_reason(config, simulator.hf)
+        why = simulate_choices.misfit_reason(config, hf)
         raise UserError(
             f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
             "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
         )
     first = simulator.row(given)
-    shared = engines(config, (), simulator.hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
-    shared_rows = [row for _, row in simulator.rows(config, shared, "off", 0)]
+    shared = engines(config, (), hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
+    shared_rows = simulator.rows(config, shared, "off", 0)
     split_rows = next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)))
-    best, best_row = min(split_rows, key=_seconds)
-    explored = best_row.choice
-    engine_rows = sorted(
-        simulator.rows(config, engines(config, best, simulator.hf), explored.mode, explored.most), key=_seconds
-    )
-    engine_splits = [(best, best_row), *engine_rows]
-    fastest, _ = min(engine_splits, key=_seconds)
-    plain_rows = simulator.rows(
-        config,
-        with_given_fraction(config, fastest, [split for split, _ in engine_splits]),
-        explored.mode,
-        explored.most,
-    )
-    best, best_row = _nearly_best([*engine_splits, *plain_rows])
-    rows, refused = [first], []
-    for each in _modes(config, best, simulator.hf):
-        if isinstance(each, Refused):
-            refused.append(each)
-        elif each.config not in [row.choice.config for row in rows]:
-            rows.append(best_row if each == best_row.choice else simulator.row(each))
-    split_results, engine_results = ([row for _, row in each] for each in (split_rows, [*plain_rows, *engine_rows]))
+    best = min(split_rows, key=_seconds)
+    explored = best.choice.mode, best.choice.most
+    engine_rows = sorted(simulator.rows(config, engines(config, best.choice.split, hf), *explored), key=_seconds)
+    tried = [best, *engine_rows]
+    plain = with_given_fraction(config, min(tried, key=_seconds).choice.split, [row.choice.split for row in tried])
+    engine_rows = [*simulator.rows(config, plain, *explored), *engine_rows]
+    best = _nearly_best([best, *engine_rows])
+    rows, modes = [first], [*simulate_choices.modes(config, best.choice.split, hf)]
+    for each in modes:
+        if isinstance(each, Choice) and each.config not in [row.choice.config for row in rows]:
+            rows.append(best if each == best.choice else simulator.row(each))
     return Comparison(
         config,
         rows,
-        splits=split_results,
-        engine_sizes=engine_results,
+        splits=split_rows,
+        engine_sizes=engine_rows,
         shared_engines=shared_rows,
-        refused=refused,
+        refused=[each for each in modes if isinstance(each, Refused)],
         environment_s=simulator.workload.environment_s,
         length=simulator.workload.length,
     )
 
 
-def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
-    """Yields the given settings with their asynchrony, then all modes in a split."""
-    if config.asynchrony.mode != "off":
-        most, as_given = config.asynchrony.max_staleness, simulate_choices.as_given(config, hf)
-        if most > MOST_SIMULATED:
-            yield Refused(
-                config.asynchrony.mode, most, f"it would take too long: --simulate plays {MOST_SIMULATED} at most"
-            )
-        elif isinstance(as_given, UserError):
-            yield Refused(config.asynchrony.mode, most, f"(the settings as they are) {as_given}")
-        else:
-            yield as_given
-    for mode, most in MODES:
-        each = simulate_choices.choice(config, split, mode, most, hf)
-        yield Refused(mode, most, str(each)) if isinstance(each, UserError) else each
+def _nearly_best(rows: Sequence[Row]) -> Row:
+    """Returns, among rows within noise of the fastest, the one that changes the fewest settings."""
+    return next(ranked(rows, _seconds, NOISE, lambda row: (len(row.choice.change), _seconds(row))))
 
 
-def _nearly_best(results: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
-    """Returns, among results within noise of the fastest, the one that changes the fewest settings."""
-    return next(ranked(results, _seconds, NOISE, lambda result: (len(result[1].choice.change), _seconds(result))))
-
-
-def _seconds(result: tuple[Change, Row]) -> float:
-    return result[1].outcome.seconds
+def _seconds(row: Row) -> float:
+    return row.outcome.seconds

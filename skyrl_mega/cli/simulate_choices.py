@@ -11,7 +11,7 @@ from itertools import islice, product
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
-from skyrl_mega.config.checks.learning import has_correction
+from skyrl_mega.config.checks.learning import MOST_SIMULATED, has_correction
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
@@ -54,6 +54,17 @@ class Choice:
     config: Config
     change: Change
     """Difference from the given settings."""
+    split: Change = ()
+    """Part of the change that divides the GPUs."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Mode that cannot run with the settings, and the reason."""
+
+    mode: str
+    most: int
+    reason: str
 
 
 def synchronous(config: Config) -> Choice:
@@ -62,14 +73,21 @@ def synchronous(config: Config) -> Choice:
     return Choice("off", 0, changed(config, change), change)
 
 
-def as_given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
-    """Returns the given settings with their asynchrony, or the error if invalid."""
-    refusal = find_error(config, hf, planned=True, strict=not config.cluster.shared)
-    return Choice(config.asynchrony.mode, config.asynchrony.max_staleness, config, ()) if refusal is None else refusal
+def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
+    """Yields the given settings with their asynchrony, if any, then all modes in a split."""
+    mode, most = config.asynchrony.mode, config.asynchrony.max_staleness
+    if mode != "off" and most > MOST_SIMULATED:
+        yield Refused(mode, most, f"it would take too long: --simulate plays {MOST_SIMULATED} at most")
+    elif mode != "off":
+        error = find_error(config, hf, planned=True, strict=not config.cluster.shared)
+        as_given = Choice(mode, most, config, ())
+        yield Refused(mode, most, f"(the settings as they are) {error}") if error else as_given
+    for mode, most in MODES:
+        yield choice(config, split, mode, most, hf)
 
 
-def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
-    """Returns a mode in a split, with an off-policy correction if needed, or the error if invalid.
+def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | Refused:
+    """Returns a mode in a split, with an off-policy correction if needed, or the reason if invalid.
 
     Args:
         config: The given settings.
@@ -79,14 +97,14 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
         hf: The model's config.json.
     """
     needed = most and not has_correction(config.algorithm)
-    refusals = []
+    errors = []
     for correction in CORRECTIONS if needed else ((),):
         change = differing(config, (*_mode(mode, most), *split, *correction))
         candidate = changed(config, change)
-        if (refusal := find_error(candidate, hf, planned=True, strict=True)) is None:
-            return Choice(mode, most, candidate, change)
-        refusals.append(refusal)
-    return refusals[0]
+        if (error := find_error(candidate, hf, planned=True, strict=True)) is None:
+            return Choice(mode, most, candidate, change, split)
+        errors.append(error)
+    return Refused(mode, most, str(errors[0]))
 
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
@@ -129,8 +147,8 @@ def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
     if half is None:
         return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
     result = choice(config, half, "off", 0, hf)
-    reason = f"with policy.ranks={dict(half)['policy.ranks']} and rollout.engines={engines} {result}"
-    return reason if isinstance(result, UserError) else ""
+    where = f"with policy.ranks={dict(half)['policy.ranks']} and rollout.engines={engines}"
+    return f"{where} {result.reason}" if isinstance(result, Refused) else ""
 
 
 def _matching_splits(config: Config, engines: int, change: Change) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_mega.cli.dry_run_text import aligned
-from skyrl_mega.cli.simulate_choices import Choice
+from skyrl_mega.cli.simulate_choices import Choice, Refused
 from skyrl_mega.config.derived import max_open_trajectories, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner.candidates import as_arguments, changed, ranked
@@ -52,15 +52,6 @@ class Row:
 
     choice: Choice
     outcome: Outcome
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Mode that cannot run with the settings, and the reason."""
-
-    mode: str
-    most: int
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from skyrl_mega.cli.dry_run_text import aligned, shape
 from skyrl_mega.config.derived import expert_parallel
@@ -57,7 +57,7 @@ def text(search: SearchResult, given: Config, decoder: Decoder) -> str:
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
     for number, suggestion in enumerate(search.suggestions[:PASTED], start=1):
-        written = yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip().splitlines()
+        written = OmegaConf.to_yaml(OmegaConf.from_dotlist(suggestion.overrides)).rstrip().splitlines()
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
     lines += ["", f"# 1 as arguments: {shlex.join(search.suggestions[0].overrides)}"]
     return "\n".join(lines)
@@ -104,18 +104,6 @@ def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
             "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
         )
     return lines
-
-
-def _tree(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested mappings from dotted keys."""
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        *groups, name = key.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
-    return tree
 
 
 def memory_warning(s: Suggestion, decoder: Decoder) -> str:

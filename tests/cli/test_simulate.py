@@ -12,12 +12,11 @@ import pytest
 from skyrl_mega.cli import simulate, simulate_choices, simulate_text
 from skyrl_mega.cli.dry_run import checked
 from skyrl_mega.cli.refusal import find_error
-from skyrl_mega.cli.simulate_choices import MODES, Choice
-from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
+from skyrl_mega.cli.simulate_choices import MODES, Choice, Refused
+from skyrl_mega.cli.simulate_text import Comparison, Row
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import gpus_needed
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner.candidates import Change, changed
 from skyrl_mega.simulation.simulate import Outcome
@@ -98,8 +97,8 @@ def test_of_engines_that_differ_by_chance_those_with_fewest_changes_are_taken() 
     more = (*c.rows[1].choice.change, ("rollout.memory_fraction", 0.9), ("rollout.tensor", 4))
     given, bigger, fastest = c.rows[1:]
     other = replace(bigger, choice=replace(bigger.choice, change=more))
-    assert simulate._nearly_best([((), other), ((), given)])[1] is given
-    assert simulate._nearly_best([((), other), ((), given), ((), fastest)])[1] is fastest
+    assert simulate._nearly_best([other, given]) is given
+    assert simulate._nearly_best([other, given, fastest]) is fastest
 
 
 def test_the_fastest_engines_are_tried_with_the_memory_of_the_settings() -> None:
@@ -298,7 +297,7 @@ def test_where_the_memory_of_gpus_of_their_own_does_not_fit_the_given_share_is_t
 
     def small(config: Config, split: Change, *rest: Any) -> Any:
         large = dict(split).get("rollout.memory_fraction") == 0.9
-        return UserError("it does not fit") if large else real(config, split, *rest)
+        return Refused("off", 0, "it does not fit") if large else real(config, split, *rest)
 
     monkeypatch.setattr(simulate_choices, "choice", small)
     splits = simulate_choices.splits(config, hf)
