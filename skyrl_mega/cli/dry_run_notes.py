@@ -31,7 +31,7 @@ from skyrl_mega.planner.candidates import changed
 from skyrl_mega.planner.host_memory import numa_warnings
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import needless_offloads
-from skyrl_mega.planner.relief import Relief, least_safe_phase, policy_relief, relief
+from skyrl_mega.planner.relief import Relief, least_safe_phase, relief
 from skyrl_mega.planner.shared import stage_ranks
 from skyrl_mega.planner.times import generate_time, step_time
 from skyrl_mega.telemetry.trackers import registry
@@ -177,10 +177,7 @@ def _on_policy(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iter
             f"policy.logit_chunk={config.policy.logit_chunk} is read on a CPU alone: policy.head=auto has no logits in "
             f"a GPU's memory, and so no chunks of them; policy.head=chunked has, or give policy.logit_chunk={usual}"
         )
-    chunks = range(parallel.virtual_pipeline)
-    layers = max(
-        sum(len(parallel.stage_layers(decoder.layers, pp, c)) for c in chunks) for pp in range(parallel.pipeline)
-    )
+    layers = max(parallel.stage_sizes(decoder.layers))
     if config.policy.offload_layers > layers:
         yield f"policy.offload_layers={config.policy.offload_layers} is all of a rank's layers, {layers} at most"
     peaks = {pp: policy_memory(config, decoder, parallel, rank).peak for pp, rank in stage_ranks(parallel).items()}
@@ -188,7 +185,7 @@ def _on_policy(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iter
         yield (
             f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy lacks "
             f"{(max(peaks.values()) - gpu) / GIB:.1f} GiB of a GPU, though within their margin; "
-            f"{_relief_text(policy_relief(config, decoder, parallel))}"
+            f"{_relief_text(relief(config, decoder, parallel))}"
         )
 
 

@@ -197,22 +197,21 @@ def _shared(v: Values) -> list[str]:
 
 
 def _nodes(v: Values) -> list[str]:
-    placed = list(enumerate(v["nodes"]))
-    kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
+    kinds = [kind for kind in v["nodes"][0]["host_memory"] if any(node["host_memory"][kind] for node in v["nodes"])]
     trained = [name for name in TRAINED if v[name]]
-    head = ("node", *trained, "engines", *kinds, "total")
 
-    def alike(node: Values) -> tuple[str, ...]:
-        host = node["host_memory"]
-        return (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
+    def alike(numbered: tuple[int, Values]) -> tuple[list[int], list[str]]:
+        """Returns the numbers of ranks and engines, and the cells of host memory."""
+        _, node = numbered
+        memory = (*(node["host_memory"][kind] for kind in kinds), node["host_memory_total"])
+        return [len(node[name]) for name in (*trained, "engines")], [f"{size / GIB:.1f}" for size in memory]
 
-    rows = [head]
-    counts = [tuple(len(n[name]) for name in (*trained, "engines")) for _, n in placed]
-    for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
-        group = list(same)
-        ranks = (as_ranges([r for _, n in group for r in n[kind]]) for kind in trained)
-        engines = as_ranges(sorted({int(e) for _, n in group for e in n["engines"]}))
-        rows.append((as_ranges([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
+    rows = [("node", *trained, "engines", *kinds, "total")]
+    for (_, memory), same in groupby(enumerate(v["nodes"]), alike):
+        numbers, nodes = zip(*same, strict=True)
+        ranks = (as_ranges([rank for node in nodes for rank in node[kind]]) for kind in trained)
+        engines = as_ranges(sorted({int(engine) for node in nodes for engine in node["engines"]}))
+        rows.append((as_ranges(numbers), *ranks, engines, *memory))
     disk = v["disk"]
     files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
     if disk["export"]:

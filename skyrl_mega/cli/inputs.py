@@ -15,16 +15,11 @@ from skyrl_mega.cli.experts import check_experts, check_spread
 from skyrl_mega.config.checks.devices import check_enough, check_gpus
 from skyrl_mega.config.checks.policy import check_speed
 from skyrl_mega.config.derived import (
-    critic_layout,
-    critic_ranks,
     engine_data,
     expert_parallel,
     fp8_parameters,
-    has_critic,
     length_limit,
     planned_device,
-    policy_ranks,
-    reference_ranks,
 )
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import check_precision
@@ -39,7 +34,8 @@ from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fp8_blocks
+from skyrl_mega.planner import fit, fp8_blocks
+from skyrl_mega.planner.memory import critic_dims
 from skyrl_mega.preflight import run_inputs
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
@@ -310,13 +306,9 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     """
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
-    grids = {"policy.layout": ParallelDims.from_config(config.policy.layout, policy_ranks(config))}
-    if config.reference.layout:
-        key = "reference.layout"
-        grids[key] = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key=key)
-    if has_critic(config):
-        key = "critic.layout"
-        grids[key] = ParallelDims.from_config(critic_layout(config), critic_ranks(config), key=key)
+    policy, reference = fit.parallel_of(config)
+    layouts = {"policy.layout": policy, "reference.layout": reference, "critic.layout": critic_dims(config)}
+    grids = {key: grid for key, grid in layouts.items() if grid}
     for key, grid in grids.items():
         architecture(hf).check_layout(hf, grid, key)
         _check_widths(config, hf, grid, key)

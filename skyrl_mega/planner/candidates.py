@@ -7,7 +7,7 @@ memory and the simulation of modes differ only in the settings that they change,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -71,12 +71,7 @@ def split(ranks: int, engines: int) -> Change:
     )
 
 
-def combined(*knobs: Sequence[Change]) -> Iterator[Change]:
-    """Yields every combination of one change of each knob; the last knob varies fastest."""
-    return (sum(parts, ()) for parts in product(*knobs))
-
-
-def combined_nearest(*knobs: Sequence[Change]) -> Iterator[Change]:
+def combined(*knobs: Iterable[Change]) -> Iterator[Change]:
     """Yields every combination of one change of each knob, smallest sum of the positions in the knobs first."""
     by_distance = sorted(product(*map(enumerate, knobs)), key=lambda parts: sum(position for position, _ in parts))
     return (sum((change for _, change in parts), ()) for parts in by_distance)

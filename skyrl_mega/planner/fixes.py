@@ -12,7 +12,7 @@ from skyrl_mega.config.checks.learning import CORRECTION, has_correction
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
-from skyrl_mega.planner.candidates import KNOBS, Change, changed, combined_nearest, near, split
+from skyrl_mega.planner.candidates import KNOBS, Change, changed, combined, near, split
 
 Verdict = Callable[[Config], UserError | None]
 """Function returning the error of settings, or None if valid."""
@@ -49,7 +49,7 @@ def nearest(config: Config, verdict: Verdict, error: UserError) -> list[Change]:
     machines = [pair for pair in pairs if MORE_NODES in pair]
 
     def passing(*keys: str) -> Iterator[Change]:
-        changes = combined_nearest(*(near(config, key, coarse=len(keys) > 1) for key in keys))
+        changes = combined(*(near(config, key, coarse=len(keys) > 1) for key in keys))
         wanted = 2 if keys == (*named[:1],) and keys != (MORE_NODES,) else 1
         return islice(_passing(config, changes, verdict, end), wanted)
 

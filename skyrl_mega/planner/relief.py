@@ -3,7 +3,6 @@ named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from skyrl_mega.config.checks import check
@@ -53,40 +52,27 @@ def least_safe_phase(config: Config, decoder: Decoder, parallel: ParallelDims) -
     return min(unsafe, key=lambda phase: (min(phase.free, 0), phase.free - phase.possible_shortage), default=None)
 
 
-def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str) -> list[Relief]:
-    """Returns settings freeing memory of the fullest shared GPU in a phase, largest gain first.
+def relief(config: Config, decoder: Decoder, parallel: ParallelDims, phase: str | None = None) -> list[Relief]:
+    """Returns settings that free at least `MIN_GAIN` and pass all checks, including host memory; largest gain first.
 
     Args:
         config: The settings.
         decoder: The model.
         parallel: The policy's grid.
-        phase: Name of the phase, such as `generate` or `train`.
+        phase: Phase in which memory of the fullest shared GPU is needed, such as `train`; None for memory of the
+            policy's fullest rank.
     """
 
     def free(other: Config) -> int:
-        return min(gpu.free(phase) for gpu in shared_gpus(other, decoder, parallel))
-
-    changes = *_policy_changes(config, decoder, parallel), *_sharing_changes(config, phase)
-    return _effective(config, decoder, changes, free)
-
-
-def policy_relief(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[Relief]:
-    """Returns settings reducing the memory of the policy's fullest rank, largest gain first."""
-
-    def free(other: Config) -> int:
+        if phase:
+            return min(gpu.free(phase) for gpu in shared_gpus(other, decoder, parallel))
         return -max(policy_memory(other, decoder, parallel, rank).peak for rank in stage_ranks(parallel).values())
 
-    return _effective(config, decoder, _policy_changes(config, decoder, parallel), free)
-
-
-def _effective(
-    config: Config, decoder: Decoder, changes: Iterable[Change], free: Callable[[Config], int]
-) -> list[Relief]:
-    """Returns the changes that free at least `MIN_GAIN` and pass all checks, including host memory."""
     before = free(config)
+    changes = [*_policy_changes(config, decoder, parallel), *(_sharing_changes(config, phase) if phase else ())]
     candidates = ((as_arguments(change), changed(config, change)) for change in changes)
     gains = ((setting, free(other) - before) for setting, other in candidates if _passes_checks(other, decoder))
-    return sorted((relief for relief in gains if relief[1] >= MIN_GAIN), key=lambda relief: -relief[1])
+    return sorted((gain for gain in gains if gain[1] >= MIN_GAIN), key=lambda gain: -gain[1])
 
 
 def _passes_checks(config: Config, decoder: Decoder) -> bool:
