@@ -75,7 +75,7 @@ def _misfit_text(search: SearchResult) -> str:
     if nearest:
         policy, size = nearest.config.policy, gpu_bytes(nearest.config) / GIB
         return (
-            f"{message}; the nearest ({_layout(nearest.parallel)}, policy.recompute={policy.recompute}, "
+            f"{message}; the nearest ({_layout(nearest.ranks.parallel)}, policy.recompute={policy.recompute}, "
             f"policy.micro_tokens={policy.micro_tokens}) lacks {nearest.missing_bytes / GIB:.1f} GiB of a GPU's "
             f"{size:.1f}; {enough}"
         )

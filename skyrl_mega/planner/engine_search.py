@@ -71,7 +71,7 @@ class PolicyRanks:
     """Memory by phase of a policy rank of each pipeline stage, for any `residency.keep`."""
 
     def __init__(self, config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
-        self.size = gpu_bytes(config)
+        self.size, self.parallel = gpu_bytes(config), parallel
         ranks = [
             replace(policy_memory(config, decoder, parallel, r), keep=None) for r in stage_ranks(parallel).values()
         ]

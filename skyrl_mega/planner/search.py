@@ -108,12 +108,17 @@ class Suggestion:
 class Evaluated:
     """Policy settings combined with all engines."""
 
-    parallel: ParallelDims
     config: Config
+    ranks: PolicyRanks
+    """Memory of the policy."""
+    engines: list[EngineChoice]
     fitting: list[Suggestion]
     """Combinations that fit."""
-    missing_bytes: int
-    """Missing bytes of a GPU if nothing fits; 0 or less if only the critic does not fit."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Returns the missing bytes of a GPU if nothing fits; 0 or less if only the critic does not fit."""
+        return missing_bytes(self.config, self.ranks, self.engines)
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,7 @@ def _evaluate(config: Config, decoder: Decoder, parallel: ParallelDims, chosen: 
     ranks = PolicyRanks(config, decoder, parallel)
     plans = list(fastest_engines(config, ranks, chosen))
     if not plans or not _critic_fits(config, decoder, ranks.size):
-        return Evaluated(parallel, config, [], missing_bytes(config, ranks, chosen))
+        return Evaluated(config, ranks, chosen, [])
     other_seconds = time_without_generation(config, decoder, parallel)
     suggestions = []
     for plan in plans:
@@ -285,7 +290,7 @@ def _evaluate(config: Config, decoder: Decoder, parallel: ParallelDims, chosen: 
         settings = replace(config, rollout=plan.engine.rollout(plan.fraction), residency=residency)
         total = other_seconds + plan.seconds + residency_time(settings, decoder, parallel)
         suggestions.append(Suggestion(parallel, settings, ranks.peak(plan.keep), plan.tokens, total))
-    return Evaluated(parallel, config, suggestions, 0)
+    return Evaluated(config, ranks, chosen, suggestions)
 
 
 def _critic_fits(config: Config, decoder: Decoder, available: int) -> bool:
