@@ -1,8 +1,8 @@
 """Candidates of every search for settings: the table of searched settings, their combinations, and the order of
 results.
 
-A candidate is a change of given settings. The layout search, the fixes of refused settings, the settings that free
-memory and the simulation of modes differ only in the settings that they change, and in what they measure.
+A candidate is a change of given settings. Four searches share this module: layouts (`search`), fixes of refused settings
+(`fixes`), settings freeing memory (`relief`), and the simulated modes (`cli.simulate_choices`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def differing(config: Config, change: Change) -> Change:
-    """Returns the change without the values that the settings have already."""
+    """Returns the change without values equal to the settings' own."""
     return tuple((key, value) for key, value in change if value_of(config, key) != value)
 
 
@@ -129,17 +129,17 @@ def _is_doubled(value: Any, other: Any) -> bool:
 
 
 def _of(*values: Any) -> Near:
-    """Returns a function that orders the other values by their distance from a value."""
+    """Returns a function sorting the other values by distance from a value."""
     return lambda value: sorted((other for other in values if other != value), key=lambda other: abs(other - value))
 
 
 def _only(other: Any) -> Near:
-    """Returns a function that returns a single value, unless it is the value already."""
+    """Returns a function returning a single value, or nothing if the current value is the same."""
     return lambda value: [] if value == other else [other]
 
 
 def _unless_null(values: Near, *first: Any) -> Near:
-    """Returns a function that returns `first` and the values near a value; nothing for null."""
+    """Returns a function returning `first` and the values near a value; nothing for null."""
     return lambda value: [] if value is None else [*first, *values(value)]
 
 
