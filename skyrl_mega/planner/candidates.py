@@ -1,7 +1,7 @@
 """Candidates of every search for settings: the table of searched settings, their combinations, and the order of
 results.
 
-A candidate is a change of given settings. Four searches share this module: layouts (`search`), fixes of refused settings
+A candidate is a change of given settings. Four searches share this module: layouts (`search`), fixes of refusals
 (`fixes`), settings freeing memory (`relief`), and the simulated modes (`cli.simulate_choices`).
 """
 
