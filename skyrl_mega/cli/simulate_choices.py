@@ -6,7 +6,7 @@ A choice is a change of the settings. It passes every check of a run's settings,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
 
@@ -54,8 +54,8 @@ class Choice:
     config: Config
     change: Change
     """Difference from the given settings."""
-    split: Change = ()
-    """Part of the change that divides the GPUs."""
+    split: Change = field(default=(), compare=False)
+    """Changes of settings that divide the GPUs."""
 
 
 @dataclass(frozen=True)
