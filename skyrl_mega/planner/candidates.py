@@ -128,7 +128,7 @@ def _is_doubled(value: Any, other: Any) -> bool:
     return remainder == 0 and ratio & (ratio - 1) == 0
 
 
-def _of(*values: Any) -> Near:
+def _of(values: tuple[Any, ...]) -> Near:
     """Returns a function sorting the other values by distance from a value."""
     return lambda value: sorted((other for other in values if other != value), key=lambda other: abs(other - value))
 
@@ -208,7 +208,7 @@ def _layout(role: str, *, only_named: bool = False) -> dict[str, Knob]:
 
 KNOBS: dict[str, Knob] = {
     "policy.recompute": Knob(_only("full"), paired=True),
-    "policy.offload_layers": Knob(_of(0, 8, 12, 16, 24, 32, 48, 64, 96), paired=True),
+    "policy.offload_layers": Knob(_of((0, 8, 12, 16, 24, 32, 48, 64, 96)), paired=True),
     "policy.micro_tokens": Knob(_micro_tokens, paired=True),
     "policy.optimizer.streamed": Knob(_only(True), paired=True),
     "critic.optimizer.streamed": Knob(_only(True), only_named=True),
@@ -220,7 +220,7 @@ KNOBS: dict[str, Knob] = {
     "policy.layout.first_stage_layers": Knob(_unless_null(_counts, None)),
     "policy.layout.last_stage_layers": Knob(_unless_null(_counts, None)),
     "policy.ranks": Knob(_counts, paired=True),
-    "rollout.memory_fraction": Knob(_of(*(round(0.05 * k, 2) for k in range(1, 20))), paired=True),
+    "rollout.memory_fraction": Knob(_of(tuple(round(0.05 * k, 2) for k in range(1, 20))), paired=True),
     "rollout.kv_cache_gib": Knob(_lower, only_named=True),
     "residency.keep": Knob(_keep_lists, paired=True),
     "cluster.shared": Knob(lambda value: [not value], only_named=True),
