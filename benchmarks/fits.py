@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fits.json"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 Figures = dict[str, Any]
 

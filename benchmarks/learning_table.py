@@ -22,8 +22,8 @@ from benchmarks.learning_page import lines, write_page
 from benchmarks.learning_plot import write_plot
 from benchmarks.learning_results import Figures, Results
 from benchmarks.learning_rows import COMMON, STEPS, Row, rows
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, Parser, guarded
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.table import duration
 
 ROOT = Path(__file__).parents[1]

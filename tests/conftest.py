@@ -129,7 +129,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workers).
     """
     pytest.importorskip("gguf")
-    from skyrl_mega.config.errors import UserError
+    from skyrl_mega.common.errors import UserError
     from skyrl_mega.models.smollm2 import gguf_file, write
 
     try:

@@ -16,8 +16,8 @@ from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.results import WAITING, Results, files, read, table
 from benchmarks.gpu.runner import ROOT, Call, expected_s, run, there
 from benchmarks.gpu.wheels import install
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import Parser
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.preflight.gpus import gather
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "numpy", "transformers")

@@ -31,7 +31,7 @@ ORDER = (("model", False), ("other", False), ("model", True), ("other", True))
 def prove(bench: Bench) -> None:
     if not bench.cuda:
         from skyrl_mega.cli.inputs import check_vllm
-        from skyrl_mega.config.errors import UserError
+        from skyrl_mega.common.errors import UserError
 
         try:
             check_vllm(bench.device.type)

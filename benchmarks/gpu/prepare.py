@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.gpu.fatbin import shrink_wheel
 from benchmarks.gpu.runner import ROOT
 from benchmarks.gpu.wheels import CORE, EXTENSION, compile_extension, compiled
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 PACKAGES = (
     *("megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.proof import Proof
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 PASSED, FAILED, TIMEOUT, CUT, RUNNING = "passed", "failed", "timeout", "cut short", "running"
 NOT_HERE, CUDA_ONLY, WAITING = "not here", "cuda only", "not yet"

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.config.limits import OPTIMIZER_PIECES
+from skyrl_mega.common.limits import OPTIMIZER_PIECES
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer

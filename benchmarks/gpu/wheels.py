@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 HELD = "transformer_engine"
 """Prefix of the packages left to proof `te_build` (benchmarks/gpu/te.py): megatron-core cannot be imported beside a

@@ -10,12 +10,12 @@ from typing import Any
 
 from skyrl_mega.cli import dry_run_notes, inputs
 from skyrl_mega.cli.refusal import with_fix
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, max_open_trajectories
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.sandboxes import evaluation_trajectories
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture

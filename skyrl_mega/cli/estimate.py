@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner.host_memory import PROCESS
 from skyrl_mega.planner.memory import GIB

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from skyrl_mega.cli.train import stoppable
 from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.evaluate import RESUME_HINT
 from skyrl_mega.evaluate.published import PUBLISHED, matching_tables

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.cli.experts import check_experts, check_spread
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_enough, check_gpus
 from skyrl_mega.config.checks.policy import check_speed
 from skyrl_mega.config.derived import (
@@ -21,7 +22,6 @@ from skyrl_mega.config.derived import (
     length_limit,
     planned_device,
 )
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations

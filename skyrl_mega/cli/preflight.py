@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
-from skyrl_mega.config.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_mega.cli.inputs import check_layouts
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.candidates import as_arguments

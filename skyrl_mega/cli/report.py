@@ -12,8 +12,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, MOST, Parser, guarded, integer, path_of
-from skyrl_mega.config.errors import UserError
 
 
 def trajectories(argv: Sequence[str]) -> None:

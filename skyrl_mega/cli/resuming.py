@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config import safe_read
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import masked
+from skyrl_mega.common.values import Rule
 from skyrl_mega.config.derived import has_critic
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secrets import masked
-from skyrl_mega.config.values import Rule
 from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.trainer.checkpoints import newest_intact
 

@@ -13,11 +13,11 @@ from typing import Any
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, Choice, Refused, engines, with_given_fraction
 from skyrl_mega.cli.simulate_text import NOISE, Comparison, Row
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import engine_data, response_limit
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, micro_tokens

@@ -11,9 +11,9 @@ from itertools import islice, product
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.learning import MOST_SIMULATED, has_correction
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import engine_blocks, fit

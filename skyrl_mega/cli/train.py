@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
 from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
 
@@ -227,8 +227,8 @@ def _train(config: Config, folder: Path, console: Console) -> int:
 
 def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.cli import dry_run, dry_run_text
+    from skyrl_mega.common.secrets import all_hidden
     from skyrl_mega.config.compose import dump
-    from skyrl_mega.config.secrets import all_hidden
 
     data_notes: list[str] = []
     hf, absent = dry_run.checked(config, data_notes.append)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl_mega.cluster.temporary_files import in_use, partial_file, temporary_folder
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 NO_ENTRY = frozenset({"lost+found"})
 """Entries of an empty file system."""

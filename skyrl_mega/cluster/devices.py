@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> oldest suitable driver branch (docs.nvidia.com/deploy/cuda-compatibility)."""

@@ -17,7 +17,7 @@ from skyrl_mega.cluster.actor_process import ActorIdentity, Location, hosted, ma
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 SETTLE_S = 2.0
 """Seconds to keep collecting errors after the first: peers of a dead actor complain before Ray reports the death."""

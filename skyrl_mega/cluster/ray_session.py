@@ -20,7 +20,7 @@ from skyrl_mega.cluster.actor_process import CACHE, compile_cache, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.nodes import Node, UnavailableNodes, lost_since, try_probe
 from skyrl_mega.cluster.temporary_files import temporary_folder
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 PREFIX = "skyrl-ray-"
 LONGEST_TMP = 20

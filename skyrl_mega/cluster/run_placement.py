@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.placement import spread
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import critic_layout, critic_ranks, engine_ranks, policy_ranks, reference_ranks
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
 SHOWN = 4

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from skyrl_mega.cluster.channel import removed_after_crash
-from skyrl_mega.config.safe_read import writing
+from skyrl_mega.common.safe_read import writing
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from skyrl_mega.config.errors import UserError, UserErrors
+from skyrl_mega.common.errors import UserError, UserErrors
+from skyrl_mega.common.safe_read import DISK_ERRORS, error_reason, is_unicode
+from skyrl_mega.common.terminal import one_line, printable
+from skyrl_mega.common.values import LONGEST_TEXT, Rule, shown
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.safe_read import DISK_ERRORS, error_reason, is_unicode
-from skyrl_mega.config.terminal import one_line, printable
-from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
 
 DONE, FAULT, WRONG_INPUT = 0, 1, 2
 """Exit codes; commands with signal handling also use 75."""

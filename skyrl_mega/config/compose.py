@@ -20,14 +20,15 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.config import safe_read, secrets, verbatim
-from skyrl_mega.config.errors import UserError, UserErrors
+from skyrl_mega.common import safe_read, secrets
+from skyrl_mega.common.errors import UserError, UserErrors
+from skyrl_mega.common.secret_names import MASK, is_secret
+from skyrl_mega.common.values import shown
+from skyrl_mega.config import verbatim
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secret_names import MASK, is_secret
 from skyrl_mega.config.setting_hints import HINTS
-from skyrl_mega.config.values import shown
 
 GROUP = re.compile(r"\w+(/\w+)*")
 """Name of a folder with the files of a group."""

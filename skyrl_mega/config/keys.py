@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from skyrl_mega.common.values import Rule
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.values import Rule
 
 COMMON = ("enabled", "enable", "name", "type", "mode")
 """Last words of keys common to many groups."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import CriticConfig, PolicyConfig
-from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
 FLOAT32 = "float32, which master weights and their gradients always are (docs/speed.md)"

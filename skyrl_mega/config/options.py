@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import Rule, shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import Rule, shown
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import fp8_weights
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config, PrecisionConfig
 from skyrl_mega.config.schema.fields import Refusals

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
-from skyrl_mega.config.errors import NO_VALUE, UserError
+from skyrl_mega.common.errors import NO_VALUE, UserError
+from skyrl_mega.common.values import WIDEST, shown
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.fields import Refusals
-from skyrl_mega.config.values import WIDEST, shown
 
 P = ParamSpec("P")
 

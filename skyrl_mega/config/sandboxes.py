@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
-from skyrl_mega.config.safe_read import check_regular
+from skyrl_mega.common.limits import ENVIRONMENT_WORKERS
+from skyrl_mega.common.safe_read import check_regular
 
 if TYPE_CHECKING:  # sandboxes import this file with only the standard library installed
     from skyrl_mega.config.schema import Config

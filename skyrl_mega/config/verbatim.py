@@ -22,9 +22,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import Rule
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.values import Rule
 
 # Hydra reads files only through FileConfigSource; another reader must be a source with its own scheme.
 from hydra._internal.core_plugins.file_config_source import FileConfigSource  # isort: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 
 class PromptStream:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_mega.cluster.atomic_output import refuse_file
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import Parser, integer, path_of
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.write import is_ours, with_progress, write_rows
 from skyrl_mega.envs.addition import data as addition
 from skyrl_mega.envs.calculator import data as calculator

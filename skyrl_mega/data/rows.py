@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.records import bounded_batches
-from skyrl_mega.config.safe_read import Malformed, check_regular
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import bounded_batches
+from skyrl_mega.common.safe_read import Malformed, check_regular
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.config.values import shown
 from skyrl_mega.data.truths import WrongRows, judged_rows
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from skyrl_mega.config import safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.truths import SPECS, spec_of

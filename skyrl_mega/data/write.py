@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.atomic_output import atomic_file
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
 """Maximum size of a row group; a single larger row is an exception."""

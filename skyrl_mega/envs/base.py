@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict
 
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.values import shown
 from skyrl_mega.envs.options import Option, filled
 from skyrl_mega.envs.truths import spec_of
 

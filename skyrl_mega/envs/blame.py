@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.validate import BadOutput

@@ -7,7 +7,7 @@ import numpy as np
 # Loaded here, not at its first use: a signal's exception is lost while numpy loads its extension modules.
 from numpy.random import Generator
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 ENUMERATE_UP_TO = 3
 """Largest number of digits for listing every pair (405,450 unordered pairs); above it, pairs are drawn at random and

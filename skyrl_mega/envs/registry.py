@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config import imports
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import imports
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.options import filled

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_mega.config.safe_read import Malformed, parse_json, parse_json_at
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.safe_read import Malformed, parse_json, parse_json_at
+from skyrl_mega.common.values import shown
 
 MOST_BYTES = 2**20
 """Maximum size of a call, in bytes."""

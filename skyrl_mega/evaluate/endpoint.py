@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.replies import NoAnswer, Retries, ask_again, error_text
+from skyrl_mega.common.safe_read import Malformed, parse_json
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.replies import NoAnswer, Retries, ask_again, error_text
-from skyrl_mega.config.safe_read import Malformed, parse_json
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
-from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.agent.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, stream_seed

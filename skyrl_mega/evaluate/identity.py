@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.derived import evaluation_sampling, length_limit, response_limit
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.evaluate.endpoint import Endpoint
 
 PLACES, BLOCK = 16, 64 * 1024

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.temporary_files import partial_file
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed, parse_json, read_json, writing
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed, parse_json, read_json, writing
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import equal_or_digest
 from skyrl_mega.evaluate.sets import PromptSet, SampleTask

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.data.sources import set_names, source_of

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from skyrl_mega.cluster.atomic_output import atomic_folder, being_written
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import writing
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import writing
 from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, Entry
 from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.hf_checkpoint.load import file_names, split

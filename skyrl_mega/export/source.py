@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_mega.cluster.atomic_output import refuse_folder
-from skyrl_mega.config import safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.telemetry.run_dir import checkpoints_in

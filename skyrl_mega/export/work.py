@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skyrl_mega.config.safe_read import writing
+from skyrl_mega.common.safe_read import writing
 from skyrl_mega.export.job import Job, overlapping_entries
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, compare, read_into
 from skyrl_mega.parallel.box import Box

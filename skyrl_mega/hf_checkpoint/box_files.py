@@ -33,8 +33,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import parse_json, writing
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import parse_json, writing
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_table
 from skyrl_mega.parallel.box import Box
 

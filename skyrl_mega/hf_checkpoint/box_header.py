@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed, parse_json, writing
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed, parse_json, writing
 from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 
 HEADER = "checkpoint.json"

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed, check_folder, open_regular, parse_json, read_json
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed, check_folder, open_regular, parse_json, read_json
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"

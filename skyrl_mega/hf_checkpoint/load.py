@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_mega.cluster.atomic_output import atomic_folder
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 from skyrl_mega.weights.exchange.exchange import Exchange, Staging, local_view

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import check_folder
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import check_folder
+from skyrl_mega.common.values import shown
 
 ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")
 """Texts of spaces, newlines, digits and lower-case ASCII. Any tokenizer usable by a policy returns these unchanged,

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config import megatron_options
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CriticConfig, PolicyConfig
-from skyrl_mega.config.values import shown
 
 CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "policy.options": (

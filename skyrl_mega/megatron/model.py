@@ -19,9 +19,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import PolicyConfig
-from skyrl_mega.config.values import shown
 from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.precision import transformer_settings

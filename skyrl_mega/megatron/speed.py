@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import fused
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.models.megatron import Spec
 

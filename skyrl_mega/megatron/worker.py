@@ -21,8 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from skyrl_mega.common.limits import OPTIMIZER_PIECE
 from skyrl_mega.config.derived import logit_chunk, overlaps
-from skyrl_mega.config.limits import OPTIMIZER_PIECE
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig

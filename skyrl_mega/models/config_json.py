@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 
 Hf = Mapping[str, Any]
 """The content of a Hugging Face config.json."""

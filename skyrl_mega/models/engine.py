@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.blocks.experts import Experts

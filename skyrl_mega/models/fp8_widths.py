@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.precision import check_layers, needs
 from skyrl_mega.config.schema import PrecisionConfig
 from skyrl_mega.models.blocks.base import Cut, Spec

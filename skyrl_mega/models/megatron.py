@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.base import MegatronPlace, MegatronSettings
 from skyrl_mega.models.blocks.base import Spec as Spec

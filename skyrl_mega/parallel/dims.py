@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import LayoutConfig
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_mega.cluster.run_placement import plan_placement
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import expert_parallel, fp8_parameters, has_critic, length_limit
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models.decoder import Decoder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from skyrl_mega.config import limits
+from skyrl_mega.common import limits
 from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, fp8_weights, small_cache
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_mega.cluster.run_placement import check_nodes
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_residency
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, islice
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.learning import CORRECTION, has_correction
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, reference_ranks
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.planner.candidates import KNOBS, Change, changed, combined, near, split
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import lcm
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models import huggingface, megatron

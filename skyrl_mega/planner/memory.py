@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from skyrl_mega.config import allocator, limits
+from skyrl_mega.common import limits
+from skyrl_mega.common.limits import ENGINE_STEP_TOKENS, OPTIMIZER_PIECE, OPTIMIZER_PIECES, SYNC_BUCKETS
+from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import (
     critic_layout,
     critic_model,
@@ -26,7 +28,6 @@ from skyrl_mega.config.derived import (
     overlaps,
     planned_device,
 )
-from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, OPTIMIZER_PIECE, OPTIMIZER_PIECES, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder

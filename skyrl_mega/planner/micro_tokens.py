@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.temporary_files import partial_file
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import read_json
 from skyrl_mega.config.derived import planned_device
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture

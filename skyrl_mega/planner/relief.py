@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import has_critic, length_limit, micro_tokens
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, NEEDS, PARTS, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import (
     expert_parallel,
     has_critic,
@@ -23,7 +24,6 @@ from skyrl_mega.config.derived import (
     planned_device,
     reference_ranks,
 )
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import kept
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.models import fp8_widths, megatron

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import floor
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import has_critic, length_limit
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY, kept, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.published import how_to_get, hub_name

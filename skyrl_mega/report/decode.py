@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 
-from skyrl_mega.config import safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
 
 REPLACEMENT = "\ufffd"
 """Output of a decoder for bytes of an incomplete character."""

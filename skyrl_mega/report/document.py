@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.atomic_output import atomic_file
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from skyrl_mega.config import safe_read
+from skyrl_mega.common import safe_read
 from skyrl_mega.report import document
 from skyrl_mega.report.run_data import RunData
 from skyrl_mega.telemetry.table import number

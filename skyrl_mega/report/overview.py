@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.secrets import hidden
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.secrets import hidden
 from skyrl_mega.report import estimate, gantt, plots, timeline
 from skyrl_mega.report.document import document, save, table
 from skyrl_mega.report.run_data import RunData, local_time, read

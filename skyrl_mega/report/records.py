@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import rows
 from skyrl_mega.telemetry.run_dir import by_step
 from skyrl_mega.trajectories.trajectory import Status

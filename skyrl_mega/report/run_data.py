@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config import safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.telemetry import events, metrics
 from skyrl_mega.telemetry.console import PLACES
 from skyrl_mega.telemetry.events import Entry

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from skyrl_mega.config.terminal import printable
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.report.records import Part, Record
 from skyrl_mega.telemetry.table import duration
 from skyrl_mega.trajectories.trajectory import GREEDY

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_mega.config import safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.telemetry.concurrency_series import Floats
 from skyrl_mega.telemetry.step_timeline import FOLDER, POLICY, StepTimeline, loads
 from skyrl_mega.telemetry.table import duration

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from skyrl_mega.cluster.atomic_output import atomic_file
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
 from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter, is_trace

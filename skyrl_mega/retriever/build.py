@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from skyrl_mega.cluster.atomic_output import atomic_folder, refuse_folder
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 from skyrl_mega.retriever.index import METHODS, Recipe, embedder, read_recipe

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.replies import NoAnswer, Retries, ask_again, error_text
-from skyrl_mega.config.safe_read import Malformed, parse_json
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.replies import NoAnswer, Retries, ask_again, error_text
+from skyrl_mega.common.safe_read import Malformed, parse_json
+from skyrl_mega.common.values import shown
 
 TOKEN_VARIABLE = "SKYRL_MEGA_RETRIEVER_TOKEN"
 """Environment variable with the token of a service, for the service and for the command line."""

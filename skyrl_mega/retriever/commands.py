@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.config.command import MOST, Parser, integer, path_of, real
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.terminal import printable
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
 
 METHODS = ("dense", "bm25")

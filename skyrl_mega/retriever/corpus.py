@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.records import records
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import records
 
 SUFFIXES = (".jsonl", ".parquet")
 FORM = "allowed: id, title and text, or id and contents, all strings (an id may be a whole number)"

@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 TRAIN_VECTORS = 200_000
 """Maximum number of vectors, from the beginning, to train an index on (IVF, PQ, SQ)."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import check_folder, read_json
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import check_folder, read_json
+from skyrl_mega.common.values import shown
 from skyrl_mega.hf_checkpoint.tokenizer import load
 
 MINILM = "minilm"

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import check_folder, read_json
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import check_folder, read_json
+from skyrl_mega.common.values import shown
 from skyrl_mega.retriever.client import Hit
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 

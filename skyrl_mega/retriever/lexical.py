@@ -9,8 +9,8 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import read_json
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import read_json
 
 K1, B = 0.9, 0.4
 """Values of Anserini, used for the published BM25 results in open-domain question answering."""

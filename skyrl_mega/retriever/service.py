@@ -30,9 +30,9 @@ from starlette.middleware.base import RequestResponseEndpoint
 
 from skyrl_mega import __version__
 from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import is_unicode
-from skyrl_mega.config.terminal import one_line
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import is_unicode
+from skyrl_mega.common.terminal import one_line
 from skyrl_mega.retriever.batcher import Batcher, Limits, QueueFull
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Hit
 from skyrl_mega.retriever.connections import TimeLimitedProtocol

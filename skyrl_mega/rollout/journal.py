@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.temporary_files import partial_file
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.terminal import one_line
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.terminal import one_line
 from skyrl_mega.engines.base import Completion, Request
 
 _SCHEMA = pa.schema(

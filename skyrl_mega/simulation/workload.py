@@ -10,8 +10,8 @@ from random import Random
 from statistics import NormalDist
 from typing import NamedTuple
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.terminal import one_line, printable
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.terminal import one_line, printable
 from skyrl_mega.telemetry.run_dir import by_step
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Kind, Step

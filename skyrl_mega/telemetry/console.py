@@ -20,10 +20,10 @@ from typing import IO, TextIO
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from skyrl_mega.common.safe_read import writing
+from skyrl_mega.common.secrets import all_hidden, hidden
+from skyrl_mega.common.terminal import printable
 from skyrl_mega.config.command import discard_output
-from skyrl_mega.config.safe_read import writing
-from skyrl_mega.config.secrets import all_hidden, hidden
-from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import events, table
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.metrics import finite

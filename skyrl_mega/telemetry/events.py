@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed, error_reason, parse_json, read_lines
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed, error_reason, parse_json, read_lines
 
 FILE = "events.jsonl"
 COMMON = ("time", "kind", "after_step", "text")

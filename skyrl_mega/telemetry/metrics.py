@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed, error_reason, parse_json, read_lines
-from skyrl_mega.config.values import LARGEST, shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed, error_reason, parse_json, read_lines
+from skyrl_mega.common.values import LARGEST, shown
 
 FIX = "remove that row, or give another run"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import dump
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
 SIGNED = "# Written by a run; sha256 of what follows: "

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config.safe_read import Malformed, parse_json
+from skyrl_mega.common.safe_read import Malformed, parse_json
 from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.trace import Span
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.channel import removed_after_crash
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import parse_json, read_json, writing
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import parse_json, read_json, writing
 from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
 from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 

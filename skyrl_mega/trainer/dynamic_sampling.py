@@ -7,8 +7,8 @@ from math import ceil
 
 from skyrl_mega.algorithms.filters import with_copies
 from skyrl_mega.batch.signal import compared_rewards, rewards_differ
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import ROUNDING
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 

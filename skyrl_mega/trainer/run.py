@@ -13,8 +13,8 @@ import numpy as np
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.cluster import channel
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import gpus_needed
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.sandbox import budget

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.temporary_files import partial_file
-from skyrl_mega.config.safe_read import check_regular
+from skyrl_mega.common.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trajectories.by_reference import fetch_arrays
 from skyrl_mega.trajectories.remote_arrays import arrays_lost

@@ -21,7 +21,7 @@ from skyrl_mega.algorithms.advantages import (
     varied,
 )
 from skyrl_mega.algorithms.filters import informative_groups
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
 REWARDS = st.sampled_from([-1.0, 0.0, 0.1, 0.5, 1.0])

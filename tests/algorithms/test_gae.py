@@ -19,7 +19,7 @@ from skyrl_mega.algorithms.advantages import (
     per_token,
 )
 from skyrl_mega.algorithms.advantages.gae import gae
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, GaeConfig
 
 

@@ -10,7 +10,7 @@ import torch
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.algorithms.losses import LossInputs
 from skyrl_mega.algorithms.losses.ppo import ppo
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig, RejectionConfig
 
 OWN = """import torch

@@ -13,8 +13,8 @@ from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES, Figures, LossInputs
 from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,

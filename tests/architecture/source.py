@@ -21,10 +21,11 @@ def modules(root: Path = ROOT) -> dict[str, str]:
 
 def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     """Returns the modules imported by each module, anywhere in its text, by the names of `modules`."""
-    return {name: set(_imported(name, text, sources)) for name, text in sources.items()}
+    return {name: set(imported_modules(name, text, sources)) for name, text in sources.items()}
 
 
-def _imported(name: str, text: str, sources: Mapping[str, str]) -> Iterator[str]:
+def imported_modules(name: str, text: str, sources: Mapping[str, str]) -> Iterator[str]:
+    """Yields the modules of the package imported by the text of module `name`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (base := _base(name, node, sources)) is not None:
             for alias in node.names:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from tests.architecture.source import ROOT, imports, modules
+from tests.architecture.source import ROOT, imported_modules, imports, modules
 
 
 def package_order() -> list[str]:
@@ -39,6 +39,13 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def missing(texts: Mapping[str, str], sources: Mapping[str, str]) -> list[str]:
+    """Returns the imports of modules outside of `sources` and of `kernels`, the folder beside the package."""
+    found = {name: {*imported_modules(name, text, sources)} - {*sources} for name, text in texts.items()}
+    pairs = [(name, other) for name, others in found.items() for other in sorted(others)]
+    return [f"{name} imports {other}" for name, other in pairs if other.split(".")[0] != "kernels"]
 
 
 def test_every_room_is_in_the_table_once() -> None:
@@ -90,5 +97,16 @@ def test_the_check_of_mathematics_needs_nothing_of_the_project() -> None:
 
 def test_a_planted_import_of_the_project_is_found() -> None:
     sources = modules()
-    sources["envs.math.forms"] += "\nfrom skyrl_mega.config.errors import UserError\nfrom ..tags import first_tag\n"
-    assert outside(sources) == ["envs.math.forms imports config.errors", "envs.math.forms imports envs.tags"]
+    sources["envs.math.forms"] += "\nfrom skyrl_mega.common.errors import UserError\nfrom ..tags import first_tag\n"
+    assert outside(sources) == ["envs.math.forms imports common.errors", "envs.math.forms imports envs.tags"]
+
+
+def test_every_imported_module_exists() -> None:
+    sources = modules()
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert missing(sources, sources) + missing({str(file): file.read_text() for file in files}, sources) == []
+
+
+def test_a_planted_import_of_a_missing_module_is_found() -> None:
+    planted = {"trainer.step": "from skyrl_mega.trainer.lop import train\n"}
+    assert missing(planted, modules()) == ["trainer.step imports trainer.lop"]

@@ -13,7 +13,7 @@ import torch
 from skyrl_mega.algorithms.advantages import AdvantageInputs, TokenInputs, advantages, per_token
 from skyrl_mega.batch.make_batch import Batch, make_batch, token_advantages
 from skyrl_mega.batch.rewards import UNNAMED
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory

@@ -23,7 +23,7 @@ def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     import zipfile
 
     from benchmarks.gpu.wheels import install
-    from skyrl_mega.config.errors import UserError
+    from skyrl_mega.common.errors import UserError
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / "wheels"

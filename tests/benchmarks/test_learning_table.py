@@ -18,8 +18,8 @@ from benchmarks.learning_results import Figures, Results
 from benchmarks.learning_rows import COMMON, STEPS, Row, rows
 from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.errors import UserError
 
 TWO = [Row("grpo", "advantages, with ppo", ()), Row("kl k3", "KL to the start", ())]
 

@@ -16,8 +16,8 @@ from omegaconf._utils import get_yaml_loader
 
 from skyrl_mega.cli import dry_run, dry_run_text, refusal
 from skyrl_mega.cli.train import main
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit

@@ -13,9 +13,9 @@ import pytest
 
 from skyrl_mega.cli.inputs import CPU_HEADS, check_inputs, planned_inputs, prepare, with_device
 from skyrl_mega.cluster.devices import GpuEvidence
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.layout_text import places

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.cli import resuming
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose, dump
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint

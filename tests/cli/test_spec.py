@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_mega.cli.inputs import check_vllm, with_device
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.megatron.actor import MegatronActor
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.parallel.dims import ParallelDims

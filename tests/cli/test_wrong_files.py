@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.cli.inputs import check_inputs, planned_inputs
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.telemetry.console import Console

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_mega.cluster import devices
 from skyrl_mega.cluster.devices import GpuEvidence, TorchView, choose_device
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from tests.preflight.nvml import Device, Nvml, NVMLError_LibraryNotFound
 
 SEES = TorchView("2.13.0", "13.0", True)

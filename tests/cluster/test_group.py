@@ -22,7 +22,7 @@ from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.placement import on_gpus_of, reserve
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 
 def mapped(name: str) -> mmap.mmap:

@@ -14,7 +14,7 @@ import ray
 from skyrl_mega.cluster import nodes, ray_session
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.nodes import Node, UnavailableNodes, nodes_without_gpus, silent_nodes, worker_nodes
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 RANK = ActorFailed("policy", 1, "train", "its process died")
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, check_nodes, plan_placement
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_gpus
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, policy_ranks, reference_ranks
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     ClusterConfig,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 
 FULL = ["asynchrony.mode=full", "algorithm.importance_cap=2"]
 ONE = ["asynchrony.mode=one_step", "algorithm.importance_cap=2"]

@@ -13,8 +13,8 @@ from skyrl_mega.cli.evaluate import main as evaluate
 from skyrl_mega.cli.export import main as export
 from skyrl_mega.cli.report import main as report
 from skyrl_mega.cli.weights import main as weights
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import WRONG_INPUT, guarded
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.prepare import parser as data_parser
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.retriever.commands import main as retriever

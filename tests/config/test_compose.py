@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose, dump
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, nearest
 from skyrl_mega.config.schema import Config, LayoutConfig
 

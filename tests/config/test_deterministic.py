@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_deterministic
 from skyrl_mega.config.derived import policy_settings
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.trainer.start_actors import rank_environment

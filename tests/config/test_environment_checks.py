@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_environment
 from skyrl_mega.config.derived import on_driver_node, share_of
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
 
 

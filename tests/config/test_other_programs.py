@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError, UserErrors
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.command import WRONG_INPUT, Parser, guarded
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Entry, programs

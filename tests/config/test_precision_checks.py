@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import RECIPES, check_gpu
 from skyrl_mega.config.schema import BuildConfig, PrecisionConfig
 from skyrl_mega.models import fp8_widths

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 
 FILE = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

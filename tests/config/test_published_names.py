@@ -10,10 +10,10 @@ import pytest
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 
 ROOT = Path(__file__).parents[2]

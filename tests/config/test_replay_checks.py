@@ -8,9 +8,9 @@ import pytest
 
 from skyrl_mega.cli.experts import check_experts
 from skyrl_mega.cli.inputs import check_layouts
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config, LayoutConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config import safe_read
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import records
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.records import records
 from skyrl_mega.config.sandboxes import _rows
 from skyrl_mega.config.schema import BuildConfig, EnvironmentConfig
 from skyrl_mega.data.rows import check_files

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from skyrl_mega.cli.resuming import changes
-from skyrl_mega.config import secrets
+from skyrl_mega.common import secrets
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import leaves, masked
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose, dump
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.secrets import leaves, masked
 
 S = "Tr0ub4dor"
 SPELLINGS: list[Any] = [

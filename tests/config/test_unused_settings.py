@@ -12,10 +12,10 @@ import torch
 from skyrl_mega.algorithms.advantages import ADVANTAGES, PerToken
 from skyrl_mega.algorithms.losses import LOSSES, LossInputs
 from skyrl_mega.batch.mini_batch_stats import token_selections
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.checks.unused import unused_notes
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig

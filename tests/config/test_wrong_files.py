@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose, dump
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.planner.candidates import KNOBS
 from skyrl_mega.telemetry.console import Console
 

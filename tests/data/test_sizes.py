@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config import records, safe_read
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import records, safe_read
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data import check_files, load_prompts, write
 from skyrl_mega.data.prepare import prepare

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput, make
 from skyrl_mega.envs.registry import check_ready

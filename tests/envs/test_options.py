@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.options import Option, choice, filled, group, mapping, number, switch, text, texts, whole
 from skyrl_mega.envs.registry import BUILT_IN, check, resolve

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.registry import BUILT_IN, check, make, resolve, with_absolute_paths
 
@@ -127,7 +127,7 @@ def test_a_file_that_takes_long_to_import_is_whole_for_every_thread(tmp_path: Pa
     file = tmp_path / "heavy.py"
     file.write_text(
         "from __future__ import annotations\nimport dataclasses, pathlib, time\n"
-        "from skyrl_mega.config.imports import load\nfrom skyrl_mega.envs import BaseTextEnv\n"
+        "from skyrl_mega.common.imports import load\nfrom skyrl_mega.envs import BaseTextEnv\n"
         "@dataclasses.dataclass\nclass Note:\n    text: str\n"
         "assert load(f'{__file__}:Note', 'itself') is Note\n"
         "pathlib.Path(__file__).with_name('begun').open('a').write('once ')\ntime.sleep(0.5)\n"

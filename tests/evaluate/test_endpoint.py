@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config import replies
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import replies
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate import endpoint as module

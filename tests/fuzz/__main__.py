@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_mega.config.terminal import printable
+from skyrl_mega.common.terminal import printable
 from tests.fuzz.apart import feed_apart
 from tests.fuzz.feed import Began, Ended, Share, case_of, feed
 from tests.fuzz.targets import TARGETS

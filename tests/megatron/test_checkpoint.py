@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.index import read_config

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.megatron_options import DENIED
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import arguments, model, objectives

@@ -11,7 +11,7 @@ import pytest
 from megatron.core import config as megatron_config
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import MoeConfig, PolicyConfig
 from skyrl_mega.megatron import speed
 

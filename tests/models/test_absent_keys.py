@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.base import (
     Block,

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.megatron import cpu
 from skyrl_mega.megatron import model as build

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import smollm2 as recipe
 
 pytestmark = pytest.mark.slow

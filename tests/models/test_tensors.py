@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.registry import ARCHITECTURES, architecture
 from tests.weights.grids import MODELS
 

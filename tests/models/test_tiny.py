@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.hf_checkpoint.index import check_files
 from skyrl_mega.models.registry import ARCHITECTURES

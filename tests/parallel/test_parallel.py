@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import LayoutConfig
 from skyrl_mega.parallel.dims import ParallelDims
 

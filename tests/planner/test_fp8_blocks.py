@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config, LayoutConfig, PrecisionConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.derived import micro_tokens
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config

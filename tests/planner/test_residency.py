@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks.devices import check_residency
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import NEEDS, PARTS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cli.train import main
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from tests.support.machine import within
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.embedder import model_folder
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.trajectories import parquet

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import estimate, overview, run_data
 from tests.report.cases import metrics, run_folder
 

@@ -12,7 +12,7 @@ import pytest
 from skyrl_mega.cli.train import FAULT
 from skyrl_mega.cli.train import main as launch
 from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import overview, run_data
 from tests.report.cases import events, metrics, run_folder, when
 

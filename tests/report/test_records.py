@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.evaluate.results import SCHEMA, row_of
 from skyrl_mega.report import records, rows
 from skyrl_mega.report.browse import page

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.embedder import model_folder
 from tests.retriever.services import Running, running, write_corpus

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever import commands
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.client import Client, Hit

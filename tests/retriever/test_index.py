@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.corpus import read_passages
 from skyrl_mega.retriever.dense import DenseBuilder, DenseIndex

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
 from skyrl_mega.retriever.session import running_service

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cli.inputs import check_rewriting
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS

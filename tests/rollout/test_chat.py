@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, VOCABULARY
 from skyrl_mega.rollout.agent import renderer

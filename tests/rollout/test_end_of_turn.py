@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.rows import Demonstration
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.journal import Journal, RecordedTurn, digest

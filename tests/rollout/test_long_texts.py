@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.rollout.agent import chat_template
 from skyrl_mega.rollout.agent.renderer import Renderer, TooLong

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_mega.batch.make_batch import make_batch, mini_batches, samples_of
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_evaluation
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EnvironmentConfig, RetrieverConfig, RolloutConfig
 from skyrl_mega.data.rows import Demonstration
 from skyrl_mega.envs.prompt import Prompt

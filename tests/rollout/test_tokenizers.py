@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.tokenizer import ALWAYS, KNOWN, load
 from skyrl_mega.rollout.agent.renderer import Renderer
 from tests.support import stories

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.cli import inputs
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_demonstrations, load_prompts

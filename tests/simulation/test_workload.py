@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.simulation.simulate import UNITS_PER_ANSWER, UnitCounter, grain_of
 from skyrl_mega.simulation.workload import Length, LogNormal, Recorded, Synthetic, Turn

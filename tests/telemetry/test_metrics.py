@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
 from skyrl_mega.telemetry.trackers.tensorboard import TensorboardTracker

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cli.inputs import check_inputs
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.trackers import registry
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
@@ -72,7 +72,7 @@ def masked_settings(config: Config) -> Mapping[str, Any]:
     """Returns the settings passed to a tracker."""
     from dataclasses import asdict
 
-    from skyrl_mega.config.secrets import masked
+    from skyrl_mega.common.secrets import masked
 
     return dict(masked(asdict(config)))
 

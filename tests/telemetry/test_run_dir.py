@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose, dump
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CheckpointConfig, Config, RunConfig
 from skyrl_mega.telemetry.run_dir import run_folder
 from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.config.safe_read import Malformed
+from skyrl_mega.common.safe_read import Malformed
 from skyrl_mega.telemetry.concurrency_series import ConcurrencySeries
 from skyrl_mega.telemetry.step_timeline import MAX_INTERVALS, StepTimeline, engine_series, loads
 from skyrl_mega.telemetry.timeline import MAX_POINTS, MAX_REPORTS, MOMENT_S, ActivityReport, Counter, Timeline

@@ -16,8 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_mega.cli.inputs import planned_inputs
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, TelemetryConfig
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers import guarded, registry

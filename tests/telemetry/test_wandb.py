@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cli.inputs import check_inputs
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.trackers import registry
 from tests.telemetry.network import Proxy
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import skyrl_mega
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, file_name, read_entries, write_boxes
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_header, write_header
 from skyrl_mega.parallel.box import Box

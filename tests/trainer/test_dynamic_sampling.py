@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.filters import with_copies
 from skyrl_mega.batch.make_batch import make_batch, token_advantages
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer import checkpoints, setup, shutdown, train
 

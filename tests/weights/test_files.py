@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.hf_checkpoint.index import check_files, read_config
 from skyrl_mega.hf_checkpoint.load import exported, load, save, split

@@ -18,8 +18,8 @@ from skyrl_mega.algorithms.advantages.base import (
     varied,
 )
 from skyrl_mega.algorithms.advantages.whitening import apply_whitening
-from skyrl_mega.config import imports
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import imports
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS
 

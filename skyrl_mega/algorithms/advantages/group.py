@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.advantages.base import STD_EPSILON, AdvantageInputs, beyond_rounding
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
 

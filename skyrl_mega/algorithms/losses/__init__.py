@@ -10,11 +10,11 @@ from skyrl_mega.algorithms.losses.base import Loss, LossInputs, Metrics
 from skyrl_mega.algorithms.losses.inputs import Figures
 from skyrl_mega.algorithms.losses.supervised import supervised
 from skyrl_mega.algorithms.losses.trial import check_on_tokens, check_reads_engine
-from skyrl_mega.config import imports
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import imports
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig
 from skyrl_mega.config.schema.losses import LOSSES as TRAITS
-from skyrl_mega.config.values import shown
 
 __all__ = [
     "LOSSES",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs
 from skyrl_mega.algorithms.losses.inputs import Figures
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
 ANSWERS = [0, 0, 0, 0, 1, 1, 1, 2, 2]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config import megatron_options
 from skyrl_mega.config.checks.devices import (
     check_cluster,
@@ -23,13 +25,11 @@ from skyrl_mega.config.checks.engines import check_endpoint, check_engines, chec
 from skyrl_mega.config.checks.learning import check_algorithm, check_asynchrony, check_critic, check_samples
 from skyrl_mega.config.checks.policy import check_replay, check_speed
 from skyrl_mega.config.checks.unused import check_unused
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.refusals import raise_first, raising
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.fields import Refusals
-from skyrl_mega.config.values import shown
 
 LONGEST_NAME = 255
 """Maximum bytes of a file name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.derived import (
     NARROW_CACHES,
     ONLINE_FP8,
@@ -17,7 +18,6 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.refusals import raising
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.schema.fields import Refusals
-from skyrl_mega.config.values import shown
 
 SLEEP_ARGUMENTS = {
     "enable_sleep_mode": "residency.keep, without the parts that sleep",

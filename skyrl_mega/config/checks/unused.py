@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import reduce
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EvaluationConfig
 from skyrl_mega.config.schema.estimators import ESTIMATORS
 from skyrl_mega.config.schema.losses import LOSSES
-from skyrl_mega.config.values import shown
 
 
 def check_unused(c: Config) -> None:

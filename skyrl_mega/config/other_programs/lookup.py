@@ -6,11 +6,11 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from skyrl_mega.common.values import shown
 from skyrl_mega.config import megatron_options
 from skyrl_mega.config.checks.engines import ENGINE_ARGUMENTS
 from skyrl_mega.config.keys import keys as settings
 from skyrl_mega.config.other_programs.table import Entry, Table, programs
-from skyrl_mega.config.values import shown
 
 DECIDED: Mapping[str, Mapping[str, str | None]] = {"rollout.options": ENGINE_ARGUMENTS, **megatron_options.DENIED}
 """Settings with free keys, and the keys that they refuse with the setting to use instead."""

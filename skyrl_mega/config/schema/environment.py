@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 from urllib.parse import urlsplit
 
-from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
+from skyrl_mega.common.limits import ENVIRONMENT_WORKERS
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 TAKES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_mega.common.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.derived import ENGINE_ENVIRONMENT, eager, fp8_weights
-from skyrl_mega.config.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
 

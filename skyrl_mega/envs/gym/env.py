@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, switch, text
 from skyrl_mega.envs.tags import all_tags

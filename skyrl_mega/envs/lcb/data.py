@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config import safe_read
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import records
 from skyrl_mega.config.command import MOST, integer, path_of
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.records import records
 from skyrl_mega.envs.row import row
 
 STDIN = "Read the input from standard input and print the answer to standard output."

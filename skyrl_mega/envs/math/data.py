@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.records import records
 from skyrl_mega.config.command import MOST, integer, path_of
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.records import records
 from skyrl_mega.envs.base import ROLES, Message
 from skyrl_mega.envs.row import row
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import ROWS, integer, real
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.multiply.env import MultiplyEnv
 from skyrl_mega.envs.multiply.schoolbook import worked_answer

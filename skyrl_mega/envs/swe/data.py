@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.atomic_output import refuse_file
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import read_json
 from skyrl_mega.config.command import path_of
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.swe.judge import TEST_LISTS, refuse_outside_link, required_tests
 

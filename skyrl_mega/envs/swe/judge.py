@@ -24,7 +24,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, canary_candidates, with_edit
 from skyrl_mega.envs.swe.session import CommandResult, File, Files, Session, UnfitError, entries

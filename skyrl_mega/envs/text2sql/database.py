@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.sandbox import Outcome, Sandbox
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.text2sql import query

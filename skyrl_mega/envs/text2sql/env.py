@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox

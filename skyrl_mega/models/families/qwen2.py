@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.config_json import Hf, integer, with_defaults

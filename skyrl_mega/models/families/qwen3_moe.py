@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention

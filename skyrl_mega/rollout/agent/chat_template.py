@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 MOST_CHARACTERS = 2**26
 """Most characters a template may write in addition to the messages' own texts."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import read_json
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import read_json
+from skyrl_mega.common.values import shown
 
 
 class Ends(NamedTuple):

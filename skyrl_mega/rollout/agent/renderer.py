@@ -17,11 +17,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.safe_read import Malformed
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.derived import length_limit
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.safe_read import Malformed
 from skyrl_mega.config.schema import RolloutConfig
-from skyrl_mega.config.values import shown
 from skyrl_mega.envs.tool_calls import PARSERS, AssistantMessage, calls_of, form_of
 from skyrl_mega.hf_checkpoint.tokenizer import load
 from skyrl_mega.rollout.agent.chat_template import ChatTemplate, Refused

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from skyrl_mega.config.secrets import masked
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.telemetry.trackers.base import Tracker
 
 WAITS_S = (10.0, 60.0, 300.0)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.common.safe_read import writing
 from skyrl_mega.config.options import Option
-from skyrl_mega.config.safe_read import writing
 from skyrl_mega.telemetry.metrics import finite, step_of
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import leaves, masked
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.options import Option, text
-from skyrl_mega.config.secrets import leaves, masked
-from skyrl_mega.config.values import shown
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.guarded import one_line
 from skyrl_mega.telemetry.trackers.sent_steps import SentSteps

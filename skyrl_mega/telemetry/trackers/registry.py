@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from skyrl_mega.config import imports
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common import imports
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.options import filled
 from skyrl_mega.config.schema import TelemetryConfig
-from skyrl_mega.config.values import shown
 
 TRACKERS: Mapping[str, str] = {
     "jsonl": "skyrl_mega.telemetry.trackers.jsonl:JsonlTracker",

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.telemetry.trackers import registry
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.guarded import Guarded

@@ -16,9 +16,9 @@ from secrets import token_hex
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import Rule
 from skyrl_mega.config.options import Option, text, texts
-from skyrl_mega.config.values import Rule
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.sent_steps import SentSteps
 

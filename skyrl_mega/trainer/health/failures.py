@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.trainer.health.step_view import escaped
 from skyrl_mega.trajectories.trajectory import Trajectory
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from skyrl_mega.config.limits import SYNC_BUCKETS
+from skyrl_mega.common.limits import SYNC_BUCKETS
 from skyrl_mega.parallel.box import Layout, Shard
 from skyrl_mega.weights.exchange.executor import ChecksumError, Member, Report, Run, read_from_owner
 from skyrl_mega.weights.exchange.pack import local_view

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.sandboxes import default_total_mib, machine_mib
 from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements, folders
 from skyrl_mega.envs.sandbox import budget as sandbox_budget

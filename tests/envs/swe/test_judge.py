@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.swe.canaries import Source, canary_candidates, with_edit
 from skyrl_mega.envs.swe.judge import required_tests, started_files

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.evaluate.endpoint import MAX_TOKENS, Client, Endpoint, EndpointFailed
 from tests.fuzz.target import Target

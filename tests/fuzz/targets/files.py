@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, EnvironmentConfig
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
 from skyrl_mega.hf_checkpoint.box_header import FORMAT, HEADER, read_header

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.values import shown
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
 _import_lock = threading.RLock()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from skyrl_mega.config.secret_names import hide_in_text
-from skyrl_mega.config.secrets import hidden
-from skyrl_mega.config.terminal import one_line
+from skyrl_mega.common.secret_names import hide_in_text
+from skyrl_mega.common.secrets import hidden
+from skyrl_mega.common.terminal import one_line
 
 NO_VALUE: Any = object()
 """Marks an error without a value; None is a value."""

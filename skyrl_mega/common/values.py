@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config.safe_read import is_unicode
-from skyrl_mega.config.secrets import hidden
-from skyrl_mega.config.terminal import printable
+from skyrl_mega.common.safe_read import is_unicode
+from skyrl_mega.common.secrets import hidden
+from skyrl_mega.common.terminal import printable
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
 LARGEST = 10**12

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from skyrl_mega.config.secret_names import MASK, USER, hide_in_text, is_option, is_secret, names_secret, secret_spans
+from skyrl_mega.common.secret_names import MASK, USER, hide_in_text, is_option, is_secret, names_secret, secret_spans
 
 ENV = re.compile(r"oc\.env:\s*([^,}\s]+)")
 REFERENCE = re.compile(r"\$\{([\w.-]+)\}")

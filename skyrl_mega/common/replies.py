@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.safe_read import Malformed, parse_json
-from skyrl_mega.config.terminal import one_line
+from skyrl_mega.common.safe_read import Malformed, parse_json
+from skyrl_mega.common.terminal import one_line
 
 MOST_BYTES = 64 * 2**20
 """Maximum bytes of a reply after decompression."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.common.errors import UserError
 
 MOST_BYTES = 256 * 2**20
 LONGEST_INTEGER = 1023
