@@ -83,6 +83,7 @@ test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minute
 test-ci: $(READY)  ## what every change must pass: all but the nightly ones
 	$(call tests,not nightly)
 
+test-all: export HYPOTHESIS_PROFILE ?= night
 test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about two hours on 2 cores
 	$(call tests,)
 

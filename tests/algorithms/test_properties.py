@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
@@ -178,7 +178,6 @@ def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Gene
 
 
 @given(algorithm=ALGORITHMS, played=GROUPS, seed=st.integers(0, 999))
-@settings(max_examples=150, deadline=None)
 def test_settings_that_pass_the_checks_never_give_nan(
     algorithm: AlgorithmConfig, played: list[list[tuple[float, int, Status]]], seed: int
 ) -> None:
@@ -202,7 +201,6 @@ def test_settings_that_pass_the_checks_never_give_nan(
 
 
 @given(algorithm=ALGORITHMS, played=GROUPS, seed=st.integers(0, 999), reward=REWARDS)
-@settings(max_examples=100, deadline=None)
 def test_a_group_without_a_signal_has_no_gradient(
     algorithm: AlgorithmConfig, played: list[list[tuple[float, int, Status]]], seed: int, reward: float
 ) -> None:

@@ -28,7 +28,7 @@ BATCH = layouts.some_batch(100)
 STEPS = 3
 LARGE = BuildConfig(hidden=256, layers=2, experts=16, expert_ffn=768)
 """Model with 19 million parameters: 38 MB in bfloat16, 77 MB of gradients, 230 MB of master weights and moments."""
-CYCLES = 20
+CYCLES = 10
 
 
 def memory() -> int:

@@ -94,8 +94,16 @@ NIGHTLY = {
     "30B EP8 PP2 → 2 × TP8",
     "30B EP8 PP2 → DP16 EP16",
     "30B TP4 PP2 VPP2 EP8 → TP8",
+    "30B TP2 EP8 → 4 × TP8",
+    "30B TP4 PP2 VPP2 EP8 → 4 × TP8",
+    "30B TP4 PP2 EP8 ETP2 → 8 × TP4",
+    "30B EP8 PP2 → TP2 DP8 EP16",
+    "30B EP8 PP2 → TP16 EP16",
+    "3B DP8 → 8 × TP1",
     "7B TP4 PP2 → 4 × TP4",
+    "30B TP4 EP8 = 2 × TP8",
     "235B TP4 EP32 → 32 × TP8",
+    "235B TP4 PP8 EP16, 11 layers at the ends → 32 × TP8",
 }
 """Cases partly covered by the cuts of other cases."""
 
