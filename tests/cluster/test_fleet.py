@@ -16,7 +16,6 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NoServingActor
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.trainer.start_actors import release_policy_cache
 
 
 class Server:
@@ -145,6 +144,8 @@ def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
 
     Engine 1 with one worker uses rank 1, engine 0 with two workers uses ranks 0 and 1.
     """
+    from skyrl_mega.trainer.start_actors import release_policy_cache  # actors import this module: torch costs 2 s
+
     group, messages = fleet.group, []
     with release_policy_cache(group, 1, 60.0, messages.append, engine=1):
         pass
