@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 }
 """Model with small sizes, because Triton's interpreter takes some milliseconds for each part."""
 RUNS = 3
-SERVER = Server("tests.cuda.streamed")
+SERVER = Server("tests.cuda.streamed", OMP_NUM_THREADS="1")
 """Server of ranks with the imports of this module alone."""
 
 CASES = {

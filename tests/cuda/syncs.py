@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,15 @@ REPEATS = (torch.repeat_interleave, _T.repeat_interleave)
 ATEN = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "bincount", "equal", "is_nonzero")
 """Operators with a hidden wait, by name, for calls from C++."""
 HOST = "_skyrl_mega_on_the_host"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested tuples, lists and dictionaries; `tree_leaves` takes ten times as long."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -117,7 +126,7 @@ class Counted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs)]
         kind = self._kind(func, args, kwargs, tensors)
         if kind:
             self.waits.note(kind)
@@ -211,14 +220,22 @@ class CountedBelow(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[-1]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        if tensors and not any(map(is_host, tensors)) and any(name.startswith(each) for each in ATEN):
-            self.waits.note(f"aten::{name}")
-        indexed = name in ("index", "index_put", "index_put_", "_index_put_impl_")
+        name, may_wait, indexed = _known(func)
+        if may_wait:
+            tensors = [*_tensors(args), *_tensors(kwargs)]
+            if tensors and not any(map(is_host, tensors)):
+                self.waits.note(f"aten::{name}")
         if indexed and any(map(_masks, args[1])) and (name == "index" or args[2].numel() != 1):
             self.waits.note(f"aten::{name} of a mask")
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _known(func: Any) -> tuple[str, bool, bool]:
+    """Returns an operator's name, and True if the operator may wait by itself, or takes indices."""
+    name = func._schema.name.split("::")[-1]
+    indexed = name in ("index", "index_put", "index_put_", "_index_put_impl_")
+    return name, any(name.startswith(each) for each in ATEN), indexed
 
 
 class _Stream:

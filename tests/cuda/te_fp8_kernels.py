@@ -98,7 +98,7 @@ def _into(target: Tensor, values: Tensor) -> None:
 
 @kernel
 def create_empty_quantized_tensor(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, _pinned: bool = False
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, _device: Any, _pinned: bool = False
 ) -> Any:
     """Returns an empty quantised tensor, with tensors and shapes from Transformer Engine's Python."""
     kind: Any = type(quantizer)
@@ -110,7 +110,7 @@ def create_empty_quantized_tensor(
         words |= {"shape": tuple(shape), "dtype": dtype, "device": CPU}
     for name, argument in cls._INNER_TENSORS:
         size, of = specs.get(name, (None, None))
-        words[argument] = None if size is None else torch.zeros(size, dtype=of, device=device)
+        words[argument] = None if size is None else torch.zeros(size, dtype=of, device=CPU)
     return cls(**words)
 
 
