@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.base import EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec
 
@@ -96,15 +96,23 @@ class SimulatedEngine(VllmEngine):
         self.facts = facts or Facts(cache_tokens=places * 10, cache_bytes=1)
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Imports vLLM's modules, which takes seconds, but loads no model."""
-        from vllm import SamplingParams  # noqa: F401
-        from vllm.inputs.engine import tokens_input  # noqa: F401
-
+        """Loads no model and imports nothing of vLLM, which takes ten seconds."""
         well = (Path(self.spec.path) / "well").exists()
         fault = None if well else self.stalls_after
         self.llm = SimulatedVllm(self.places, self.token_s, fault)  # type: ignore[assignment]
         self.watched = True
         return self.facts
+
+    def prompt(self, request: Request) -> Any:
+        """Returns the request's tokens."""
+        return list(request.tokens)
+
+    def parameters(self, request: Request, sampling: Sampling) -> Any:
+        """Returns the only parameter read by the simulated vLLM."""
+        return SimpleNamespace(max_tokens=request.max_tokens)
+
+    def _translate_error(self, error: Exception) -> Exception:
+        return EngineDied(f"vLLM's process died: {error}") if self.llm.errored else error
 
     async def most(self) -> int:
         """Returns the largest number of requests at once."""

@@ -200,14 +200,10 @@ class VllmEngine:
     async def _generate(
         self, request: Request, sampling: Sampling, done: asyncio.Queue[Completion | BaseException]
     ) -> None:
-        from vllm.inputs.engine import tokens_input
-
         output, began = None, time.time()
         alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
-            stream = self.llm.generate(
-                tokens_input(list(request.tokens)), self.parameters(request, sampling), request.id
-            )
+            stream = self.llm.generate(self.prompt(request), self.parameters(request, sampling), request.id)
             async for output in stream:  # noqa: B007  (the last output is read below)
                 pass
         except Exception as error:  # raised by the caller
@@ -281,6 +277,12 @@ class VllmEngine:
         while True:  # until cancelled: vLLM may not know the request at the first call
             await self.llm.abort(request)
             await asyncio.sleep(ABORT_AGAIN_S)
+
+    def prompt(self, request: Request) -> Any:
+        """Returns vLLM's prompt for a request."""
+        from vllm.inputs.engine import tokens_input
+
+        return tokens_input(list(request.tokens))
 
     def parameters(self, request: Request, sampling: Sampling) -> SamplingParams:
         """Returns vLLM's sampling parameters for a request."""
