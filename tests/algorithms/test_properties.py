@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
@@ -201,6 +201,7 @@ def test_settings_that_pass_the_checks_never_give_nan(
 
 
 @given(algorithm=ALGORITHMS, played=GROUPS, seed=st.integers(0, 999), reward=REWARDS)
+@settings(suppress_health_check=list(HealthCheck))  # four of five random settings have a signal in every group
 def test_a_group_without_a_signal_has_no_gradient(
     algorithm: AlgorithmConfig, played: list[list[tuple[float, int, Status]]], seed: int, reward: float
 ) -> None:
