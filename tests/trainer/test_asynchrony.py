@@ -21,6 +21,8 @@ from tests.trainer import quickstart
 from tests.trainer.test_resume import wait_for_row
 
 STEPS = [*quickstart.LEARNS, "run.steps=4"]
+ONE_RANK = ("policy.ranks=1", "policy.layout.expert=1")
+UNEVALUATED = ("evaluation.before=false", "evaluation.every=0")
 CLOCK = ("time", "perf", "memory", "idle", "asynchrony")
 
 
@@ -91,7 +93,7 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     Routers replay the engines' routes under any weights; each pass checks the route of every token.
     """
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
-    ahead += ["policy.moe.replay=rollout"]
+    ahead += ["policy.moe.replay=rollout", *ONE_RANK, *UNEVALUATED]
     output = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
     assert "resuming after step" in output and "restored " in output
     folder = tmp_path / "killed"
@@ -102,7 +104,8 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     assert 0 < worst <= 2
     routed = [row for row in read(folder / "metrics.jsonl") if row["step"]]
     assert all(row["replay/replayed_fraction"] > 0.5 and row["replay/mismatched"] == 0 for row in routed)
-    for version in sorted({version for step in steps.values() for t in step for version, _ in t.versions}):
+    versions = sorted({version for step in steps.values() for t in step for version, _ in t.versions})
+    for version in (versions[0], versions[-1]):  # before the kill and after
         model = tmp_path / f"version-{version}"
         assert export.main([str(folder), "--step", str(version), "--output", str(model), "--workers", "1"]) == 0
         trajectories = [t for step in steps.values() for t in step if version in dict(t.versions)][:40]
