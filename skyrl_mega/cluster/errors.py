@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.telemetry.events import Event
 
 
@@ -42,17 +43,17 @@ class ActorFailed(Fault):
         group: The actor's group: `policy`, `engine`, `rollout`, …
         rank: Its rank in the group; None if the fault concerns the whole group.
         method: The call that failed.
-        cause: The root cause in one line.
+        cause: The root cause in one line, taken from the log if the error only points to the log.
         log: The actor's log file; None without one.
     """
 
     def __init__(
         self, group: str, rank: int | None, method: str, cause: str, *, others: int = 0, log: str | None = None
     ) -> None:
-        self.group, self.rank, self.method, self.cause, self.log = group, rank, method, cause, log
+        self.group, self.rank, self.method, self.cause, self.log = group, rank, method, with_cause(cause, log), log
         subject = f"{self.actor} (rank {rank})" if rank is not None else self.actor
         more = f" ({others} more failed after it)" if others else ""
-        super().__init__(f"{subject} failed in {method}: {cause}" + (f"; its log: {log}" if log else "") + more)
+        super().__init__(f"{subject} failed in {method}: {self.cause}" + (f"; its log: {log}" if log else "") + more)
 
     @property
     def actor(self) -> str:

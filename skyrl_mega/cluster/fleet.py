@@ -1,8 +1,7 @@
-"""A fleet of restartable actors: the state of each rank, and restarts after failures.
+"""The engines of a run: a supervised group whose actors need the current weights before they serve.
 
-An actor is SERVING while it runs and is up to date. After a failure the actor's processes are ended and a replacement
-is STARTING in the background. The replacement is STALE until the next weight sync. Only SERVING actors receive
-requests.
+A running engine is stale until a weight sync: its weights are old, missing or half updated. Only engines with current
+weights receive requests; a restarted engine is stale.
 
 Parts of all actors can be put to sleep to free device memory for other processes (`config.residency`). A fleet with
 sleeping parts accepts no requests. After a failure during this time, the restart waits until all parts are awake again,
@@ -11,36 +10,24 @@ because an actor needs all of its memory to start.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed, NodeGone
 from skyrl_mega.cluster.group import ActorGroup, Call, describe, end_processes, gather, settle
-from skyrl_mega.cluster.log_errors import with_cause
+from skyrl_mega.cluster.supervised_group import State, SupervisedGroup
 from skyrl_mega.config.residency import ENGINE
-from skyrl_mega.telemetry.events import Event
 
 WEIGHTS, _ = ENGINE
-
-
-class State(Enum):
-    """Life-cycle state of an actor."""
-
-    STARTING = "starting"
-    STALE = "stale"
-    """The actor runs, but the weights are old, missing or half updated."""
-    SERVING = "serving"
 
 
 class NoServingActor(ActorFailed):
     """No actor of the fleet is serving. Names the most recently failed actor and the cause."""
 
 
-class Fleet:
+class Fleet(SupervisedGroup):
     """Interchangeable actors, by rank. All of them must be running when the fleet is created.
 
     Args:
@@ -52,6 +39,8 @@ class Fleet:
         facts: Return values of `start`, by rank; each is passed on to the `start` of the replacement actor.
     """
 
+    back_note = "; it serves again after the next weight sync"
+
     def __init__(
         self,
         group: ActorGroup,
@@ -61,7 +50,7 @@ class Fleet:
         say: Callable[[str], None] = print,
         facts: Sequence[Any] | None = None,
     ) -> None:
-        self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
+        super().__init__(group, restarts=restarts, start_timeout_s=start_timeout_s, say=say)
         self.facts: list[Any] = [None] * len(group) if facts is None else list(facts)
         self.make_room: Callable[[int], AbstractContextManager[None]] = lambda rank: nullcontext()
         """Entered with the rank of an actor before its restart: frees the memory that other processes use on its
@@ -72,12 +61,8 @@ class Fleet:
         """
         self.asleep: frozenset[str] = frozenset()
         """Parts that no actor currently holds on its device."""
-        self.states = [State.STALE] * len(group)
-        self._starting: dict[int, Future[None]] = {}
-        self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart")
-        self._last_failure: ActorFailed | None = None
-        self._lock = threading.RLock()
-        """Guards `states` and restarts: generation and weight sync may detect the same failure at the same time."""
+        self._current: set[int] = set()
+        """Ranks with the current weights."""
         self._ending: dict[int, Future[None]] = {}
         """Rank -> replacement of the failed actor's processes, which frees its memory, until the new actor's `start` is
         submitted."""
@@ -85,12 +70,7 @@ class Fleet:
     @property
     def serving(self) -> list[int]:
         """Ranks ready for requests; empty while parts are asleep."""
-        return [] if self.asleep else [rank for rank, state in enumerate(self.states) if state is State.SERVING]
-
-    @property
-    def up(self) -> list[int]:
-        """Running ranks: serving, stale or asleep."""
-        return [rank for rank, state in enumerate(self.states) if state is not State.STARTING]
+        return [] if self.asleep else [rank for rank in self.up if rank in self._current]
 
     def ensure_running(self) -> list[int]:
         """Returns the running ranks, stale ranks included. Without any, starts the failed actors and waits for the
@@ -103,42 +83,24 @@ class Fleet:
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:
-            self._collect_started()
-            if up := self.up:
-                return up
+            if running := self.running():
+                return [*running]
             self._start_ended()
             # While asleep, other processes take their memory back after `make_room`: no start may still be running
             # then.
             wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
-    def _collect_started(self) -> None:
-        with self._lock:
-            for rank, starting in list(self._starting.items()):
-                if starting.done():
-                    self._finish_restart(rank, starting)
-
-    def _finish_restart(self, rank: int, starting: Future[None]) -> None:
-        error = starting.exception()
+    def _finish_restart(self, rank: int, error: BaseException | None) -> None:
         if error is not None and (isinstance(error, NodeGone) or not _failed_in_fleet(error, self.group.name)):
             # Either the node is gone and the run must choose new nodes, or another group failed. The rank stays
             # STARTING, so each later call raises the same error.
             raise error
-        del self._starting[rank]
-        self.states[rank] = State.STALE
-        if error is None:
-            text = f"{self.group.name}-{rank} restarted; it serves again after the next weight sync"
-            self.say(Event("actor_back", text, actor=f"{self.group.name}-{rank}", rank=rank))
-        else:
-            self.retire(rank, str(error))
+        super()._finish_restart(rank, error)
 
     def serve(self, ranks: Collection[int]) -> None:
         """Marks these ranks as serving (except ranks failed in the meantime) and all other running ranks as stale."""
         with self._lock:
-            for rank, state in enumerate(self.states):
-                if rank in ranks and state is not State.STARTING:
-                    self.states[rank] = State.SERVING
-                elif state is State.SERVING:
-                    self.states[rank] = State.STALE
+            self._current = {*ranks} & {*self.up}
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an actor out of service, ends the processes and starts a replacement in the background.
@@ -146,20 +108,13 @@ class Fleet:
         Raises:
             ActorFailed: The restart budget is used up.
         """
-        with self._lock:
-            self._retire(rank, cause)
+        super().retire(rank, cause)
+        if self.states[rank] is State.GIVEN_UP:
+            assert self.last_failure is not None
+            raise self.last_failure
 
-    def _retire(self, rank: int, cause: str) -> None:
-        if self.states[rank] is State.STARTING:
-            return
-        name, cause = f"{self.group.name}-{rank}", with_cause(cause, self.group.logs[rank])
-        self._last_failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
-        if self.restarts <= 0:
-            raise self._last_failure
-        self.restarts -= 1
-        self.states[rank] = State.STARTING
-        text = f"{name} is out of service: {cause}; restarting it ({self.restarts} restarts left)"
-        self.say(Event("actor_lost", text, actor=name, rank=rank, cause=cause, restarts_left=self.restarts))
+    def _restart(self, rank: int) -> None:
+        self._current.discard(rank)
         self._ending[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
         if not self.asleep:
             self._start_ended()
@@ -197,7 +152,7 @@ class Fleet:
         """
         wait(self._starting.values())
         self.asleep |= set(parts)
-        self._collect_started()
+        self.running()
         if WEIGHTS in parts:
             self.serve([])
         self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
@@ -251,13 +206,8 @@ class Fleet:
             raise NoServingActor(self.group.name, None, "service", cause)
         if not self.serving:
             never = ActorFailed(self.group.name, None, "service", "none has been brought up to date")
-            last = self._last_failure or never
+            last = self.last_failure or never
             raise NoServingActor(last.group, last.rank, last.method, last.cause, log=last.log)
-
-    def close(self) -> None:
-        """Stops all restarts. The group ends the actors."""
-        self.restarts = 0
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _failed_in_fleet(error: BaseException, name: str) -> bool:

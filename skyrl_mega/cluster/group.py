@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import ActorIdentity, Location, hosted, machine
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
-from skyrl_mega.cluster.log_errors import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.common.errors import UserError
 
@@ -277,8 +276,8 @@ class Outcomes:
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
         kind = NodeGone if isinstance(error, ray.exceptions.ActorUnschedulableError) else ActorFailed
-        text, others = with_cause(describe(error), call.log), len(self.failures) - 1
-        raise kind(call.group, call.rank, call.method, text, others=others, log=call.log) from error
+        others = len(self.failures) - 1
+        raise kind(call.group, call.rank, call.method, describe(error), others=others, log=call.log) from error
 
 
 def settle(

@@ -248,7 +248,7 @@ class WorkerClient:
         """
         while self._error is None:
             history.sibling_failed = prompt is not None and self.workers.is_crashing(prompt)
-            up = self.workers.up()
+            up = self.workers.running()
             for rank, actor in up.items():
                 if rank not in self.links or self.links[rank].actor != actor:
                     link = self.links[rank] = WorkerLink(rank, actor)

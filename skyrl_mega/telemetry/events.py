@@ -9,7 +9,7 @@ Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `
 | `resumed` | the run continues from a checkpoint | `step`, `checkpoint` |
 | `fault` | an error ended or restarted the run | `error`, of an actor `actor`, `rank`, `method`, `cause`, `log` |
 | `restart` | the run restarts from its newest checkpoint after a fault | `restarts_left` |
-| `actor_lost` | an engine or a rollout worker crashed or did not answer | `actor`, `rank`, `cause`, `restarts_left` |
+| `actor_lost` | an engine or a rollout worker crashed or hangs | as of `fault` without `error`; `restarts_left` |
 | `actor_back` | its replacement is up | `actor`, `rank` |
 | `retriever_lost` | the retrieval service ended | `code`, `restarted` |
 | `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |

@@ -82,7 +82,7 @@ def test_a_run_that_went_on_says_so(run: Path) -> None:
 def test_crashes_that_a_run_recovered_from(run: Path) -> None:
     lost = [
         {"kind": "actor_lost", "text": "engine-1 is out of service: it died", "actor": "engine-1"},
-        {"kind": "actor_lost", "text": "rollout-0 crashed: it died", "actor": "rollout-0"},
+        {"kind": "actor_lost", "text": "rollout-0 is out of service: it died", "actor": "rollout-0"},
         {"kind": "trajectory_failed", "text": "trajectory 3/1 has failed", "trajectory": "3/1"},
         {"kind": "retriever_lost", "text": "retriever: ended (1); restarting it", "code": 1},
     ]

@@ -201,9 +201,9 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
         undisturbed = generator.generate(asked, 4, SAMPLING, seed="0/2")
     assert [told(t) for t in played] == [told(t) for group in undisturbed for t in group.trajectories]
     until = time.monotonic() + 120
-    while len(workers.up()) < 2 and time.monotonic() < until:
+    while len(workers.running()) < 2 and time.monotonic() < until:
         time.sleep(0.1)
-    assert len(workers.up()) == 2 and workers.restarts == 0
+    assert len(workers.running()) == 2 and workers.restarts == 0
     assert not reaper.members(victim)
 
 

@@ -1,0 +1,121 @@
+"""Supervision of a group of actors: the state of each rank, and restarts in the background after failures.
+
+An actor is UP while it runs. After a failure the actor's processes are ended; a replacement is STARTING in the
+background, or the rank is GIVEN_UP once the restart budget of the group is used up. The other actors keep running.
+Engines (`cluster.fleet`) and rollout workers (`rollout.workers`) are supervised groups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from typing import Any
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.telemetry.events import Event
+
+
+class State(Enum):
+    """Life-cycle state of an actor."""
+
+    UP = "up"
+    STARTING = "starting"
+    GIVEN_UP = "given up"
+
+
+class SupervisedGroup:
+    """Interchangeable actors, by rank. All of them must be running when the group is created.
+
+    Args:
+        group: The actors.
+        restarts: Restart budget of the whole group.
+        start_timeout_s: Seconds until a restarted actor is up.
+        say: Prints a message for the user.
+    """
+
+    lost_note = ""
+    """Sentence in the message about a failed actor."""
+    back_note = ""
+    """End of the message about a restarted actor."""
+
+    def __init__(
+        self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
+    ) -> None:
+        self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
+        self.states = [State.UP] * len(group)
+        self.last_failure: ActorFailed | None = None
+        self._starting: dict[int, Future[None]] = {}
+        self._threads = ThreadPoolExecutor(len(group), thread_name_prefix=f"restart-{group.name}")
+        self._closed = False
+        self._lock = threading.RLock()
+        """Guards states and restarts: several threads and event loops may detect the same failure at the same time."""
+
+    @property
+    def up(self) -> list[int]:
+        """Ranks with state UP, in order."""
+        return self.ranks(State.UP)
+
+    def ranks(self, state: State) -> list[int]:
+        """Returns the ranks with a state, in order."""
+        return [rank for rank, present in enumerate(self.states) if present is state]
+
+    def running(self) -> dict[int, Any]:
+        """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
+
+        Raises:
+            ActorFailed: All actors are given up; names the root cause of the last failure.
+        """
+        with self._lock:
+            for rank, starting in list(self._starting.items()):
+                if starting.done():
+                    self._finish_restart(rank, starting.exception())
+            if self.last_failure is not None and len(self.ranks(State.GIVEN_UP)) == len(self.group):
+                raise self.last_failure
+            return {rank: self.group.actors[rank] for rank in self.up}
+
+    def _finish_restart(self, rank: int, error: BaseException | None) -> None:
+        del self._starting[rank]
+        self.states[rank] = State.UP
+        if error is not None:
+            self.retire(rank, str(error))
+            return
+        name = f"{self.group.name}-{rank}"
+        self.say(Event("actor_back", f"{name} restarted{self.back_note}", actor=name, rank=rank))
+
+    def retire(self, rank: int, cause: str) -> None:
+        """Takes a running actor out of service, ends the processes and starts a replacement in the background. Gives
+        the rank up if the restart budget is used up."""
+        with self._lock:
+            if self.states[rank] is not State.UP:
+                return
+            failure = ActorFailed(self.group.name, rank, "service", cause, log=self.group.logs[rank])
+            self.last_failure, restart = failure, self.restarts > self._lowest(rank) and not self._closed
+            self.restarts -= restart
+            self.states[rank] = State.STARTING if restart else State.GIVEN_UP
+            if self._closed:
+                return
+            left = max(0, self.restarts)
+            then = f"Restarting it ({left} restarts left)." if restart else "No restart is left (rollout.restarts)."
+            text = f"{failure.actor} is out of service: {failure.cause}. {self.lost_note}{then}"
+            self.say(Event("actor_lost", text, **failure.facts, restarts_left=left))
+            if restart:
+                self._restart(rank)
+            else:
+                self._threads.submit(self.group.end, rank)
+
+    def _lowest(self, rank: int) -> int:
+        """Returns the value of `restarts` at which this rank is given up; below 0 if it may exceed the budget."""
+        return 0
+
+    def _restart(self, rank: int) -> None:
+        """Replaces an actor in the background."""
+        self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
+
+    def close(self) -> None:
+        """Prevents further restarts. The group itself ends the actors."""
+        with self._lock:
+            self._closed = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
