@@ -17,8 +17,8 @@ from skyrl_mega.rollout.event_loop import EventLoop, Loop, cancel_all
 from skyrl_mega.rollout.gate import Gate
 from skyrl_mega.rollout.player import Player
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
-from skyrl_mega.rollout.worker_client import WorkerClient
-from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.rollout.workers.client import WorkerClient
+from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trajectories.trajectory import Group, Trajectory

@@ -7,7 +7,7 @@ from typing import Protocol
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
-from skyrl_mega.rollout.worker_client import WorkerClient
+from skyrl_mega.rollout.workers.client import WorkerClient
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 

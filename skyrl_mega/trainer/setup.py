@@ -32,7 +32,7 @@ from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.service import RolloutService
-from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.timeline import Timeline

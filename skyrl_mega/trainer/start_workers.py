@@ -12,8 +12,8 @@ from skyrl_mega.cluster.nodes import Node, driver_node, nodes_without_gpus
 from skyrl_mega.cluster.placement import on_nodes, spread
 from skyrl_mega.config.derived import on_driver_node, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.rollout.worker import RolloutWorker
-from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.rollout.workers.group import Workers
+from skyrl_mega.rollout.workers.worker import RolloutWorker
 from skyrl_mega.trainer.start_actors import Setup
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.config.schema import SamplingConfig
-from skyrl_mega.rollout import crash_isolation
-from skyrl_mega.rollout.crash_isolation import EXPLAINED_PER_RESTART
-from skyrl_mega.rollout.worker_client import Answer, WorkerClient, WorkerLink
-from skyrl_mega.rollout.worker_messages import Job
+from skyrl_mega.rollout.workers import crash_isolation
+from skyrl_mega.rollout.workers.client import Answer, WorkerClient, WorkerLink
+from skyrl_mega.rollout.workers.crash_isolation import EXPLAINED_PER_RESTART
+from skyrl_mega.rollout.workers.messages import Job
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.mortal_workers import PROMPT, player_of

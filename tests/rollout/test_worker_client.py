@@ -14,7 +14,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
-from skyrl_mega.rollout.worker_messages import EngineAwaitsSync, EngineDead, RolloutFailed
+from skyrl_mega.rollout.workers.messages import EngineAwaitsSync, EngineDead, RolloutFailed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from tests.support.mortal_workers import PROMPT, player_of

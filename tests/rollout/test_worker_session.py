@@ -12,14 +12,14 @@ import pytest
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import worker
 from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.routing.router import Router
-from skyrl_mega.rollout.worker import KnownEngines, Session
-from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Job
+from skyrl_mega.rollout.workers import worker
+from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Job
+from skyrl_mega.rollout.workers.worker import KnownEngines, Session
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.chats import characters
 

@@ -27,7 +27,7 @@ from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import BackgroundLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.service import RolloutService, Ticket
-from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trainer import saved_rollouts
 from skyrl_mega.trainer.start_actors import Setup

@@ -18,9 +18,9 @@ from skyrl_mega.cluster.fleet import NoServingActor
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.worker_client import WorkerClient
-from skyrl_mega.rollout.worker_messages import Cancelled, EngineView, Finished, Job, WorkerEvent
-from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.rollout.workers.client import WorkerClient
+from skyrl_mega.rollout.workers.group import Workers
+from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Finished, Job, WorkerEvent
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from skyrl_mega.trajectories.by_reference import detach_arrays
 from skyrl_mega.trajectories.trajectory import Status, Trajectory

@@ -18,11 +18,13 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.rollout import crash_isolation, journal
-from skyrl_mega.rollout.crash_isolation import CrashHistory
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.journal import RecordedTurn
-from skyrl_mega.rollout.worker_messages import (
+from skyrl_mega.rollout.workers import crash_isolation
+from skyrl_mega.rollout.workers.crash_isolation import CrashHistory
+from skyrl_mega.rollout.workers.group import Workers
+from skyrl_mega.rollout.workers.messages import (
     Cancelled,
     EngineAwaitsSync,
     EngineDead,
@@ -34,7 +36,6 @@ from skyrl_mega.rollout.worker_messages import (
     TimelineCounts,
     WorkerEvent,
 )
-from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.timeline import ActivityReport
 from skyrl_mega.telemetry.trace import Span

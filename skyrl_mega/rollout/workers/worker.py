@@ -28,7 +28,7 @@ from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.agent.agent_factory import AgentFactory
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
-from skyrl_mega.rollout.worker_messages import (
+from skyrl_mega.rollout.workers.messages import (
     Cancelled,
     EngineAwaitsSync,
     EngineDead,

@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.supervised_group import State, SupervisedGroup
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.crash_isolation import EXPLAINED_PER_RESTART, CrashHistory, prompt_hash
+from skyrl_mega.rollout.workers.crash_isolation import EXPLAINED_PER_RESTART, CrashHistory, prompt_hash
 
 
 class Workers(SupervisedGroup):
