@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +38,8 @@ LARGEST = 2**20
 """Maximum bytes of a configuration file."""
 LONGEST = 200
 """Maximum characters of an argument in an error message."""
+HEADER = 2048
+"""Bytes at the start of a file that may hold Hydra's directives, `# @package …`."""
 DEEPEST = 50
 """Maximum nesting depth of a configuration."""
 
@@ -68,7 +72,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     secrets.note_literal(given)
     if unknown := [line for key, value in given for line in _unknown_key_errors(key, value)]:
         raise UserErrors(unknown)
-    config: DictConfig = OmegaConf.structured(Config)
+    config = deepcopy(_defaults())
     for key, value in given:
         _assign(config, key, value)
     unresolved = OmegaConf.to_container(config, resolve=False)
@@ -92,6 +96,12 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         raise UserError(secrets.hidden(_first_line(error), short=True), key=key, fix=allowed) from error
     secrets.note_resolved(unresolved, asdict(composed))
     return composed
+
+
+@cache
+def _defaults() -> DictConfig:
+    """Returns the default settings; a copy costs a seventh of reading the schema again."""
+    return cast(DictConfig, OmegaConf.structured(Config))
 
 
 def dump(config: Config) -> str:
@@ -144,7 +154,7 @@ def _parse(text: str) -> Override:
 
 def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     """Returns the file with all groups as a single tree, with values as written."""
-    listed = _groups_in_defaults(path)
+    listed, needs_hydra = _groups_in_defaults(path)
     for group in {*listed, *(o.key_or_group for o in chosen)}:
         for folder in (path.parent, GROUPS):
             for file in sorted((folder / group).glob("*.yaml")):  # Hydra itself reads files without a size limit
@@ -153,7 +163,8 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(), verbatim.hydra_config_from(path.parent, *([GROUPS] if GROUPS.is_dir() else [])):
             warnings.simplefilter("ignore", UserWarning)  # warnings about `_self_` would hide the actual error
-            tree = hydra_compose(path.stem, groups)
+            # Hydra takes several times as long, most of it for settings of its own.
+            tree = hydra_compose(path.stem, groups) if chosen or needs_hydra else verbatim.load(path)
     except RecursionError as error:
         raise UserError("its `defaults` go in a circle, or it nests too deep", key="--config", value=path) from error
     except yaml.YAMLError as error:
@@ -173,14 +184,16 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
 
 
-def _groups_in_defaults(path: Path) -> set[str]:
-    """Returns the groups named in a file's `defaults`, after checking the whole file.
+def _groups_in_defaults(path: Path) -> tuple[set[str], bool]:
+    """Returns the groups named in a file's `defaults`, and True if only Hydra can read the file, after checking the
+    whole file.
 
     Raises:
         UserError: The file is not YAML, not a mapping, or nested too deep.
     """
     try:
-        content = yaml.safe_load(safe_read.read(path, "give a .yaml file that you may read", most=LARGEST))
+        text = safe_read.read(path, "give a .yaml file that you may read", most=LARGEST)
+        content = yaml.safe_load(text)
         content = {} if content is None else content
         safe_read.check_value(content, deepest=DEEPEST, numbers=False)
     except RecursionError as error:
@@ -204,7 +217,8 @@ def _groups_in_defaults(path: Path) -> set[str]:
         raise UserError(
             f"defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]", key="--config", value=path
         )
-    return {group for entry in entries if isinstance(entry, dict) for group in entry}
+    needs_hydra = not content.keys().isdisjoint(("defaults", "hydra")) or b"@" in text[:HEADER]
+    return {group for entry in entries if isinstance(entry, dict) for group in entry}, needs_hydra
 
 
 def _is_text(value: Any) -> bool:

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString, ValueType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import Rule
@@ -48,14 +48,27 @@ class VerbatimFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Reads a file as Hydra does, and marks plain values for `restore_text`."""
         read = super().load_config(config_path)
-        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
-        values = OmegaConf.to_container(read.config, resolve=False)
-        if isinstance(values, dict):
-            reserved = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
-            # BaseLoader keeps every scalar as text.
-            marked = _mark_plain(values, yaml.load(text, Loader=yaml.BaseLoader))
-            read.config = OmegaConf.create(reserved | marked)
+        read.config = _marked(read.config, Path(self.path, self._normalize_file_name(config_path)))
         return read
+
+
+def load(path: Path) -> Container:
+    """Returns a file without `defaults` as Hydra composes it: as written, with plain values marked for `restore_text`.
+
+    Raises:
+        OmegaConfBaseException, OSError, ValueError, yaml.YAMLError: The file cannot be read.
+    """
+    return _marked(OmegaConf.load(path), path)
+
+
+def _marked(config: Container, path: Path) -> Container:
+    values = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(values, dict):
+        return config
+    reserved = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
+    # BaseLoader keeps every scalar as text.
+    marked = _mark_plain(values, yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader))
+    return OmegaConf.create(reserved | marked)
 
 
 def _mark_plain(value: Any, text: Any) -> Any:
