@@ -9,6 +9,7 @@ disables a user's setting while allocating for sleep mode.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with torch's settings; torch reads the first non-empty variable."""
@@ -23,7 +24,11 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def expandable(environ: Mapping[str, str]) -> bool:
     """Returns True if segments are expandable in a policy process with these environment variables."""
-    settings = next((environ[name] for name in VARIABLES if environ.get(name)), SETTINGS)
+    return _expandable(next((environ[name] for name in VARIABLES if environ.get(name)), SETTINGS))
+
+
+@cache
+def _expandable(settings: str) -> bool:
     name = SETTINGS.partition(":")[0]
     values = [option for option in settings.lower().replace(" ", "").split(",") if option.startswith(f"{name}:")]
     return bool(values) and values[-1] == SETTINGS.lower()  # torch uses the last of several

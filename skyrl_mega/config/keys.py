@@ -33,7 +33,7 @@ class Key:
     """`allowed`, `low`, `high`, `empty`, `examples` (example text → meaning) from the schema."""
     doc: str
 
-    @property
+    @cached_property
     def group(self) -> bool:
         """True for a group of keys."""
         return is_dataclass(self.type)

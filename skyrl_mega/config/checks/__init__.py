@@ -8,7 +8,7 @@ here, by subject. Each error is a line of key, value, allowed values, fix. Check
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
@@ -109,12 +109,22 @@ def check_values(config: Config) -> None:
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if is_dataclass(value):
-            yield from _values(value, f"{prefix}{field.name}.")
+    for field, name in _members()[prefix]:
+        value = getattr(settings, field)
+        if keys()[name].group and isinstance(value, keys()[name].type):
+            yield from _values(value, f"{name}.")
         else:
-            yield prefix + field.name, value
+            yield name, value
+
+
+@cache
+def _members() -> dict[str, list[tuple[str, str]]]:
+    """Returns field and key of every setting, by the prefix of its group ("" for the root)."""
+    members: dict[str, list[tuple[str, str]]] = {}
+    for name in keys():
+        group, dot, field = name.rpartition(".")
+        members.setdefault(group + dot, []).append((field, name))
+    return members
 
 
 @raising
