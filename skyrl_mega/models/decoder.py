@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from skyrl_mega.models.blocks.base import Block
 from skyrl_mega.models.blocks.embedding import Embedding, Head
@@ -35,6 +36,10 @@ class Decoder:
     max_length: int
     norm_eps: float
 
+    def __hash__(self) -> int:
+        """Hashes what differs between models; a hash of every block would cost more than most cached results."""
+        return hash((self.order, self.embedding, self.head))
+
     @property
     def layers(self) -> int:
         """Number of layers."""
@@ -55,7 +60,7 @@ class Decoder:
         """True if the output projection is the embedding."""
         return self.head.tied
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The distinct blocks of all layers, in order of first appearance."""
         return tuple(dict.fromkeys(block for kind in self.kinds for block in kind))
@@ -65,7 +70,7 @@ class Decoder:
         """The embedding, `blocks`, and the head."""
         return (self.embedding, *self.blocks, self.head)
 
-    @property
+    @cached_property
     def facts(self) -> dict[str, int]:
         """Sizes of the blocks by name (`heads`, `kv_heads`, `experts`, …), from the first block with each name."""
         sizes: dict[str, int] = {}
@@ -93,10 +98,16 @@ class Decoder:
         """True if q, k and v use a bias."""
         return bool(self.facts.get("qkv_bias"))
 
-    @property
+    @cached_property
     def experts(self) -> Experts | None:
         """The routed experts; None for a dense model."""
         return next((block for block in self.blocks if isinstance(block, Experts)), None)
+
+    @cached_property
+    def moe_layers(self) -> frozenset[int]:
+        """The layers (global) with routed experts."""
+        kinds = {n for n, kind in enumerate(self.kinds) if any(isinstance(block, Experts) for block in kind)}
+        return frozenset(index for index, kind in enumerate(self.order) if kind in kinds)
 
     def layer(self, index: int) -> Layer:
         """Returns the blocks of layer `index` (global)."""
@@ -104,14 +115,14 @@ class Decoder:
 
     def is_moe(self, index: int) -> bool:
         """Returns True if layer `index` (global) contains routed experts."""
-        return any(isinstance(block, Experts) for block in self.layer(index))
+        return index in self.moe_layers
 
     def layer_counts(self, layers: Iterable[int] | None = None) -> list[tuple[Layer, int]]:
         """Returns every kind of layer among `layers` (None: all layers), with the number of layers of this kind."""
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(index)) for index, kind in enumerate(self.kinds) if index in kinds]
 
-    @property
+    @cached_property
     def critic(self) -> Decoder:
         """The same model with a value head instead of the output projection."""
         return replace(self, head=ValueHead.of(self.hidden))
@@ -129,11 +140,13 @@ def read_decoder(hf: Hf, layers: Sequence[Layer]) -> Decoder:
     """
     if hf.get("quantization_config"):
         raise unsupported(hf, "quantization_config", "a checkpoint without quantisation")
-    kinds = tuple(dict.fromkeys(layers))
+    distinct = {id(layer): layer for layer in layers}  # families repeat an object: cheaper to compare than its blocks
+    kinds = tuple(dict.fromkeys(distinct.values()))
+    position = {key: kinds.index(layer) for key, layer in distinct.items()}
     return Decoder(
         embedding=Embedding.read(hf),
         kinds=kinds,
-        order=tuple(kinds.index(layer) for layer in layers),
+        order=tuple(position[id(layer)] for layer in layers),
         head=Head.read(hf),
         max_length=integer(hf, "max_position_embeddings"),
         norm_eps=number(hf, "rms_norm_eps"),

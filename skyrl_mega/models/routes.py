@@ -38,8 +38,7 @@ class RouteShape:
         experts = decoder.experts
         if experts is None:
             return None
-        layers = tuple(layer for layer in range(decoder.layers) if decoder.is_moe(layer))
-        return cls(layers, experts.count, experts.per_token)
+        return cls(tuple(sorted(decoder.moe_layers)), experts.count, experts.per_token)
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.int16]:

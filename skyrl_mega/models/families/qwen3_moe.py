@@ -8,7 +8,7 @@ from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.config_json import Hf, integer, with_defaults
-from skyrl_mega.models.decoder import Decoder, read_decoder
+from skyrl_mega.models.decoder import Decoder, Layer, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
@@ -24,7 +24,8 @@ def describe(hf: Hf) -> Decoder:
     moe = _moe_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     experts, dense = Experts.read(hf), GatedMlp.read(hf)
-    return read_decoder(hf, [(attention, experts if has_experts else dense) for has_experts in moe])
+    kinds: dict[bool, Layer] = {True: (attention, experts), False: (attention, dense)}
+    return read_decoder(hf, [kinds[has_experts] for has_experts in moe])
 
 
 def _moe_layers(hf: Hf) -> list[bool]:
