@@ -10,6 +10,7 @@ blocks are `saved_bytes` and `gradient_bytes` (`models/blocks/`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
 from skyrl_mega.models.blocks.base import Spec, Work
@@ -54,6 +55,7 @@ class Activations:
     """Bytes kept by layers in host memory (`policy.offload_layers`)."""
 
 
+@lru_cache(maxsize=4096)
 def activations(
     decoder: Decoder,
     parallel: ParallelDims,

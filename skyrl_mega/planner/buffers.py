@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import lcm
 
@@ -71,36 +72,64 @@ def model_state(
         overlap: True if communication overlaps with compute.
         moments: Bytes of the two moments per element.
     """
-    weights = gradients = owned = largest = 0
+    buffers = stage_buffers(chunks, parallel, at.pp, freeze_router, overlap=overlap)
+    return rank_state(buffers, parallel, at, itemsize, moments)
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """All buffers of a pipeline stage; the ranks of the stage own different parts of the same buffers."""
+
+    frozen: int
+    """Number of elements of frozen parameters, which lie outside the buffers."""
+    dense: tuple[Buffer, ...]
+    """Buffer of each model chunk, over the data-parallel ranks."""
+    expert: tuple[Buffer, ...]
+    """Buffer of each model chunk, over the data-parallel ranks of experts."""
+
+
+def stage_buffers(
+    chunks: Sequence[Parameters], parallel: ParallelDims, pp: int, freeze_router: bool, *, overlap: bool
+) -> StageBuffers:
+    """Returns the buffers of pipeline stage `pp`. The arguments are those of `model_state`."""
+    frozen, dense, expert = 0, [], []
     for i, chunk in enumerate(chunks):
-        full = full_bucket(parallel, at, i) if overlap else None
-        frozen = chunk.router & freeze_router
-        weights += int(chunk.numel[frozen].sum()) * itemsize
+        full = full_bucket(parallel, pp, i) if overlap else None
+        untrained = chunk.router & freeze_router
+        frozen += int(chunk.numel[untrained].sum())
         # Without expert parallelism experts are dense parameters to megatron-core.
         experts = chunk.expert & (parallel.expert > 1)
-        for chosen, size, index in (
-            (~experts, parallel.data * parallel.context, at.dp * parallel.context + at.cp),
-            (experts, parallel.expert_data, at.edp),
-        ):
-            flat = buffer(chunk.select(chosen & ~frozen), size, full)
-            weights += flat.numel * itemsize
-            gradients += flat.numel * GRADIENT
-            owned += flat.owned(index)
-            largest = max(largest, flat.largest(index))
+        dense.append(buffer(chunk.select(~experts & ~untrained), parallel.data * parallel.context, full))
+        expert.append(buffer(chunk.select(experts & ~untrained), parallel.expert_data, full))
+    return StageBuffers(frozen, tuple(dense), tuple(expert))
+
+
+def rank_state(
+    buffers: StageBuffers, parallel: ParallelDims, at: RankCoords, itemsize: int, moments: int
+) -> ModelState:
+    """Returns the bytes that the rank at `at` allocates for the buffers of its stage. See `model_state`."""
+    owned = [flat.owned(at.dp * parallel.context + at.cp) for flat in buffers.dense]
+    owned += [flat.owned(at.edp) for flat in buffers.expert]
+    numel = sum(flat.numel for flat in (*buffers.dense, *buffers.expert))
     state = moments + (MASTER if itemsize == 2 else 0)
-    return ModelState(weights, gradients, owned * state, largest * state)
+    return ModelState(
+        weights=(buffers.frozen + numel) * itemsize,
+        gradients=numel * GRADIENT,
+        optimizer=sum(elements for elements, _ in owned) * state,
+        largest=max((largest for _, largest in owned), default=0) * state,
+    )
 
 
-def full_bucket(parallel: ParallelDims, at: RankCoords, chunk: int) -> int | None:
+def full_bucket(parallel: ParallelDims, pp: int, chunk: int) -> int | None:
     """Returns the number of elements at which a bucket is full if communication overlaps; None if the buffer is a
     single bucket.
 
     Args:
         parallel: The grid of ranks.
-        at: Coordinates of the rank in the grid.
+        pp: Pipeline stage.
         chunk: Index of the model chunk on the rank.
     """
-    return max(BUCKET[0], BUCKET[1] * parallel.data) if at.pp == chunk == 0 else None
+    return max(BUCKET[0], BUCKET[1] * parallel.data) if pp == chunk == 0 else None
 
 
 @dataclass(frozen=True)
@@ -120,7 +149,7 @@ class Buffer:
     ranks: int
     """Number of ranks sharing each bucket."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Returns the number of elements of all buckets, with padding."""
         return int(self.lengths.sum())
@@ -132,15 +161,11 @@ class Buffer:
         ends = np.stack([index * part, (index + 1) * part], axis=1)
         return (ends - self.start[:, None]).clip(0, self.size[:, None])
 
-    def largest(self, index: int) -> int:
-        """Returns the largest number of elements of a single parameter owned by rank `index`."""
+    def owned(self, index: int) -> tuple[int, int]:
+        """Returns the number of elements owned by rank `index`: of all parameters, and of the parameter with most."""
         runs = self.runs(index)
-        return int((runs[:, 1] - runs[:, 0]).max(initial=0))
-
-    def owned(self, index: int) -> int:
-        """Returns the number of elements of all parameters owned by rank `index`."""
-        first, last = self.runs(index).sum(axis=0)
-        return int(last - first)
+        sizes = runs[:, 1] - runs[:, 0]
+        return int(sizes.sum()), int(sizes.max(initial=0))
 
 
 def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffer:

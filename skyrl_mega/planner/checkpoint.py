@@ -44,7 +44,7 @@ def checkpoint_bytes(
     at, total = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp
     for i, chunk in enumerate(stage(decoder, parallel, at.pp)):
-        full = full_bucket(parallel, at, i) if overlap else None
+        full = full_bucket(parallel, at.pp, i) if overlap else None
         frozen = chunk.router & freeze_router
         total += (chunk.numel[frozen] / chunk.copies[frozen]).sum() * itemsize / data
         experts = chunk.expert & (parallel.expert > 1)

@@ -35,7 +35,7 @@ from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.buffers import MASTER, MOMENTS, ModelState, model_state
+from skyrl_mega.planner.buffers import MASTER, MOMENTS, ModelState, StageBuffers, rank_state, stage_buffers
 from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
@@ -83,11 +83,9 @@ def overlapped(config: Config) -> bool:
 
 def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Returns the memory of policy rank `rank`."""
-    coords, size = parallel.coordinates(rank), itemsize(config)
-    chunks = stage(decoder, parallel, coords.pp)
-    freeze = config.policy.moe.freeze_router
-    state = _model_state(decoder, parallel, coords, size, freeze, overlap=overlapped(config), moments=moments(config))
-    activation_bytes = _activations(config, decoder, parallel, coords.pp)
+    size = itemsize(config)
+    state, pp = policy_state(config, decoder, parallel, rank), parallel.coordinates(rank).pp
+    activation_bytes = _activations(config, decoder, parallel, pp)
     streamed = state.optimizer if config.policy.optimizer.streamed else 0
     if streamed:
         state = replace(
@@ -97,12 +95,25 @@ def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank
     return PolicyMemory(
         state=state,
         activations=activation_bytes,
-        reference=min(SWAP, _elements(chunks) * size) if copied else 0,
+        reference=min(SWAP, _elements(stage(decoder, parallel, pp)) * size) if copied else 0,
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         reserve=_reserve(config),
         gaps=_gaps(config),
         keep=_keep(config),
         streamed=streamed,
+    )
+
+
+def policy_state(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> ModelState:
+    """Returns the permanent memory of policy rank `rank`, with a streamed optimizer as if it stayed on the device."""
+    return _model_state(
+        decoder,
+        parallel,
+        parallel.coordinates(rank),
+        itemsize(config),
+        config.policy.moe.freeze_router,
+        overlap=overlapped(config),
+        moments=moments(config),
     )
 
 
@@ -188,7 +199,7 @@ def sampling_bytes(config: Config, decoder: Decoder) -> int:
 
 def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> Activations:
     spec = layer_spec(config.policy.spec, planned_device(config))
-    experts = any(decoder.is_moe(i) for i in range(decoder.layers))
+    experts = decoder.experts is not None
     peak = activations(
         decoder,
         parallel,
@@ -245,9 +256,14 @@ def _model_state(
     overlap: bool,
     moments: int,
 ) -> ModelState:
-    return model_state(
-        stage(decoder, parallel, at.pp), parallel, at, size, freeze_router, overlap=overlap, moments=moments
-    )
+    return rank_state(_stage_buffers(decoder, parallel, at.pp, freeze_router, overlap), parallel, at, size, moments)
+
+
+@lru_cache(maxsize=256)
+def _stage_buffers(
+    decoder: Decoder, parallel: ParallelDims, pp: int, freeze_router: bool, overlap: bool
+) -> StageBuffers:
+    return stage_buffers(stage(decoder, parallel, pp), parallel, pp, freeze_router, overlap=overlap)
 
 
 def _reserve(config: Config) -> int:

@@ -18,7 +18,8 @@ from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.memory import critic_dims, critic_memory, policy_memory
+from skyrl_mega.planner.memory import critic_dims, critic_memory, policy_state
+from skyrl_mega.planner.processes import offloaded_bytes
 from skyrl_mega.planner.shared import stage_ranks
 
 
@@ -39,7 +40,11 @@ def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int
     """Returns the bytes moved per step by the busiest policy rank and, after it, by the busiest critic rank."""
     if config.residency.keep is None:
         return 0
-    policy = max(policy_memory(config, decoder, parallel, rank).offloaded for rank in stage_ranks(parallel).values())
+    ranks = stage_ranks(parallel).values()
+    streamed, keep = config.policy.optimizer.streamed, config.residency.keep
+    policy = max(
+        offloaded_bytes(policy_state(config, decoder, parallel, rank), "policy", keep, streamed) for rank in ranks
+    )
     return 2 * (policy + _critic_moving(config, decoder))
 
 

@@ -7,7 +7,7 @@ their sizes come from a model of a single layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -40,7 +40,7 @@ class Parameters:
     """Number of ranks, besides data-parallel ones, with the same parameter; each writes a part of it to a
     checkpoint."""
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Returns the number of elements of all parameters."""
         return int(self.numel.sum())

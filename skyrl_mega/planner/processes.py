@@ -7,7 +7,7 @@ buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,24 @@ Kinds = Mapping[str, int]
 def lower_bound(kinds: Kinds) -> float:
     """Returns the smallest plausible sum of bytes: counted kinds (`COUNTED`) in full, estimated kinds less `MARGIN`."""
     return sum(size if kind in COUNTED else (1 - MARGIN) * size for kind, size in kinds.items())
+
+
+def offloaded_bytes(state: ModelState, role: str, keep: Sequence[str] | None, streamed: bool) -> int:
+    """Returns the bytes of a rank that are offloaded between phases and loaded again.
+
+    Args:
+        state: Weights and optimizer state of the rank.
+        role: `policy`, `critic` or `reference`.
+        keep: Value of `residency.keep`.
+        streamed: True if the optimizer state always stays in host memory.
+    """
+    parts = PARTS[role]
+    return sum(
+        getattr(state, kind)
+        for kind in ("weights", "optimizer")
+        if kind in parts and not (kind == "optimizer" and streamed)
+        if not all(parts[kind] in resident(phase, keep) for phase in PHASES)
+    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +145,7 @@ class PolicyMemory:
     @property
     def offloaded(self) -> int:
         """Returns the bytes offloaded between phases and loaded again. Gradients are dropped, not moved."""
-        return sum(
-            getattr(self.state, kind)
-            for kind in ("weights", "optimizer")
-            if not (kind == "optimizer" and self.streamed)
-            if not all(self.is_resident(kind, phase) for phase in PHASES)
-        )
+        return offloaded_bytes(self.state, self.role, self.keep, bool(self.streamed))
 
     @property
     def pinned(self) -> int:

@@ -284,7 +284,7 @@ def _offload_wait(
     if not policy.offload_layers:
         return 0.0
     spec = layer_spec(policy.spec, planned_device(config))
-    experts = any(decoder.is_moe(i) for i in range(decoder.layers))
+    experts = decoder.experts is not None
     how: dict[str, Any] = dict(recompute=policy.recompute, spec=spec, fused=fused(policy, spec, experts))
     kept = kept_layer(decoder, parallel, 0, tokens, itemsize(config), **how)
     copy, layers = kept / host_rate(config), max(parallel.stage_sizes(decoder.layers))
