@@ -12,6 +12,7 @@ class ShardBuilder:
         self._tensors = tensors
         self._params: dict[str, tuple[int, ...]] = {}
         self._pieces: list[Piece] = []
+        self._boxes: dict[Box, Box] = {}
 
     def param(self, name: str, *shape: int) -> str:
         """Declares a local parameter and returns the name."""
@@ -26,18 +27,24 @@ class ShardBuilder:
         `stack` picks the entry of the parameter's leading dimensions, if the parameter has more dimensions than the
         tensor.
         """
-        total, *rest = self._tensors[tensor]
-        box = Box((start, *[0] * len(rest)), (total if count is None else count, *rest))
-        self._pieces.append(Piece(tensor, box, param, (*stack, at, *[0] * len(rest))))
+        shape = self._tensors[tensor]
+        zeros = (0,) * (len(shape) - 1)
+        box = self._box((start, *zeros), shape if count is None else (count, *shape[1:]))
+        self._pieces.append(Piece(tensor, box, param, (*stack, at, *zeros)))
 
     def columns(self, param: str, tensor: str, start: int, count: int, stack: tuple[int, ...] = ()) -> None:
         """Declares that columns `start … start + count` of a matrix fill the parameter."""
         rows = self._tensors[tensor][0]
-        self._pieces.append(Piece(tensor, Box((0, start), (rows, count)), param, (*stack, 0, 0)))
+        self._pieces.append(Piece(tensor, self._box((0, start), (rows, count)), param, (*stack, 0, 0)))
 
     def whole(self, param: str, tensor: str) -> None:
         """Declares a new local parameter with the tensor's shape, filled by the whole tensor."""
         self.rows(self.param(param, *self._tensors[tensor]), 0, tensor)
+
+    def _box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        """Returns the box; equal boxes share an object, since thousands of experts are cut alike."""
+        box = Box(start, shape)
+        return self._boxes.setdefault(box, box)
 
     def shard(self) -> Shard:
         """Returns the declared shard."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -216,11 +215,11 @@ class _DistinctBoxes:
 def _rows(shard: Shard, index: dict[str, int], axes: int) -> Ints:
     """Returns a shard's pieces as rows (tensor, start, shape), in shard order; tensor is -1 for unknown names."""
     zeros, ones = (0,) * axes, (1,) * axes
-    numbers = (
-        chain((index.get(p.tensor, -1),), p.box.start, zeros[len(p.box.start) :], p.box.shape, ones[len(p.box.start) :])
-        for p in shard.pieces
-    )
-    return np.fromiter(chain.from_iterable(numbers), np.int64).reshape(-1, 1 + 2 * axes)
+    pieces, places = shard.pieces, dict[Box, int]()  # thousands of pieces are the same few boxes
+    tensor = np.fromiter((index.get(piece.tensor, -1) for piece in pieces), np.int64, len(pieces))
+    place = np.fromiter((places.setdefault(piece.box, len(places)) for piece in pieces), np.int64, len(pieces))
+    boxes = [(*b.start, *zeros[len(b.start) :], *b.shape, *ones[len(b.start) :]) for b in places]
+    return np.concatenate([tensor[:, None], np.array(boxes, np.int64).reshape(-1, 2 * axes)[place]], axis=1)
 
 
 def _cells(held: Ints, wanted: Ints, axes: int, room: int) -> tuple[Ints, Ints, NDArray[np.bool_], NDArray[np.bool_]]:
