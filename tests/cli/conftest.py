@@ -10,6 +10,7 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner import fixes, search
+from tests.support.planned import remembered_plans  # noqa: F401  (for every module of this folder)
 
 CONFIG = """\
 run: {{name: r, directory: {folder}/runs}}

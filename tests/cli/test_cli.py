@@ -17,6 +17,7 @@ import yaml
 
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.schema import Config
+from skyrl_mega.planner import fixes
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import train
 
@@ -37,12 +38,20 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--dryrun"], "--dryrun"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(inputs: Path, arguments: list[str], part: str) -> None:
-    ended = launch("--config", str(inputs / "config.yaml"), *arguments)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert len(ended.stderr.splitlines()) == 1 and part in ended.stderr
+def test_wrong_input_is_one_line_and_exit_code_2(
+    inputs: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(inputs / "config.yaml"), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1 and part in err
     assert not (inputs / "runs").exists()
+
+
+def test_a_process_ends_with_the_same_line_and_code(inputs: Path) -> None:
+    ended = launch("--config", str(inputs / "config.yaml"), "environment.default=nope")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert len(ended.stderr.splitlines()) == 1 and "environment 'nope' is unknown" in ended.stderr
 
 
 def test_a_wrong_key_is_answered_at_once_without_torch(inputs: Path) -> None:
@@ -65,7 +74,9 @@ def test_json_says_the_error_too(inputs: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out) == {"error": f"run.seed = x: {problem}", **fields}
 
 
-def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) -> None:
+def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         "--config",
         str(inputs / "config.yaml"),
@@ -81,8 +92,8 @@ def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) ->
     assert tables.startswith("it can run on this CPU: 4 ranks, about ")
     assert "policy: 4 ranks, TP2 DP2 EP2 EDP2" in tables
     assert tables.endswith("nothing was started (--dry-run)\n")
-    ended = launch(*arguments, "--json")
-    plan = json.loads(ended.stdout)
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
     assert plan["config"]["policy"]["layout"]["tensor"] == 2
     assert [seat["tp"] for seat in plan["policy"]] == [0, 1, 0, 1]
     assert not (inputs / "runs").exists()
@@ -96,7 +107,10 @@ def test_a_dry_run_and_a_search_are_two_commands(
     assert "--suggest --dry-run: give one of them" in capsys.readouterr().err
 
 
-def test_a_run_too_asks_whether_it_fits(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_too_asks_whether_it_fits(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixes, "SECONDS", 0.5)  # nothing fits: the search for a fix would try everything
     arguments = ["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}", "cluster.host_memory_gib=1"]
     assert main(arguments) == 2
     assert "cluster.host_memory_gib = 1: node 0 needs about" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit
+from skyrl_mega.planner import fit, fixes
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.times import step_time
 from tests.cli import large
@@ -393,7 +393,10 @@ def test_a_number_that_no_nodes_make(
     assert says in capsys.readouterr().err
 
 
-def test_what_sandboxes_may_take_together_is_planned(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_sandboxes_may_take_together_is_planned(
+    inputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixes, "SECONDS", 0.5)  # nothing fits: the search for a fix would try everything
     options = "environment.options={text2sql: {sandbox: {total_mib: 2048, disk_mib: 10}}, swe: {}}"
     sizes = ["data.prompts_per_step=20", "data.samples_per_prompt=10", options]
     v = values(inputs / "config.yaml", capsys, *sizes, "cluster.host_memory_gib=60")

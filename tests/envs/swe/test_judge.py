@@ -195,7 +195,7 @@ def test_honest_work_is_paid(tmp_path: Path, kind: str) -> None:
 
 def test_a_repository_whose_tests_never_end(tmp_path: Path) -> None:
     test = "from shop import total\ndef test_total():\n    got = total(3)\n    assert got == 9\n"
-    loop = {"shop.py": "def total(n):\n    while True: pass\n", "test_shop.py": test}
+    loop = {"shop.py": "import time\ndef total(n):\n    while True: time.sleep(1)\n", "test_shop.py": test}
     task = written(tmp_path / "task", {f"repo/{name}": text for name, text in loop.items()})
     command = f"{PYTEST} test_shop.py"
     output = played(task, RIGHT, command, checks=1, test_timeout_s=20)
