@@ -60,14 +60,17 @@ def grouped(trajectories: list[Any]) -> list[Any]:
 def step_of_driver(groups: list[Any], policy: Any, mini_batches: int, on_batch: Callable[[], None]) -> None:
     """Runs the driver's part of a step; ranks hold the micro-batches."""
     from skyrl_mega.batch import make_batch as batches
+    from skyrl_mega.batch.advantages import compute_advantages
     from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
+    from skyrl_mega.trainer.loop import split
 
     algorithm = AlgorithmConfig()
     batch = batches.make_batch(groups, algorithm, RolloutConfig())
-    batch["advantages"] = batches.token_advantages(batch, algorithm).whitened
+    advantages = compute_advantages(batch, algorithm).whitened
     on_batch()
     minis = batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm)
     policy.hold(minis)
+    policy.add("advantages", split(advantages, minis, by_token=False), per_sample=True)
     if len(minis) > 1:
         policy.keep_logprobs("old_logprobs", temperature=1.0)
     for mini in range(len(minis)):
@@ -80,14 +83,12 @@ class Rank:
     def __init__(self) -> None:
         self.kept: Any = None
 
-    def logprobs(self, micros: list[Any], *_: object) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns zeros in the size of a rank's answer."""
-        zeros = [np.zeros((2, len(micro.tokens)), np.float32) for micro in micros]
-        return [(logprobs, entropy) for logprobs, entropy in zeros]
-
     def hold(self, minis: Any) -> None:
         """Holds micro-batches."""
         self.kept = minis
+
+    def add(self, *_: object) -> None:
+        """Does nothing."""
 
     def keep_logprobs(self, *_: object) -> None:
         """Does nothing: log-probs stay on the rank."""

@@ -68,9 +68,12 @@ class Maker:
 class Rank:
     """A stand-in for a policy rank: accepts references, without computing."""
 
-    def hold_refs(self, minis: Any, drawn: bool) -> None:
+    def hold(self, minis: Any) -> None:
         """Counts samples."""
-        self.samples = sum(len(parts) for mini in minis for parts, _ in mini)
+        self.samples = sum(len(micro.parts) for mini in minis for micro in mini)
+
+    def add(self, *_: object) -> None:
+        """Does nothing."""
 
     def train(self, *_: object) -> dict[str, float]:
         """Returns no metrics."""
@@ -81,12 +84,14 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     """Runs a step of `count` trajectories of `tokens` tokens each; returns the costs."""
     import torch
 
-    from skyrl_mega.batch import remote_batch
+    from skyrl_mega.batch.advantages import compute_advantages
+    from skyrl_mega.batch.make_batch import make_batch, mini_batches
     from skyrl_mega.cluster.group import ActorGroup
     from skyrl_mega.cluster.ray_session import session
     from skyrl_mega.config.schema import Config, PolicyConfig
     from skyrl_mega.megatron.group import TrainGroup
     from skyrl_mega.parallel.dims import ParallelDims
+    from skyrl_mega.trainer.loop import split
     from skyrl_mega.trainer.run import rollout_metrics
     from skyrl_mega.trajectories import parquet
     from skyrl_mega.trajectories.by_reference import attach_arrays
@@ -111,8 +116,11 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         rollout_metrics(played)
         groups = [Group(played[i].prompt, played[i : i + GROUP]) for i in range(0, len(played), GROUP)]
         config.data.mini_batch_prompts = -(-len(groups) // MINIS)
-        minis = remote_batch.mini_batches(remote_batch.make_remote_batch(groups, config), config)
-        policy.hold_refs(minis, drawn=False)
+        batch = make_batch(groups, config.algorithm, config.rollout)
+        minis = mini_batches(batch, config.data.mini_batch_prompts, config.algorithm)
+        policy.hold(minis)
+        advantages = compute_advantages(batch, config.algorithm).whitened
+        policy.add("advantages", split(advantages, minis, by_token=False), per_sample=True)
         for mini in range(len(minis)):
             policy.train(mini, temperature=1.0, loss="ppo")
 

@@ -1,4 +1,4 @@
-"""Measures of the learning signal in a step's rewards and advantages. Pure functions."""
+"""Measures of the learning signal in a step's rewards. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ import torch
 
 from skyrl_mega.algorithms.advantages.base import LEAST
 from skyrl_mega.algorithms.filters import informative_groups
-from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.batch.rewards import Turns, rewards_by_name
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.trajectories.trajectory import Trajectory
-
-
-def advantage_fraction(batch: Batch) -> float:
-    """Returns the share of tokens in the loss with a nonzero advantage; 0 without tokens.
-
-    Args:
-        batch: Includes the columns `mask` and `advantages`.
-    """
-    counts = batch["mask"] != 0
-    return float((counts & (batch["advantages"] != 0)).sum()) / max(1, int(counts.sum()))
 
 
 def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from skyrl_mega.batch.make_batch import Batch, make_batch
+from skyrl_mega.batch.make_batch import make_batch
 from skyrl_mega.cli.weights_check import opened
 from skyrl_mega.config.derived import cutoff_note
 from skyrl_mega.trainer.health.mismatch import threshold
 from skyrl_mega.trainer.health.step_view import quoted
 from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trajectories.sequences import Sequences
 
 if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Run
@@ -163,7 +164,11 @@ def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[
 
 
 def worst_of(
-    batch: Batch, logprobs: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
+    batch: Sequences,
+    logprobs: dict[str, torch.Tensor],
+    counts: torch.Tensor,
+    most: int,
+    decode: Callable[[list[int]], str],
 ) -> list[Worst]:
     """Returns the tokens with the largest difference between engine and policy, largest first.
 
@@ -210,7 +215,7 @@ def _source(run: Run) -> RolloutSource:
     return run.rollouts
 
 
-def _sample(run: Run, prompts: int, samples: int) -> Batch:
+def _sample(run: Run, prompts: int, samples: int) -> Sequences:
     config = run.config
     chosen = _source(run).prompts[:prompts]
     run.residency.enter("generate")
@@ -218,8 +223,9 @@ def _sample(run: Run, prompts: int, samples: int) -> Batch:
         seed = f"{config.run.seed}/logprobs"
         groups = _source(run).generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
     batch = make_batch(groups, config.algorithm, config.rollout)
-    batch["mask"] = batch.trained_here.float()  # include answers left out of a run's loss
-    return batch
+    batch.read_tokens()
+    batch.tokens["mask"] = batch.trained_here.float()  # include answers left out of a run's loss
+    return batch.tokens
 
 
 def _policy(run: Run) -> torch.Tensor:
@@ -228,7 +234,7 @@ def _policy(run: Run) -> torch.Tensor:
         return run.policy.logprobs(temperature=run.temperature)[0].double()
 
 
-def aligned(batch: Batch, again: Batch) -> torch.Tensor:
+def aligned(batch: Sequences, again: Sequences) -> torch.Tensor:
     """Returns the log-probs of the second answers, float64 [T], up to the first token differing from the first answer;
     NaN from there."""
     values = torch.full((len(batch.tokens),), math.nan, dtype=torch.float64)
@@ -242,7 +248,7 @@ def aligned(batch: Batch, again: Batch) -> torch.Tensor:
     return values
 
 
-def _transformers(batch: Batch, path: Path, temperature: float) -> torch.Tensor:
+def _transformers(batch: Sequences, path: Path, temperature: float) -> torch.Tensor:
     """Returns log-probs of the float32 model, float64 [T]; 0 for first tokens."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

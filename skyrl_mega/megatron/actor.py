@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import record_function
 
 from skyrl_mega.algorithms.losses import Figures
-from skyrl_mega.batch.sample_refs import SampleRef, fetch_stored, read_samples
+from skyrl_mega.batch.samples import Samples, read_samples
 from skyrl_mega.config import allocator
 from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
@@ -126,26 +125,17 @@ class MegatronActor:
         self.algorithm = algorithm
 
     @record_function("hold")
-    def hold(self, minis: list[list[Sequences]]) -> None:
-        """Stores this rank's micro-batches of each mini-batch of an RL step."""
-        self.minis = minis
+    def hold(self, minis: list[list[Samples | Sequences]]) -> None:
+        """Stores this rank's micro-batches of each mini-batch of an RL step, after reading the tokens of samples."""
+        micros = iter(read_samples(list(chain(*minis))))
+        self.minis = [[next(micros) for _ in mini] for mini in minis]
 
-    @record_function("hold_refs")
-    def hold_refs(self, minis: list[list[tuple[list[SampleRef], dict[str, Tensor]]]], drawn: bool) -> None:
-        """Stores this rank's micro-batches of each mini-batch, after reading the samples from Ray's object store.
-
-        Args:
-            minis: For each mini-batch, this rank's micro-batches: references of samples, and a value per sample of each
-                column.
-            drawn: True to add the column `drawn`, False for end tokens not sampled by an engine.
-        """
-        stored = fetch_stored(part for parts, _ in chain(*minis) for part in parts)
-        self.minis = [[read_samples(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
-
-    def add(self, minis: list[list[np.ndarray]], name: str) -> None:
-        """Adds a column to the stored micro-batches: `minis` holds one array [T] per micro-batch."""
+    def add(self, minis: list[list[np.ndarray]], name: str, per_sample: bool = False) -> None:
+        """Adds a column to the stored micro-batches: `minis` holds one array [T] per micro-batch, or with `per_sample`
+        a value per sequence."""
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
-            micro[name] = torch.tensor(values)
+            column = torch.tensor(values)
+            micro[name] = micro.per_token(column) if per_sample else column
 
     @record_function("keep_logprobs")
     def keep_logprobs(

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
-from skyrl_mega.batch.sample_refs import SampleRefs
+from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.parallel.balance import balance_groups
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences
+from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences, ragged_arange
 
 Rows = list[list[Tensor]]
 """For each data-parallel rank, the indices of the sequences in each micro-batch."""
@@ -32,7 +32,7 @@ class TrainGroup:
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
-        self._minis: Sequence[Sequences | SampleRefs] = ()
+        self._lengths: list[Tensor] = []
         self._rows: list[Rows] = []
 
     def load(self, path: Path) -> None:
@@ -51,30 +51,25 @@ class TrainGroup:
         """Sets the loss settings of all ranks, for callers that train several times with the same actors."""
         self._call("set_algorithm", algorithm)
 
-    def hold(self, minis: Sequence[Sequences]) -> None:
-        """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones."""
-        self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
+    def hold(self, minis: Sequence[Samples | Sequences]) -> None:
+        """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones. The ranks
+        read the tokens of samples, and the group keeps no reference."""
+        self._lengths, self._rows = [mini.lengths for mini in minis], [self._micro_batch_rows(mini) for mini in minis]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
-    def hold_refs(self, minis: Sequence[SampleRefs], *, drawn: bool) -> None:
-        """Does the same as `hold` for samples in Ray's object store, read there by the ranks.
+    def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
+        """Adds a column to the micro-batches on the ranks.
 
         Args:
-            minis: The mini-batches.
-            drawn: True to add the column `drawn`, False for end tokens not sampled by an engine.
+            name: Name of the column.
+            values: [T] for each mini-batch.
+            per_sample: True for a value per sequence instead, repeated over the tokens by the ranks.
         """
-        self._minis, self._rows = minis, [self._micro_batch_rows(mini) for mini in minis]
-        self._send("hold_refs", lambda mini, rows: minis[mini].take(rows), drawn)
 
-    def forget(self) -> None:
-        """Drops the references given to `hold_refs`, so that Ray can free the samples; the ranks hold copies."""
-        self._minis, self._rows = (), []
+        def cut(mini: int, rows: Tensor) -> Any:
+            return values[mini][rows if per_sample else self._index(mini, rows)].numpy()
 
-    def add(self, name: str, values: Sequence[Tensor]) -> None:
-        """Adds a column, [T] for each mini-batch, to the micro-batches on the ranks."""
-        self._send(
-            "add", lambda mini, rows: values[mini][require_sequences(self._minis[mini]).index(rows)].numpy(), name
-        )
+        self._send("add", cut, name, per_sample)
 
     def keep_logprobs(
         self,
@@ -125,10 +120,7 @@ class TrainGroup:
 
     def _collected(self, answers: list[Any]) -> list[Tensor]:
         """Joins the ranks' values of micro-batches to [T] for each mini-batch; ranks without values answer None."""
-        if not self._minis:
-            raise ValueError("the driver knows of nothing that the ranks hold")
-        minis = [require_sequences(mini) for mini in self._minis]
-        joined = [torch.zeros(len(mini.tokens)) for mini in minis]
+        joined = [torch.zeros(int(lengths.sum())) for lengths in self._lengths]
         if all(answer is None for answer in answers):
             raise ValueError("no rank has computed what is asked for")
         for rank, answer in enumerate(answers):
@@ -136,10 +128,15 @@ class TrainGroup:
             if answer is None or at.tp or at.cp:
                 continue
             micros = iter(answer)
-            for mini, values, rows in zip(minis, joined, self._rows, strict=True):
+            for mini, (values, rows) in enumerate(zip(joined, self._rows, strict=True)):
                 for micro in rows[at.dp]:
-                    values[mini.index(micro)] = torch.tensor(next(micros))
+                    values[self._index(mini, micro)] = torch.tensor(next(micros))
         return joined
+
+    def _index(self, mini: int, rows: Tensor) -> Tensor:
+        """Returns the positions of these sequences' tokens in a mini-batch."""
+        lengths = self._lengths[mini]
+        return ragged_arange((lengths.cumsum(0) - lengths)[rows], lengths[rows])
 
     def train(
         self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
@@ -212,12 +209,12 @@ class TrainGroup:
         per_rank = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
         self._call(method, per_rank=[(micros, *args) for micros in per_rank])
 
-    def _micro_batch_rows(self, batch: Sequences | SampleRefs) -> Rows:
+    def _micro_batch_rows(self, batch: Samples | Sequences) -> Rows:
         """Returns the rows of each data-parallel rank's micro-batches."""
         return split_micro_batches(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
 
 
-def split_micro_batches(batch: Sequences | SampleRefs, parallel: ParallelDims, tokens: int) -> Rows:
+def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:
     """Splits a mini-batch into micro-batches of the data-parallel ranks.
 
     With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
@@ -232,16 +229,10 @@ def split_micro_batches(batch: Sequences | SampleRefs, parallel: ParallelDims, t
     return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
 
 
-def _group_numbers(batch: Sequences | SampleRefs) -> list[int]:
+def _group_numbers(batch: Samples | Sequences) -> list[int]:
     """Returns a number for each sequence; sequences with equal numbers share a micro-batch."""
     if TRAJECTORY not in batch.columns:
         return list(range(len(batch.lengths)))
-    if isinstance(batch, SampleRefs):
+    if isinstance(batch, Samples):
         return batch.columns[TRAJECTORY].tolist()
     return batch[TRAJECTORY][batch.starts].tolist()
-
-
-def require_sequences(mini: Sequences | SampleRefs) -> Sequences:
-    """Returns a mini-batch with columns on the driver; fails for a mini-batch held by reference."""
-    assert isinstance(mini, Sequences), "the driver has no column of what is held by reference"
-    return mini

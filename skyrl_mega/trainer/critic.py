@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skyrl_mega.batch.make_batch import Batch
+from skyrl_mega.batch.samples import Samples
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.objectives import VALUE
 from skyrl_mega.trajectories.sequences import Sequences
@@ -16,12 +16,12 @@ OLD = "old_values"
 """The column of values under the critic's weights at the start of the RL step."""
 
 
-def values(critic: TrainGroup, minis: Sequence[Sequences]) -> Tensor:
+def values(critic: TrainGroup, minis: Sequence[Samples]) -> Tensor:
     """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
 
     Also leaves the mini-batches, with these values, on the critic's ranks.
     """
-    critic.hold([Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in minis])
+    critic.hold([mini.with_weights_only() for mini in minis])
     return torch.cat(critic.values(OLD))
 
 
@@ -40,8 +40,8 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
-def quality(batch: Batch) -> dict[str, float]:
-    """Measures how well the values at the start of the step predicted the returns, over the counted tokens.
+def quality(batch: Sequences) -> dict[str, float]:
+    """Measures how well the values at the start of the step predicted the returns, over the counted tokens of a step.
 
         explained_variance = 1 - Var(R - V) / Var(R)
 

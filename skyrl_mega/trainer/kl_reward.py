@@ -32,16 +32,16 @@ class KlReward:
         trajectories, without a weight in the loss. The mean skips trajectories without a counted token.
 
         Args:
-            batch: Includes old_logprobs and reference_logprobs.
+            batch: Its tokens include old_logprobs and reference_logprobs.
             adapt: Whether β may change; False while the policy itself is not trained.
 
         Returns:
             Metrics: policy/kl_reward, the mean over trajectories of Σ k_t; policy/kl_coefficient, the step's β.
         """
-        kl_T = kl(batch["old_logprobs"], batch["reference_logprobs"], self.config.estimator)
+        kl_T = kl(batch.tokens["old_logprobs"], batch.tokens["reference_logprobs"], self.config.estimator)
         kl_T = torch.where(batch.trained_here, kl_T, 0.0)
         batch.penalty = self.coefficient * kl_T
-        measured_N = batch.per_trajectory(batch["mask"]) > 0
+        measured_N = batch.counts > 0
         count = int(measured_N.sum())
         mean = float(batch.per_trajectory(kl_T)[measured_N].mean()) if count else 0.0
         metrics = {"policy/kl_reward": mean, "policy/kl_coefficient": self.coefficient}

@@ -9,26 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
 from skyrl_mega.algorithms.token_weights import MEANS, averages
-from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages
-from skyrl_mega.batch.mini_batch_stats import token_selections
-from skyrl_mega.batch.remote_batch import (
-    MiniBatch,
-    has_gradient,
-    importance_mean_of,
-    make_remote_batch,
-    tokens_stay_remote,
-    total_weight,
-)
-from skyrl_mega.batch.remote_batch import mini_batches as remote_mini_batches
-from skyrl_mega.batch.signal import advantage_fraction
+from skyrl_mega.batch.advantages import compute_advantages, has_gradient
+from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
+from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
+from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.channel import polling_for_stop
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
@@ -36,8 +28,6 @@ from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.speed import forward_load
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trajectories.by_reference import fetch_group_arrays
-from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group
 
 
@@ -86,66 +76,57 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     """Trains the policy, and the critic if there is one, on a step's groups.
 
     Computes log-probs and values under the present weights, then advantages over the whole step, then trains the critic
-    and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied. If the
-    driver needs no tokens, `train_on_remote` does the work.
+    and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied.
+
+    The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
+    algorithm works on tokens (`needs_tokens`).
     """
-    if tokens_stay_remote(run.config, groups):
-        train_on_remote(run, step, groups)
-        return
-    groups = fetch_group_arrays(groups)
-    algorithm, data = run.config.algorithm, run.config.data
+    algorithm, data, policy = run.config.algorithm, run.config.data, run.config.policy
     batch = make_batch(groups, algorithm, run.config.rollout)
-    if run.config.policy.moe.replay == "rollout":
-        check_routes(batch)
     minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
+    if by_token := needs_tokens(run.config):
+        batch.read_tokens()
+    if policy.moe.replay == "rollout":
+        check_routes(batch.tokens)
     with step.phase("logprobs"):
         run.policy.hold(minis)
         compute_logprobs(run, step, minis)
-        fetch_columns(run, batch, minis)
+        for name in sorted(columns(algorithm) - {"values"}):  # values come from the critic
+            batch.tokens[name] = torch.cat(run.policy.column(name))
     if run.critic:
         with step.phase("values"):
-            batch["values"] = critic.values(run.critic, minis)
+            batch.tokens["values"] = critic.values(run.critic, minis)
 
     only_critic = run.critic is not None and step.number <= run.config.critic.warmup_steps
     if algorithm.kl.where == "reward":
         step.record(run.kl.penalize(batch, adapt=not only_critic))
-    batch["advantages"], estimated = token_advantages(batch, algorithm)
-    step.record({"policy/advantage_fraction": advantage_fraction(batch)})
-    send_column(run.policy, batch, minis, "advantages")
+    advantages = compute_advantages(batch, algorithm)
+    step.record({"policy/advantage_fraction": int(advantages.learning.sum()) / max(1, int(batch.counts.sum()))})
+    parts = split(advantages.whitened, minis, by_token=by_token)
+    run.policy.add("advantages", parts, per_sample=not by_token)
+    views = batch.mini_batch_tokens(minis, parts) if by_token else []
     if run.critic:
-        batch["returns"] = estimated + batch["values"]
-        send_column(run.critic, batch, minis, "returns")
+        batch.tokens["returns"] = advantages.estimated + batch.tokens["values"]
+        run.critic.add("returns", split(batch.tokens["returns"], minis, by_token=True))
         with step.phase("critic"):
-            step.record(critic.train_critic(run.critic, minis, run.config.critic.epochs))
-        step.record(critic.quality(batch))
+            step.record(critic.train_critic(run.critic, views, run.config.critic.epochs))
+        step.record(critic.quality(batch.tokens))
 
     seed = [run.config.run.seed, step.number]
-    for name, parts in token_selections(minis, algorithm, seed).items():
-        run.policy.add(name, parts)
+    for name, values in token_selections(views, algorithm, seed).items():
+        run.policy.add(name, values)
+    importance_means = [mean_importance_weight(view, algorithm) for view in views] or [1.0] * len(minis)
+    trainable = [
+        not only_critic and has_gradient(mini.counts, learning, algorithm, policy.moe)
+        for mini, learning in zip(minis, split(advantages.learning, minis, by_token=False), strict=True)
+    ]
     order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
-        updates = run_optimizer_steps(run, step, minis, order, measure_only=only_critic)
+        updates = run_optimizer_steps(run, step, minis, order, trainable, importance_means)
     record_updates(run, step, updates, [minis[index] for index in order], adapt=not only_critic)
 
 
-def train_on_remote(run: Run, step: Step, groups: list[Group]) -> None:
-    """Trains the policy as `train_on` does, but without any token on the driver: rewards and lengths alone give the
-    advantage and weight of a trajectory."""
-    config = run.config
-    batch = make_remote_batch(groups, config)
-    step.record({"policy/advantage_fraction": batch.advantage_fraction})
-    minis = remote_mini_batches(batch, config)
-    with step.phase("logprobs"):
-        run.policy.hold_refs(minis, drawn=config.rollout.conversation == "one_message")
-        run.policy.forget()
-        compute_logprobs(run, step, minis)
-    order = training_order(len(minis), config.data.epochs_per_step, [config.run.seed, step.number])
-    with step.phase("train"):
-        updates = run_optimizer_steps(run, step, minis, order)
-    record_updates(run, step, updates, [minis[index] for index in order], adapt=True)
-
-
-def compute_logprobs(run: Run, step: Step, minis: Sequence[MiniBatch]) -> None:
+def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
     """Has the ranks compute old log-probs, and the reference's if there is one, and keep them as columns.
 
     A single optimizer step trains under the same weights, so its own log-probs are the old log-probs. The policy's pass
@@ -163,36 +144,34 @@ def compute_logprobs(run: Run, step: Step, minis: Sequence[MiniBatch]) -> None:
             count_logprob_flops(step, minis)
 
 
-def fetch_columns(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
-    """Copies the columns for advantages and token selection from the policy's ranks to the driver."""
-    for name in sorted(columns(run.config.algorithm) - {"values"}):  # values come from the critic
-        parts = run.policy.column(name)
-        batch[name] = torch.cat(parts)
-        for mini, values in zip(minis, parts, strict=True):
-            mini[name] = values
-
-
-def count_logprob_flops(step: Step, minis: Sequence[MiniBatch]) -> None:
+def count_logprob_flops(step: Step, minis: Sequence[Samples]) -> None:
     """Counts a log-prob pass of the policy over these mini-batches."""
     for mini in minis:
         step.add_load("logprobs", forward_load(mini))
 
 
 def run_optimizer_steps(
-    run: Run, step: Step, minis: Sequence[MiniBatch], order: Sequence[int], *, measure_only: bool = False
+    run: Run,
+    step: Step,
+    minis: Sequence[Samples],
+    order: Sequence[int],
+    trainable: Sequence[bool],
+    importance_means: Sequence[float],
 ) -> list[dict[str, float]]:
     """Runs the optimizer steps in the given `order` of mini-batches and returns the metrics of each.
 
-    A mini-batch without anything to learn is only measured, as are all mini-batches with `measure_only`.
+    Args:
+        run, step: The run, and the step that counts the work.
+        minis: The mini-batches.
+        order: Index of the mini-batch of each optimizer step.
+        trainable: False for a mini-batch that is only measured.
+        importance_means: Divisor of each mini-batch's importance weights.
     """
-    algorithm, metrics = run.config.algorithm, []
-    trainable = [not measure_only and has_gradient(mini, algorithm, run.config.policy.moe) for mini in minis]
+    metrics, loss = [], run.config.algorithm.loss
     for index in order:
-        figures = Figures(
-            entropy_coefficient=run.entropy.applied, importance_mean=importance_mean_of(minis[index], algorithm)
-        )
+        figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=importance_means[index])
         update = run.policy.train if trainable[index] else run.policy.measure
-        metrics.append(update(index, temperature=run.temperature, loss=algorithm.loss, figures=figures))
+        metrics.append(update(index, temperature=run.temperature, loss=loss, figures=figures))
         step.add_load("train", forward_load(minis[index]), BACKWARD if trainable[index] else 1)
     return metrics
 
@@ -204,17 +183,13 @@ def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
     return [*range(minis), *(int(index) for _ in range(epochs - 1) for index in generator.permutation(minis))]
 
 
-def send_column(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> None:
-    """Splits a column of the whole batch into its mini-batches and sends the pieces to the ranks of `model`. The ranks
-    must already hold these mini-batches."""
-    parts = batch[name].split([len(mini.tokens) for mini in minis])
-    for mini, values in zip(minis, parts, strict=True):
-        mini[name] = values
-    model.add(name, parts)
+def split(values: Tensor, minis: Sequence[Samples], *, by_token: bool) -> list[Tensor]:
+    """Splits a step's values, per token [T] or per sample [S], into the values of each mini-batch."""
+    return list(values.split([int(mini.lengths.sum()) if by_token else len(mini.parts) for mini in minis]))
 
 
 def record_updates(
-    run: Run, step: Step, updates: list[dict[str, float]], minis: Sequence[MiniBatch], *, adapt: bool
+    run: Run, step: Step, updates: list[dict[str, float]], minis: Sequence[Samples], *, adapt: bool
 ) -> None:
     """Records the metrics of a step's optimizer steps.
 
@@ -240,14 +215,14 @@ def record_updates(
 
 
 def update_metrics(
-    updates: list[dict[str, float]], minis: Sequence[MiniBatch], algorithm: AlgorithmConfig
+    updates: list[dict[str, float]], minis: Sequence[Samples], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
     """Returns the metrics `policy/…`: means over the optimizer steps.
 
     A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
     gradient norm.
     """
-    totals = [total_weight(mini) for mini in minis]
+    totals = [mini.total_weight for mini in minis]
     means = [averages(update, algorithm, total) for update, total in zip(updates, totals, strict=True)]
     values_by_name: dict[str, list[float]] = {}
     for mean, total in zip(means, totals, strict=True):

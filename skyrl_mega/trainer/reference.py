@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_mega.batch.sample_refs import SampleRefs
-from skyrl_mega.megatron.group import TrainGroup, require_sequences
-from skyrl_mega.trajectories.sequences import Sequences
+from skyrl_mega.batch.samples import Samples
+from skyrl_mega.megatron.group import TrainGroup
 
 COLUMN = "reference_logprobs"
 
@@ -20,7 +19,7 @@ class ReferenceModel:
     ranks: TrainGroup | None = None
     """Separate ranks of the reference; None on the policy's ranks."""
 
-    def keep_logprobs(self, minis: Sequence[Sequences | SampleRefs], *, temperature: float) -> None:
+    def keep_logprobs(self, minis: Sequence[Samples], *, temperature: float) -> None:
         """Computes the reference's log-probs of the mini-batches and stores them on the policy's ranks as a column.
 
         Args:
@@ -30,7 +29,5 @@ class ReferenceModel:
         if self.ranks is None:
             self.policy.keep_logprobs(COLUMN, temperature=temperature, reference=True)
             return
-        self.ranks.hold(
-            [Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in map(require_sequences, minis)]
-        )
+        self.ranks.hold([mini.with_weights_only() for mini in minis])
         self.policy.add(COLUMN, self.ranks.logprobs(temperature=temperature))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_mega.batch.make_batch import sampled_by_engine
+from skyrl_mega.batch.samples import sampled_by_engine
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.trajectories.sequences import Sequences, ragged_arange
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from skyrl_mega.batch.remote_batch import MiniBatch
-from skyrl_mega.batch.sample_refs import SampleRefs
+from skyrl_mega.batch.samples import Samples
 from skyrl_mega.config.derived import engine_data, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -21,14 +20,9 @@ Steps = Mapping[int, int]
 """Tokens per iteration → number of iterations of an engine worker."""
 
 
-def forward_load(mini: MiniBatch) -> Load:
+def forward_load(mini: Samples) -> Load:
     """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
-    if isinstance(mini, SampleRefs):
-        return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
-    counted = mini["weights"] != 0
-    if "mask" in mini:
-        counted = counted & (mini["mask"] != 0)
-    return Load.of(mini.lengths.tolist(), float(counted.sum()))
+    return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
 
 
 def training_speed(

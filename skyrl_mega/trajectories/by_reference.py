@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,28 @@ import torch
 
 from skyrl_mega.trajectories.remote_arrays import RemoteArrays, StoredTrajectory, shortened
 from skyrl_mega.trajectories.sequences import Column, Sequences
-from skyrl_mega.trajectories.trajectory import ARRAYS, Group, Trajectory, policy_texts
+from skyrl_mega.trajectories.trajectory import ARRAYS, Trajectory, policy_texts
+
+
+def stored_tokens(t: Trajectory) -> Sequences:
+    """Returns a trajectory's tokens as a single sequence with `mask`, `rollout_logprobs` and the trajectory's further
+    columns.
+
+    Raises:
+        ValueError: A column has not as many values as the trajectory has tokens.
+    """
+    stored = Sequences.of([np.asarray(t.tokens, np.int32)])
+    stored.add("mask", Column(torch.from_numpy(np.array(t.mask, np.int8))))
+    stored.add("rollout_logprobs", Column(torch.from_numpy(np.array(t.logprobs, np.float32))))
+    for name, column in t.columns.items():
+        stored.add(name, column)
+    return stored
+
+
+def reference_to(t: Trajectory) -> Any:
+    """Returns Ray's reference to a trajectory's remote arrays, or the arrays of a trajectory in this process as a
+    `StoredTrajectory` without messages."""
+    return StoredTrajectory(stored_tokens(t), b"") if t.remote_arrays is None else t.remote_arrays.ref
 
 
 def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
@@ -21,18 +41,13 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
 
     Reading any missing array fetches all arrays.
     """
-    stored = Sequences.of([np.asarray(t.tokens, np.int32)])
-    stored.add("mask", Column(torch.from_numpy(np.array(t.mask, np.int8))))
-    stored.add("rollout_logprobs", Column(torch.from_numpy(np.array(t.logprobs, np.float32))))
-    for name, column in t.columns.items():
-        stored.add(name, column)
     small = copy.copy(t)
     small.remote_arrays = RemoteArrays(
         t.length, t.tokens_by_version(), t.written, [shortened(text) for text in policy_texts(t)]
     )
     for name in ARRAYS:
         del vars(small)[name]
-    return small, StoredTrajectory(stored, json.dumps(t.messages).encode())
+    return small, StoredTrajectory(stored_tokens(t), json.dumps(t.messages).encode())
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:
@@ -53,31 +68,3 @@ def fetch_arrays(t: Trajectory) -> Trajectory:
     whole = copy.copy(t)
     vars(whole).update(t.remote_arrays.fetch(), remote_arrays=None)
     return whole
-
-
-def fetch_group_arrays(groups: list[Group]) -> list[Group]:
-    """Returns the groups of a step with all arrays in this process. A trajectory or group listed twice stays a single
-    object.
-
-    Raises:
-        ClusterError: Remote arrays are lost.
-    """
-    remote = {id(t): t for group in groups for t in _all(group) if t.remote_arrays is not None}
-    if not remote:
-        return groups
-    fetched = {one: fetch_arrays(t) for one, t in remote.items()}
-    rebuilt: dict[int, Group] = {}
-    for group in groups:
-        trajectories = [fetched.get(id(t), t) for t in group.trajectories]
-        greedy = None if group.greedy is None else fetched.get(id(group.greedy), group.greedy)
-        rebuilt.setdefault(id(group), Group(group.prompt, trajectories, greedy))
-    return [rebuilt[id(group)] for group in groups]
-
-
-def _all(group: Group) -> list[Trajectory]:
-    return group.trajectories if group.greedy is None else [*group.trajectories, group.greedy]
-
-
-def all_remote(played: Sequence[Trajectory]) -> bool:
-    """Returns True if there are trajectories, all with remote arrays."""
-    return bool(played) and all(t.remote_arrays is not None for t in played)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES, Figures, LossInputs
-from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
@@ -31,6 +31,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import GREEDY, Group, Status, Trajectory
+from tests.support.batches import make_batch, mini_batches, teaches, token_advantages
 
 REWARDS = st.sampled_from([-1.0, 0.0, 0.1, 1.0, 1e6])
 STATUS = st.sampled_from([Status.COMPLETED] * 4 + [Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.ERROR_ENV])
@@ -139,9 +140,12 @@ def group_of(number: int, played: list[tuple[float, int, Status]], g: torch.Gene
 
 def add_distributions(batch: Batch, g: torch.Generator) -> None:
     """Adds the sampling distribution of each token: certain, nearly uniform, or anything between."""
-    spread = torch.tensor([0.1, 1.0, 1e3])[torch.randint(3, (len(batch.tokens), 1), generator=g)]
-    probs = (spread * torch.randn(len(batch.tokens), 3, generator=g)).softmax(-1)
-    batch["old_logprobs"], batch["old_squares"] = probs[:, 0].log().clamp(min=-1e3), probs.square().sum(-1)
+    spread = torch.tensor([0.1, 1.0, 1e3])[torch.randint(3, (len(batch.tokens.tokens), 1), generator=g)]
+    probs = (spread * torch.randn(len(batch.tokens.tokens), 3, generator=g)).softmax(-1)
+    batch.tokens["old_logprobs"], batch.tokens["old_squares"] = (
+        probs[:, 0].log().clamp(min=-1e3),
+        probs.square().sum(-1),
+    )
 
 
 def loss_and_gradient(mini: Sequences, algorithm: AlgorithmConfig, g: torch.Generator) -> tuple[Any, Any, Any]:
@@ -188,12 +192,12 @@ def test_settings_that_pass_the_checks_never_give_nan(
     batch = make_batch(groups, algorithm, RolloutConfig())
     if algorithm.kl.where == "reward":
         for name in ("old_logprobs", "reference_logprobs"):
-            batch[name] = -1e3 * torch.rand(len(batch.tokens), generator=g)
+            batch.tokens[name] = -1e3 * torch.rand(len(batch.tokens.tokens), generator=g)
         KlReward(algorithm.kl).penalize(batch)
     add_distributions(batch, g)
-    batch["values"] = torch.randn(len(batch.tokens), generator=g)  # a critic's values
-    batch["advantages"] = token_advantages(batch, algorithm).whitened
-    assert batch["advantages"].isfinite().all()
+    batch.tokens["values"] = torch.randn(len(batch.tokens.tokens), generator=g)  # a critic's values
+    batch.tokens["advantages"] = token_advantages(batch, algorithm)
+    assert batch.tokens["advantages"].isfinite().all()
     for mini in mini_batches(batch, 2, algorithm):
         loss, gradient, metrics = loss_and_gradient(mini, algorithm, g)
         assert loss.isfinite() and gradient.isfinite().all()
@@ -219,8 +223,8 @@ def test_a_group_without_a_signal_has_no_gradient(
     assume(algorithm.advantage != "maxrl" or all(t.reward >= 0 for group in groups for t in group.trajectories))
     batch = make_batch(groups, algorithm, RolloutConfig())
     add_distributions(batch, g)
-    batch["advantages"] = token_advantages(batch, algorithm).whitened
+    batch.tokens["advantages"] = token_advantages(batch, algorithm)
     first, *_ = mini_batches(batch, 1, algorithm)
-    assert not tokens_have_gradient(first, algorithm, MoeConfig())
+    assert not teaches(batch, algorithm, MoeConfig(), 1)[0]
     _, gradient, _ = loss_and_gradient(first, algorithm, g)
     assert not gradient.any()

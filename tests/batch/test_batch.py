@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
+from tests.support.batches import make_batch, mini_batches, teaches, token_advantages
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 
@@ -24,14 +25,14 @@ def trajectory(reward: float, response: int, status: Status = Status.COMPLETED, 
 
 
 def of_sequence(batch: Batch, name: str, row: int) -> np.ndarray:
-    return batch.part(row, row + 1)[name].numpy()
+    return batch.tokens.part(row, row + 1)[name].numpy()
 
 
 def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, response: int) -> Batch:
     """Returns the batch of `groups` with advantages; `response` is `rollout.max_response_tokens`."""
     rollout = RolloutConfig(max_response_tokens=response)
     batch = make_batch([Group(group[0].prompt, group) for group in groups], algorithm, rollout)
-    batch["advantages"] = token_advantages(batch, algorithm).whitened
+    batch.tokens["advantages"] = token_advantages(batch, algorithm)
     return batch
 
 
@@ -42,9 +43,9 @@ def test_advantages_are_the_groups_own() -> None:
     expected = [1 - 0.5, 0 - 0.5, 1 - 2 / 3, 1 - 2 / 3, 0 - 2 / 3]
     for row, value in enumerate(expected):
         np.testing.assert_allclose(of_sequence(batch, "advantages", row), value, rtol=1e-6)
-    assert batch["mask"].sum() == 10
+    assert batch.tokens["mask"].sum() == 10
     assert batch.written.tolist() == [2, 4, 1, 1, 2]
-    np.testing.assert_allclose(batch["rollout_logprobs"], -0.5 * batch["mask"])
+    np.testing.assert_allclose(batch.tokens["rollout_logprobs"], -0.5 * batch.tokens["mask"])
 
 
 def test_truncated_are_filtered_and_failed_count_for_nothing() -> None:
@@ -107,11 +108,11 @@ def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -
     batch = batch_of(groups, AlgorithmConfig(), 10)
     parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean=mode, loss_mean_samples=3))
     assert [len(p) for p in parts] == [4, 4, 2]
-    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
+    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens.tokens)
     for part in parts:
         assert part["weights"].sum() == pytest.approx(1, abs=1e-6)
     weights = torch.cat([p["weights"] for p in parts])
-    np.testing.assert_array_equal(weights != 0, batch["mask"] != 0)
+    np.testing.assert_array_equal(weights != 0, batch.tokens["mask"] != 0)
 
 
 def test_the_kl_term_may_have_a_mean_of_its_own() -> None:
@@ -132,8 +133,8 @@ def test_only_an_end_token_that_no_engine_drew_counts_as_not_drawn() -> None:
     groups[0][0].logprobs, groups[0][1].logprobs = [0, nan, nan], [-1, nan]
     given = [Group(PROMPT, group) for group in groups]
     batch = make_batch(given, AlgorithmConfig(), RolloutConfig(conversation="one_message"))
-    assert batch["drawn"].tolist() == [True, True, False, True, False]
-    assert "drawn" not in make_batch(given, AlgorithmConfig(), RolloutConfig())
+    assert batch.tokens["drawn"].tolist() == [True, True, False, True, False]
+    assert "drawn" not in make_batch(given, AlgorithmConfig(), RolloutConfig()).tokens
 
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
@@ -150,10 +151,10 @@ def test_a_column_of_a_trajectory_is_cut_and_carried_with_its_tokens(step_wise: 
         t.columns["routes"] = Column(values.to(torch.uint8), aligned="input")
     batch = make_batch([Group(PROMPT, [first, second, failed])], AlgorithmConfig(), RolloutConfig(step_wise=step_wise))
     assert batch.samples.tolist() == ([1, 1, 1] if step_wise == "off" else [2, 2, 1])
-    routes = batch.columns["routes"]
+    routes = batch.tokens.columns["routes"]
     assert routes.aligned == "input" and routes.values.dtype == torch.uint8
-    judged = len(batch.tokens) - len(failed.tokens)
-    assert torch.equal(routes.values[:judged, 0, 0], (10 * batch.tokens[:judged]).to(torch.uint8))
+    judged = len(batch.tokens.tokens) - len(failed.tokens)
+    assert torch.equal(routes.values[:judged, 0, 0], (10 * batch.tokens.tokens[:judged]).to(torch.uint8))
     assert not routes.values[judged:].any()
     (mini,) = mini_batches(batch, None, AlgorithmConfig())
     assert torch.equal(mini["routes"], routes.values) and mini.columns["routes"].aligned == "input"
@@ -165,14 +166,14 @@ def test_a_column_that_is_no_longer_its_trajectorys_is_an_error() -> None:
     short, long = trajectory(1, 5), trajectory(0, 4)
     for t, more in ((short, -1), (long, 1)):
         t.columns["x"] = Column(torch.zeros(len(t.tokens) + more))
-    with pytest.raises(ValueError, match="column x: 7 values for a trajectory of 8 tokens"):
+    with pytest.raises(ValueError, match="column x: 7 values for 8 tokens"):
         make_batch([Group(PROMPT, [short, long])], AlgorithmConfig(), RolloutConfig())
 
 
 def test_no_groups_make_an_empty_batch() -> None:
     batch = make_batch([], AlgorithmConfig(), RolloutConfig())
-    assert len(batch) == len(batch.tokens) == len(batch["mask"]) == 0
-    assert token_advantages(batch, AlgorithmConfig()).whitened.shape == (0,)
+    assert len(batch.tokens.lengths) == len(batch.tokens.tokens) == len(batch.tokens["mask"]) == 0
+    assert token_advantages(batch, AlgorithmConfig()).shape == (0,)
     assert mini_batches(batch, 2, AlgorithmConfig()) == []
 
 
@@ -188,10 +189,9 @@ def test_no_groups_make_an_empty_batch() -> None:
 def test_what_a_mini_batch_teaches(
     kl: float, aux: float, loss: str, rewards: tuple[float, ...], expected: bool
 ) -> None:
-    """Checks `tokens_have_gradient`; an empty `rewards` makes both environments fail."""
+    """Checks `has_gradient`; an empty `rewards` makes both environments fail."""
     algorithm = AlgorithmConfig(loss=loss, kl=KlConfig(coefficient=kl))
     both = [trajectory(reward, 2) for reward in rewards] or [trajectory(0.0, 2, Status.ERROR_ENV)] * 2
     batch = make_batch([Group(both[0].prompt, both)], algorithm, RolloutConfig())
-    batch["advantages"] = token_advantages(batch, algorithm).whitened
-    (mini,) = mini_batches(batch, None, algorithm)
-    assert tokens_have_gradient(mini, algorithm, MoeConfig(aux_loss=aux)) is expected
+    batch.tokens["advantages"] = token_advantages(batch, algorithm)
+    assert teaches(batch, algorithm, MoeConfig(aux_loss=aux)) == [expected]

@@ -10,35 +10,42 @@ import pickle
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from skyrl_mega.batch import make_batch as batch_module
-from skyrl_mega.batch import remote_batch
-from skyrl_mega.batch.sample_refs import read_samples
-from skyrl_mega.batch.signal import advantage_fraction
+from skyrl_mega.algorithms.entropy import EntropyCoefficient
+from skyrl_mega.algorithms.token_weights import token_weights
+from skyrl_mega.batch.advantages import compute_advantages
+from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
+from skyrl_mega.batch.samples import read_samples
 from skyrl_mega.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
     KlConfig,
     LayoutConfig,
-    MoeConfig,
     OverlongConfig,
     ReferenceConfig,
     RolloutConfig,
 )
 from skyrl_mega.rollout.agent.renderer import Renderer
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.rollouts_ahead import Versions
-from skyrl_mega.trainer.speed import forward_load
+from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.by_reference import attach_arrays, detach_arrays, fetch_arrays
 from skyrl_mega.trajectories.remote_arrays import RemoteArrays, StoredTrajectory
 from skyrl_mega.trajectories.sequences import Column, Sequences
 from skyrl_mega.trajectories.trajectory import ARRAYS, Group, Trajectory, policy_texts
 from tests.batch.test_step_wise import played
+from tests.support import batches
+from tests.trainer.test_loop import Notes
 
 STORE: dict[str, StoredTrajectory] = {}
 
@@ -58,7 +65,7 @@ def away(groups: list[Group]) -> list[Group]:
 @pytest.fixture
 def from_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `ray.get` read from `STORE`."""
-    monkeypatch.setattr("ray.get", lambda ref: STORE[ref])
+    monkeypatch.setattr("ray.get", lambda ref: [STORE[one] for one in ref] if isinstance(ref, list) else STORE[ref])
 
 
 def test_a_repr_fetches_nothing(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +87,29 @@ def settings(step_wise: str, conversation: str = "messages", **algorithm: object
     return replace(Config(), algorithm=AlgorithmConfig(**algorithm), rollout=rollout, data=data)
 
 
-def as_ever(groups: list[Group], config: Config) -> tuple[list[Sequences], float]:
-    """Returns a driver's mini-batches made from tokens, and the share of tokens with an advantage."""
+def by_token(groups: list[Group], config: Config) -> tuple[list[Sequences], Tensor]:
+    """Returns mini-batches with weights and advantages computed from the tokens in this process, and the number of
+    tokens with an advantage in each sample."""
     algorithm = config.algorithm
-    batch = batch_module.make_batch(groups, algorithm, config.rollout)
-    minis = batch_module.mini_batches(batch, config.data.mini_batch_prompts, algorithm)
-    batch["advantages"] = batch_module.token_advantages(batch, algorithm).whitened
-    for mini, values in zip(minis, batch["advantages"].split([len(m.tokens) for m in minis]), strict=True):
-        mini["advantages"] = values
-    return minis, advantage_fraction(batch)
+    batch = batches.make_batch(groups, algorithm, config.rollout)
+    advantages = compute_advantages(batch, algorithm)
+    batch.tokens["advantages"] = advantages.whitened
+    minis = batches.mini_batches(batch, config.data.mini_batch_prompts, algorithm)
+    first = sample = 0
+    for mini, of_groups in zip(minis, batch.groups.split(config.data.mini_batch_prompts or len(groups)), strict=True):
+        last = first + int(of_groups.sum())
+        part = batch.tokens.part(sample, sample + len(mini))
+        weights = token_weights(
+            part["mask"],
+            batch.trajectory_tokens[first:last],
+            algorithm.loss_mean,
+            algorithm.loss_mean_samples,
+            groups_G=of_groups,
+            length=algorithm.loss_mean_length,
+        )
+        assert torch.equal(mini["weights"], weights)
+        first, sample = last, sample + len(mini)
+    return minis, advantages.learning
 
 
 MEANS = [
@@ -112,57 +133,60 @@ OTHERS = [
     ("env", "step_wise"),
     [("talk", "off"), ("talk", "turns"), ("talk", "merged"), ("rewriting", "turns"), ("rewriting", "merged")],
 )
-def test_ranks_get_the_same(characters_chat: Renderer, env: str, step_wise: str) -> None:
+def test_ranks_get_the_same(characters_chat: Renderer, from_store: None, env: str, step_wise: str) -> None:
+    """Compares samples by reference, with advantages from rewards and lengths alone, with samples made from tokens."""
     groups = played(characters_chat, env).groups
     for given in MEANS + OTHERS:
         config = settings(step_wise, **given)
-        expected, share = as_ever(groups, config)
-        remote = remote_batch.make_remote_batch(away(groups), config)
-        minis = remote_batch.mini_batches(remote, config)
-        assert remote.advantage_fraction == pytest.approx(share), given
+        expected, learning = by_token(groups, config)
+        batch = make_batch(away(groups), config.algorithm, config.rollout)
+        minis = mini_batches(batch, config.data.mini_batch_prompts, config.algorithm)
+        advantages = compute_advantages(batch, config.algorithm)
+        assert not batch.by_token and torch.equal(advantages.learning, learning), given
         assert len(minis) == len(expected) == 2
-        for mini, other in zip(minis, expected, strict=True):
-            ours = read_samples(*mini.take(torch.arange(len(mini.parts))), STORE)
+        shares = advantages.whitened.split([len(mini.parts) for mini in minis])
+        for mini, other, share in zip(minis, expected, shares, strict=True):
+            (ours,) = read_samples([mini])
+            ours["advantages"] = ours.per_token(share)
             assert torch.equal(ours.tokens, other.tokens) and torch.equal(ours.lengths, other.lengths)
             assert {*ours.columns} == {*other.columns}, given
             for name, column in other.columns.items():
                 assert torch.equal(ours[name], column.values), (given, name)
-            assert remote_batch.total_weight(mini) == pytest.approx(remote_batch.total_weight(other), rel=1e-5)
-            assert forward_load(mini) == forward_load(other)
-            for moe in (MoeConfig(), MoeConfig(aux_loss=0.1)):
-                assert remote_batch.has_gradient(mini, config.algorithm, moe) == remote_batch.has_gradient(
-                    other, config.algorithm, moe
-                )
+            assert mini.total_weight == pytest.approx(float(other["weights"].sum()), rel=1e-5)
+            counts = [int((other.take([row])["weights"] != 0).sum()) for row in range(len(other))]
+            assert mini.counts.tolist() == counts
         counted = sum(int(mini.counts.sum()) for mini in minis)
         assert counted < sum(t.written for group in groups for t in group.trajectories), "one has failed"
 
 
-def test_end_tokens_that_no_engine_drew(characters_chat: Renderer) -> None:
+def test_end_tokens_that_no_engine_drew(characters_chat: Renderer, from_store: None) -> None:
     groups = played(characters_chat, "talk").groups
     for t in itertools.islice((t for g in groups for t in g.trajectories), 0, None, 3):
         t.logprobs[-1] = math.nan
     config = settings("off", "one_message")
-    expected, _ = as_ever(groups, config)
-    minis = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
-    for mini, other in zip(minis, expected, strict=True):
-        ours = read_samples(*mini.take(torch.arange(len(mini.parts))), STORE, drawn=True)
+    expected, _ = by_token(groups, config)
+    minis = mini_batches(make_batch(away(groups), config.algorithm, config.rollout), 2, config.algorithm)
+    for ours, other in zip(read_samples(minis), expected, strict=True):
         assert torch.equal(ours["drawn"], other["drawn"]) and not ours["drawn"].all()
 
 
-def test_a_rank_gets_its_rows_alone(characters_chat: Renderer) -> None:
+def test_a_rank_gets_its_rows_alone(characters_chat: Renderer, from_store: None) -> None:
     """Takes rows in any order, with a column missing from some trajectories."""
     groups = played(characters_chat, "talk").groups
     for t in groups[0].trajectories:
         values = torch.arange(3 * t.length, dtype=torch.int16).reshape(t.length, 3)
         t.columns["routes"] = Column(values, "input")
     config = replace(settings("turns"), data=DataConfig())
-    (expected,), _ = as_ever(groups, config)
-    (mini,) = remote_batch.mini_batches(remote_batch.make_remote_batch(away(groups), config), config)
+    (expected,), _ = by_token(groups, config)
+    (mini,) = mini_batches(make_batch(away(groups), config.algorithm, config.rollout), None, config.algorithm)
     rows = torch.tensor([7, 0, 30, 4])
-    ours, other = read_samples(*mini.take(rows), STORE), expected.take(rows)
+    (ours,), other = read_samples([mini.take(rows)]), expected.take(rows)
+    del other.columns["advantages"]
     for name, column in other.columns.items():
         assert torch.equal(ours[name], column.values) and ours.columns[name].aligned == column.aligned
     assert torch.equal(ours.tokens, other.tokens) and ours["routes"].any()
+    (bare,) = read_samples([mini.with_weights_only()])
+    assert {*bare.columns} == {"weights"} and torch.equal(bare["weights"], expected["weights"])
 
 
 def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_store: None, tmp_path: Path) -> None:
@@ -194,13 +218,8 @@ def test_what_stays_is_what_a_step_decides_by(characters_chat: Renderer, from_st
         assert replace(t, logprobs=other.logprobs) == other
 
 
-def test_what_needs_tokens_is_not_done_by_reference(characters_chat: Renderer) -> None:
-    groups = played(characters_chat, "talk").groups
-    gone = away(groups)
-    assert remote_batch.tokens_stay_remote(settings("off"), gone)
-    assert not remote_batch.tokens_stay_remote(settings("off"), groups)
-    mixed = [*gone[:1], *groups[1:]]
-    assert not remote_batch.tokens_stay_remote(settings("off"), mixed)
+def test_the_driver_reads_tokens_only_where_the_algorithm_works_on_tokens() -> None:
+    assert not needs_tokens(settings("off"))
     for given in (
         dict(advantage="gae"),
         dict(advantage="grpo_turns"),
@@ -208,12 +227,22 @@ def test_what_needs_tokens_is_not_done_by_reference(characters_chat: Renderer) -
         dict(loss="clip_cov"),
         dict(importance_cap=2.0, importance_normalize=True),
     ):
-        assert not remote_batch.tokens_stay_remote(settings("off", **given), gone), given
+        assert needs_tokens(settings("off", **given)), given
     replayed = settings("off")
     replayed.policy.moe.replay = "rollout"
-    assert not remote_batch.tokens_stay_remote(replayed, gone)
-    apart = replace(settings("off"), reference=ReferenceConfig(layout=LayoutConfig()))
-    assert not remote_batch.tokens_stay_remote(apart, gone)
+    assert needs_tokens(replayed)
+    assert not needs_tokens(replace(settings("off"), reference=ReferenceConfig(layout=LayoutConfig())))
+
+
+def test_a_step_of_references_reads_no_token(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains on references, with a policy that records the calls; the driver never fetches."""
+    elsewhere = away(played(characters_chat, "talk").groups)
+    monkeypatch.setattr("ray.get", lambda ref: pytest.fail("it was fetched"))
+    config, policy = settings("off"), Notes()
+    run: Any = SimpleNamespace(config=config, policy=policy, reference=None, critic=None, temperature=1.0)
+    run.entropy = EntropyCoefficient(config.algorithm.entropy)
+    train_on(run, Step(1, Console()), elsewhere)
+    assert [name for name, *_ in policy.calls] == ["hold", "old_logprobs", "advantages", "train", "train"]
 
 
 def test_a_missing_attribute_is_named() -> None:

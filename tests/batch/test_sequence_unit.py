@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.batch.make_batch import mini_batches
 from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
 from skyrl_mega.megatron.group import split_micro_batches
 from skyrl_mega.megatron.packing import pack
@@ -20,6 +19,7 @@ from skyrl_mega.trajectories.sequences import Column, Sequences
 from skyrl_mega.trajectories.trajectory import Group, Status
 from tests.batch.test_step_wise import GROUPS, batch_of, played
 from tests.megatron.layouts import layout
+from tests.support.batches import mini_batches
 
 LOSSES: dict[str, dict[str, Any]] = {
     "gspo": dict(loss="gspo", gspo=GspoConfig(clip_low=0.004, clip_high=0.006)),

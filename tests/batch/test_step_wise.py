@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
@@ -23,6 +23,7 @@ from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status
+from tests.support.batches import make_batch, mini_batches, token_advantages
 from tests.support.scripted import Scripted, play
 
 USER = EnvironmentConfig(
@@ -77,7 +78,7 @@ def batch_of(groups: list[Group], algorithm: AlgorithmConfig, step_wise: str) ->
     """Returns a batch with advantages; no response is near the limit."""
     rollout = RolloutConfig(max_response_tokens=1000, step_wise=step_wise)
     batch = make_batch(groups, algorithm, rollout)
-    batch["advantages"] = token_advantages(batch, algorithm).whitened
+    batch.tokens["advantages"] = token_advantages(batch, algorithm)
     return batch
 
 
@@ -219,24 +220,24 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
         for t, turns in zip([t for group in run.groups for t in group.trajectories], run.turns, strict=True):
             t.status = Status.COMPLETED  # the mask of a failed trajectory is 0
             cut = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "turns")
-            assert len(cut) == len(turns)
+            assert len(cut.tokens) == len(turns)
             for row, (request, completion) in enumerate(turns):
-                sample = cut.take([row])
+                sample = cut.tokens.take([row])
                 assert sample.tokens.tolist() == [*request.tokens, *completion.tokens]
                 assert sample["mask"].tolist() == [0] * len(request.tokens) + [1] * len(completion.tokens)
                 given = torch.tensor(completion.logprobs)
                 assert torch.equal(sample["rollout_logprobs"][-len(completion.tokens) :], given)
             merged = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "merged")
-            assert merged["mask"].sum() == sum(t.mask)
-            assert len(merged) == sum(step.kind is Kind.PROMPT for step in t.steps)
+            assert merged.tokens["mask"].sum() == sum(t.mask)
+            assert len(merged.tokens) == sum(step.kind is Kind.PROMPT for step in t.steps)
 
 
 def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Renderer) -> None:
     run = played(characters_chat, "talk")
     batch = batch_of(run.groups, AlgorithmConfig(), "turns")
-    assert isinstance(batch, Batch) and len(batch) == sum(t.turns for group in run.groups for t in group.trajectories)
+    assert len(batch.tokens) == sum(t.turns for group in run.groups for t in group.trajectories)
     parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean="sequences"))
-    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
+    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens.tokens)
     for part, groups in zip(parts, (run.groups[:2], run.groups[2:]), strict=True):
         assert part["weights"].sum() == pytest.approx(1, abs=1e-6)
         learned = [t for group in groups for t in group.trajectories if not t.status.failed]
@@ -251,4 +252,4 @@ def test_a_trajectory_without_a_response_is_one_sample_that_counts_for_nothing(c
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"extra_info": {}})
     (empty,) = play(characters_chat, USER, [(prompt, Scripted(characters_chat, [""], finish="timeout"))])
     batch = batch_of([Group(prompt, [empty])], AlgorithmConfig(), "turns")
-    assert batch.tokens.tolist() == list(empty.tokens) and not batch["mask"].any()
+    assert batch.tokens.tokens.tolist() == list(empty.tokens) and not batch.tokens["mask"].any()

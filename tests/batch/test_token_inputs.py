@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from skyrl_mega.algorithms.advantages import AdvantageInputs, TokenInputs, advantages, per_token
-from skyrl_mega.batch.make_batch import Batch, make_batch, token_advantages
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.batch.rewards import UNNAMED
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory
+from tests.support.batches import make_batch, token_advantages
 
 OWN = """
 from skyrl_mega.algorithms.advantages import per_token
@@ -94,8 +95,8 @@ def test_each_token_of_the_policy_is_there_once(tmp_path: Path, step_wise: str) 
     tokens = 0
     for seed in range(20):
         groups, batch = batch_of(seed, step_wise, algorithm)
-        batch["old_logprobs"] = torch.arange(len(batch.tokens)).float() + 1
-        advantages = token_advantages(batch, algorithm).whitened
+        batch.tokens["old_logprobs"] = torch.arange(len(batch.tokens.tokens)).float() + 1
+        advantages = token_advantages(batch, algorithm)
         from_inside = algorithm_inputs(algorithm)
         token_inputs = from_inside.token
         rewards = [t.reward for group in groups for t in group.trajectories]
@@ -116,7 +117,7 @@ def test_each_token_of_the_policy_is_there_once(tmp_path: Path, step_wise: str) 
         at = token_inputs.old_T.long() - 1
         assert advantages[at].equal(token_inputs.old_T) and advantages.count_nonzero() == len(at)
         positions_by_trajectory = [[p for p, m in enumerate(t.mask) if m] for t in judged]
-        assert batch.tokens[at].tolist() == [
+        assert batch.tokens.tokens[at].tolist() == [
             position for positions in positions_by_trajectory for position in positions
         ]
         tokens += len(at)
@@ -168,7 +169,7 @@ def test_equal_answers_of_any_reward_are_no_signal() -> None:
         total = 0.1 * turns  # rounds differently from the sum
         same = [Trajectory(prompt, i, *parts, 1, total, Status.COMPLETED, 1, steps=steps) for i in range(2)]
         algorithm = AlgorithmConfig(advantage="grpo_turns")
-        advantages = token_advantages(make_batch([Group(prompt, same)], algorithm, RolloutConfig()), algorithm).whitened
+        advantages = token_advantages(make_batch([Group(prompt, same)], algorithm, RolloutConfig()), algorithm)
         assert not advantages.any(), advantages
 
 

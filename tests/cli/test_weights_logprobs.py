@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 
-from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.cli.weights import main
 from skyrl_mega.cli.weights_logprobs import (
     AGAIN,
@@ -34,6 +33,7 @@ from skyrl_mega.cli.weights_logprobs import (
 )
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models import tiny
+from skyrl_mega.trajectories.sequences import Sequences
 from tests.support.engines import build_model_of
 from tests.trainer.quickstart import ROOT, SMALL
 
@@ -74,9 +74,9 @@ def test_pairs_are_numpys_over_what_both_have() -> None:
     assert "top_p" in verdict_of([of_policy], 0.01, "rollout.sampling.top_p=0.9: …")[0]
 
 
-def batch_of(*sequences: list[int]) -> Batch:
+def batch_of(*sequences: list[int]) -> Sequences:
     flat = [token for tokens in sequences for token in tokens]
-    return Batch(torch.tensor([len(s) for s in sequences]), torch.tensor(flat, dtype=torch.int32))
+    return Sequences(torch.tensor([len(s) for s in sequences]), torch.tensor(flat, dtype=torch.int32))
 
 
 def test_the_second_playing_counts_up_to_where_its_tokens_part() -> None:

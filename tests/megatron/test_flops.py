@@ -16,7 +16,6 @@ from skyrl_mega.megatron import objectives
 from skyrl_mega.models.registry import architecture as blocks_of
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.flops import BACKWARD, Load, flops
-from skyrl_mega.trainer.speed import forward_load
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -47,7 +46,7 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
     weights[::3] = 0.0  # positions without a request for log-probs
     batch["weights"] = weights
     [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
-    load = forward_load(batch)
+    load = Load.of(batch.lengths.tolist(), float((weights != 0).sum()))
     products = model.forward(replace(load, pairs=0.0))
     assert forward == {"aten.mm": products}
     assert step == {"aten.mm": BACKWARD * products + model.head * load.logprob_tokens}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from skyrl_mega.batch.make_batch import make_batch
-from skyrl_mega.batch.rewards import UNNAMED
+from skyrl_mega.batch.rewards import UNNAMED, Turns
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
@@ -35,7 +35,7 @@ def test_they_are_summed_with_their_weights_and_kept_by_name(characters_chat: Re
     assert {name: values.tolist() for name, values in batch.named.items()} == {
         "late": [4.0, 0.0], UNNAMED: [0.0, 3.0], "right": [2.0, 0.0], "short": [-0.5, 0.0]
     }  # fmt: skip
-    assert torch.equal(batch.turns.rewards[:2], torch.tensor([1.75, 3.75]).double())
+    assert torch.equal(Turns.of([t, plain]).rewards[:2], torch.tensor([1.75, 3.75]).double())
     assert rollout_metrics([t, plain])["reward/of/right"] == 1.0
     parquet.write(tmp_path / "t.parquet", [t, plain])
     assert [back.rewards for back in parquet.read(tmp_path / "t.parquet")] == [t.rewards, {}]

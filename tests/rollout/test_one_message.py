@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.batch.make_batch import make_batch, mini_batches, samples_of
+from skyrl_mega.batch.samples import samples_of
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_evaluation
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EnvironmentConfig, RetrieverConfig, RolloutConfig
@@ -24,6 +24,7 @@ from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
+from tests.support.batches import make_batch, mini_batches
 from tests.support.chats import characters, qwen
 from tests.support.scripted import Scripted, play
 

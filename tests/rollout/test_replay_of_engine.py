@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from skyrl_mega.batch.make_batch import Batch, make_batch
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, MoeConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
@@ -28,6 +27,7 @@ from skyrl_mega.trainer.replay import check_routes
 from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group, Trajectory
 from tests.megatron import layouts
+from tests.support.batches import make_batch
 from tests.support.engines import build_model, spec_of
 from tests.support.ranks import run_ranks
 
@@ -91,10 +91,10 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
     return asyncio.run(all_of_it())
 
 
-def batch_of(trajectories: list[Trajectory]) -> Batch:
+def batch_of(trajectories: list[Trajectory]) -> Sequences:
     assert max(t.turns for t in trajectories) > 1
     groups = [Group(t.prompt, trajectories[i : i + 4]) for i, t in enumerate(trajectories) if not i % 4]
-    return make_batch(groups, AlgorithmConfig(), ROLLOUT)
+    return make_batch(groups, AlgorithmConfig(), ROLLOUT).tokens
 
 
 def distance(

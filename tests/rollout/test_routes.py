@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_mega.batch.make_batch import Batch, make_batch
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.engines.vllm.actor import VllmEngine
@@ -23,8 +22,9 @@ from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
 from skyrl_mega.models.tiny import build
 from skyrl_mega.rollout.agent.routes import TurnRoutes
 from skyrl_mega.trainer.replay import check_routes, replay_metrics
-from skyrl_mega.trajectories.sequences import Column
+from skyrl_mega.trajectories.sequences import Column, Sequences
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory
+from tests.support.batches import make_batch
 
 SHAPE = RouteShape(layers=(0, 2), experts=4, per_token=2)
 PROMPT = Prompt(0, [], "", {})
@@ -238,8 +238,8 @@ def test_a_route_fits_its_type(experts: int, dtype: type) -> None:
 # ---- routes in training ----------------------------------------------------------------------------------------------
 
 
-def batch_of(*trajectories: Trajectory, step_wise: str = "off") -> Batch:
-    return make_batch([Group(PROMPT, list(trajectories))], AlgorithmConfig(), RolloutConfig(step_wise=step_wise))
+def batch_of(*trajectories: Trajectory, step_wise: str = "off") -> Sequences:
+    return make_batch([Group(PROMPT, list(trajectories))], AlgorithmConfig(), RolloutConfig(step_wise=step_wise)).tokens
 
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from skyrl_mega.algorithms.advantages import AdvantageInputs, per_token
-from skyrl_mega.batch.make_batch import make_batch, token_advantages
 from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
@@ -23,6 +22,7 @@ from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import TOKEN_REWARDS, Group, Kind, Status
 from tests.batch import test_token_inputs as walks
+from tests.support.batches import make_batch, token_advantages
 from tests.support.scripted import Scripted, play
 
 ENVIRONMENT = EnvironmentConfig(classes={"parts": "tests.rollout.user_envs:Parts"})
@@ -85,8 +85,8 @@ def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, t
 
     algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:returns")
     batch = make_batch([Group(PROMPT, [t])], algorithm, RolloutConfig())
-    assert TOKEN_REWARDS not in batch, "nothing that ranks have to be sent"
-    advantages = token_advantages(batch, algorithm).whitened[policy_positions]
+    assert TOKEN_REWARDS not in batch.tokens, "nothing that ranks have to be sent"
+    advantages = token_advantages(batch, algorithm)[policy_positions]
     assert advantages.tolist() == [1.75, 1.25, 1.25, 1.0, 0.0, 1.0, 1.0]
 
 
@@ -130,7 +130,7 @@ def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) ->
                 ]
                 wanted.append(reward + parts.get(policy_positions[place], 0.0) - (sum(of_answer) if last else 0.0))
         batch = make_batch([Group(PROMPT, played)], algorithm, rollout)
-        advantages = token_advantages(batch, algorithm).whitened
+        advantages = token_advantages(batch, algorithm)
         judged = batch.judged.repeat_interleave(batch.trajectory_tokens)
         assert advantages[batch.trained_here & judged].tolist() == pytest.approx(wanted)
         assert not advantages[~(batch.trained_here & judged)].any()

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from skyrl_mega.batch.make_batch import make_batch, mini_batches
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -33,6 +32,7 @@ from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 from tests.megatron.layouts import policy_logprobs
+from tests.support.batches import make_batch, mini_batches
 from tests.support.chats import CHATML, characters, qwen
 from tests.support.engines import Recorder, build_model, build_model_of, serving, start_engine
 

@@ -16,7 +16,6 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from skyrl_mega.algorithms.filters import with_copies
-from skyrl_mega.batch.make_batch import make_batch, token_advantages
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
@@ -25,6 +24,7 @@ from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
+from tests.support.batches import make_batch, token_advantages
 
 SAMPLES = 3
 DYNAMIC = st.builds(
@@ -254,7 +254,7 @@ def test_a_copy_has_its_originals_advantages() -> None:
     groups = source_of(config, 99, 0.1).next_groups(step)
     assert len(set(named(groups))) < len(groups) == 4
     batch = make_batch(groups, config.algorithm, RolloutConfig())
-    halves = token_advantages(batch, config.algorithm).whitened.split(2 * SAMPLES)
+    halves = token_advantages(batch, config.algorithm).split(2 * SAMPLES)
     by_name: dict[tuple[str, int], Any] = {}
     for name, advantages in zip(named(groups), halves, strict=True):
         assert by_name.setdefault(name, advantages).equal(advantages)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.batch.make_batch import make_batch, mini_batches, token_advantages
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -20,6 +19,7 @@ from skyrl_mega.trainer.run import Run, rollout_metrics
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import GREEDY, Group, Status, Trajectory
+from tests.support.batches import make_batch, mini_batches, token_advantages
 
 WANTED, SAMPLES = 4, 3
 
@@ -67,14 +67,14 @@ def test_each_prompt_has_one_greedy_answer_that_nothing_learns_from() -> None:
     assert generator.calls == [([0, 1, 2, 3], SAMPLES, 1.0, "7/3/0"), ([0, 1, 2, 3], 1, 0.0, "7/3/greedy")]
     assert len(step.trajectories) == WANTED * SAMPLES and [t.sample for t in step.greedy] == [GREEDY] * WANTED
     batch = make_batch(groups, config.algorithm, RolloutConfig())
-    assert batch.groups.tolist() == [SAMPLES] * WANTED and len(batch.tokens) == WANTED * SAMPLES * 3
-    batch["advantages"] = token_advantages(batch, config.algorithm).whitened
+    assert batch.groups.tolist() == [SAMPLES] * WANTED and len(batch.tokens.tokens) == WANTED * SAMPLES * 3
+    batch.tokens["advantages"] = token_advantages(batch, config.algorithm)
     expected = []
     for group in groups:
         for t in group.trajectories:
             failed = group.prompt.uid == 2
             expected += [0.0 if failed else t.reward - 0.75] * 3
-    torch.testing.assert_close(batch["advantages"], torch.tensor(expected), rtol=0, atol=1e-7)
+    torch.testing.assert_close(batch.tokens["advantages"], torch.tensor(expected), rtol=0, atol=1e-7)
     (mini,) = mini_batches(batch, None, config.algorithm)
     assert (mini["weights"] != 0).sum() == WANTED * SAMPLES * 2
     assert step.metrics["reward/greedy"] == 0.75 and step.metrics["rollout/greedy_tokens"] == 4 * 9

@@ -16,7 +16,8 @@ from skyrl_mega.algorithms.advantages import needs
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.kl import adapted
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.batch.make_batch import Batch, make_batch, mini_batches, token_advantages, tokens_have_gradient
+from skyrl_mega.batch.advantages import has_gradient
+from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.config.schema import AlgorithmConfig, Config, KlConfig, MoeConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
@@ -24,6 +25,7 @@ from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
+from tests.support.batches import make_batch, mini_batches, token_advantages
 from tests.trainer.test_loop import Notes, group
 
 STATUS = (Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV)
@@ -54,7 +56,7 @@ def batch_of(seed: int, algorithm: AlgorithmConfig) -> tuple[list[Trajectory], B
     batch = make_batch(groups, algorithm, RolloutConfig())
     g = torch.Generator().manual_seed(seed)
     for name in ("old_logprobs", "reference_logprobs"):
-        batch[name] = -torch.rand(len(batch.tokens), generator=g)
+        batch.tokens[name] = -torch.rand(len(batch.tokens.tokens), generator=g)
     return [t for group in groups for t in group.trajectories], batch
 
 
@@ -63,7 +65,7 @@ def distances(played: list[Trajectory], batch: Batch) -> list[list[float]]:
     by_trajectory, place = [], 0
     for t in played:
         each = [
-            float(batch["old_logprobs"][place + i]) - float(batch["reference_logprobs"][place + i])
+            float(batch.tokens["old_logprobs"][place + i]) - float(batch.tokens["reference_logprobs"][place + i])
             for i in range(2, len(t.tokens))
         ]
         by_trajectory.append(each)
@@ -82,7 +84,7 @@ def test_every_token_pays_for_its_distance() -> None:
             assert metrics["policy/kl_reward"] == pytest.approx(
                 sum(sum(far[i]) for i in judged) / len(judged), abs=1e-6
             )
-        advantages, place = token_advantages(batch, algorithm).whitened, 0
+        advantages, place = token_advantages(batch, algorithm), 0
         for t, each in zip(played, far, strict=True):
             expected = 0.0 if t.status.failed else t.reward - 0.5 * sum(each)
             assert advantages[place : place + len(t.tokens)].tolist() == pytest.approx(
@@ -107,7 +109,7 @@ def test_by_token_each_pays_its_own(tmp_path: Path) -> None:
         assert needs(algorithm) == {"old_logprobs", "reference_logprobs"}
         played, batch = batch_of(seed, algorithm)
         KlReward(algorithm.kl).penalize(batch)
-        advantages, place = token_advantages(batch, algorithm).whitened, 0
+        advantages, place = token_advantages(batch, algorithm), 0
         for t, each in zip(played, distances(played, batch), strict=True):
             expected = [-0.5 * distance for distance in each]
             if expected:
@@ -154,16 +156,16 @@ def test_the_loss_has_no_term_and_a_step_learns_where_there_is_an_advantage() ->
     algorithm = algorithm_of("reinforce")
     _, batch = batch_of(3, algorithm)
     KlReward(algorithm.kl).penalize(batch)
-    batch["advantages"] = torch.zeros(len(batch.tokens))
+    batch.tokens["advantages"] = torch.zeros(len(batch.tokens.tokens))
     (mini,) = mini_batches(batch, None, algorithm)
-    assert algorithm.kl.in_loss == 0 and not tokens_have_gradient(mini, algorithm, MoeConfig())
+    assert algorithm.kl.in_loss == 0 and not has_gradient(batch.refs.counts, torch.zeros(1), algorithm, MoeConfig())
     shared = {
-        "logprobs_L": batch["old_logprobs"],
-        "old_L": batch["old_logprobs"],
+        "logprobs_L": batch.tokens["old_logprobs"],
+        "old_L": batch.tokens["old_logprobs"],
         "weights_L": mini["weights"],
-        "advantages_L": batch["old_logprobs"],
+        "advantages_L": batch.tokens["old_logprobs"],
     }
-    with_reference, _ = find("ppo")(LossInputs(**shared, reference_L=batch["reference_logprobs"]), algorithm)
+    with_reference, _ = find("ppo")(LossInputs(**shared, reference_L=batch.tokens["reference_logprobs"]), algorithm)
     without, _ = find("ppo")(LossInputs(**shared), algorithm)
     assert with_reference == without != 0
 
@@ -193,11 +195,11 @@ def test_what_the_loss_leaves_out_is_in_no_mean_and_a_critics_warm_up_moves_noth
         parts = array("i", range(3)), array("b", [0, 1, 1]), array("f", [0.0] * 3)
         trajectories.append(Trajectory(Prompt(0, [], "m", {}), sample, *parts, 1, 1.0, status, 1))
     batch = make_batch([Group(trajectories[0].prompt, trajectories)], algorithm, RolloutConfig())
-    batch["old_logprobs"] = torch.where(batch["mask"] != 0, 2.0, 0.0)
-    batch["reference_logprobs"] = torch.zeros(12)
+    batch.tokens["old_logprobs"] = torch.where(batch.tokens["mask"] != 0, 2.0, 0.0)
+    batch.tokens["reference_logprobs"] = torch.zeros(12)
     reward = KlReward(algorithm.kl)
     assert reward.penalize(batch)["policy/kl_reward"] == pytest.approx(4.0) and reward.coefficient == 0.5
-    batch["old_logprobs"] *= 2
+    batch.tokens["old_logprobs"] *= 2
     assert reward.penalize(batch, adapt=False) and reward.coefficient == 0.5
     assert reward.penalize(batch) and reward.coefficient == pytest.approx(0.5 * (1 + 0.2 * 1 / 10))
 

@@ -14,6 +14,7 @@ import torch
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.algorithms.mismatch import EDGES, PEAKS, TOTALS, WITHIN
+from skyrl_mega.batch.samples import Samples
 from skyrl_mega.config.schema import Config, CriticConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
@@ -21,7 +22,6 @@ from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train_on, training_order
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 
@@ -30,17 +30,23 @@ class Notes:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.tokens: list[int] = []
+        self.lengths: list[torch.Tensor] = []
         self.added: dict[str, torch.Tensor] = {}
 
-    def hold(self, minis: list[Sequences]) -> None:
+    def hold(self, minis: list[Samples]) -> None:
         self.calls.append(("hold", len(minis)))
-        self.tokens = [len(mini.tokens) for mini in minis]
+        self.lengths = [mini.lengths for mini in minis]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(lengths.sum()) for lengths in self.lengths]
 
     def keep_logprobs(self, name: str, *, temperature: float, **columns: str | None) -> None:
         self.calls.append((name, *(column for column in columns.values() if column)))
 
-    def add(self, name: str, values: list[torch.Tensor]) -> None:
+    def add(self, name: str, values: list[torch.Tensor], *, per_sample: bool = False) -> None:
+        if per_sample:
+            values = [v.repeat_interleave(lengths) for v, lengths in zip(values, self.lengths, strict=True)]
         self.calls.append((name, [len(v) for v in values]))
         self.added[name] = torch.cat(values)
 
@@ -75,7 +81,8 @@ class CriticNotes(Notes):
         self.calls.append(("values", name))
         return [torch.full((n,), 0.25) for n in self.tokens]
 
-    def add(self, name: str, values: list[torch.Tensor]) -> None:
+    def add(self, name: str, values: list[torch.Tensor], *, per_sample: bool = False) -> None:
+        assert not per_sample
         self.calls.append((name, torch.cat(values).tolist()))
 
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
-from skyrl_mega.batch.make_batch import Batch, make_batch, token_advantages
+from skyrl_mega.batch import make_batch as without_tokens
+from skyrl_mega.batch.advantages import compute_advantages
 from skyrl_mega.batch.rewards import UNNAMED
-from skyrl_mega.batch.signal import advantage_fraction
 from skyrl_mega.config.derived import response_limit
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import AlgorithmConfig, Config, OverlongConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.dynamic_sampling import with_signal
 from skyrl_mega.trainer.health.watch import CannotLearn, Health
 from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
 from skyrl_mega.trajectories.trajectory import Step as Part
+from tests.support.batches import make_batch, token_advantages
 from tests.trainer.test_loop import CriticNotes, Notes
 
 GROUPS = 40
@@ -149,8 +149,8 @@ def test_a_group_has_a_signal_where_its_advantages_differ(
     algorithm = run.config.algorithm
     batch = make_batch([group], algorithm, run.config.rollout)
     for name in ("old_logprobs", "old_squares"):
-        batch[name] = torch.full((len(batch.tokens),), -0.5 if name == "old_logprobs" else 0.4)
-    advantages = token_advantages(batch, algorithm).whitened.split(batch.trajectory_tokens.tolist())
+        batch.tokens[name] = torch.full((len(batch.tokens.tokens),), -0.5 if name == "old_logprobs" else 0.4)
+    advantages = token_advantages(batch, algorithm).split(batch.trajectory_tokens.tolist())
     alike = all(bool((a[: len(b)] == b[: len(a)]).all()) for a, b in combinations(advantages, 2))
     assert alike == (not signal)
     assert with_signal([group], algorithm) == [group] * signal
@@ -174,7 +174,7 @@ def test_one_reward_that_differs_is_a_signal_to_gdpo(named: list[str], weights: 
     rewards = [dict(zip("abc", map(float, digits), strict=True)) for digits in named]
     group = Group(prompt, [said(prompt, i, 1.0, **each) for i, each in enumerate(rewards)])
     algorithm = run.config.algorithm
-    advantages = token_advantages(make_batch([group], algorithm, run.config.rollout), algorithm).whitened
+    advantages = token_advantages(make_batch([group], algorithm, run.config.rollout), algorithm)
     assert bool(advantages.any()) == signal
     assert with_signal([group], algorithm) == [group] * signal
     algorithm.dynamic_sampling.reward = "b"
@@ -193,7 +193,7 @@ def test_what_was_earned_without_a_name_is_a_reward_of_its_own_to_gdpo() -> None
         "b": pytest.approx([0.1, 0.1]),
         UNNAMED: [0.5, 0.0],
     }
-    assert token_advantages(batch, algorithm).whitened.any() and with_signal([group], algorithm) == [group]
+    assert token_advantages(batch, algorithm).any() and with_signal([group], algorithm) == [group]
 
 
 def test_an_environments_own_reward_named_reward_is_not_what_has_no_name() -> None:
@@ -204,7 +204,7 @@ def test_an_environments_own_reward_named_reward_is_not_what_has_no_name() -> No
     algorithm.reward_weights = {"reward": -1.0}
     group = Group(prompt, [said(prompt, 0, 0.0, -1.0, reward=1.0), said(prompt, 1, 1.0, -1.0, reward=1.0)])
     batch = make_batch([group], algorithm, run.config.rollout)
-    worse, better = (values.unique() for values in token_advantages(batch, algorithm).whitened.split([5, 5]))
+    worse, better = (values.unique() for values in token_advantages(batch, algorithm).split([5, 5]))
     assert worse.min() < 0 and better.max() > 0 and with_signal([group], algorithm) == [group]
 
 
@@ -235,8 +235,13 @@ def test_a_loss_of_ones_own_learns_without_advantages() -> None:
 
 
 def test_tokens_that_are_not_in_the_loss_have_no_part_in_the_share() -> None:
-    columns = {"mask": [0.0, 1.0, 1.0, 0.0, 1.0], "advantages": [0.5, 0.5, 0.0, 0.5, -0.5]}
-    batch = Batch(torch.tensor([5]), torch.zeros(5), {name: Column(torch.tensor(v)) for name, v in columns.items()})
-    assert advantage_fraction(batch) == 2 / 3
-    batch["mask"] = torch.zeros(5)
-    assert advantage_fraction(batch) == 0.0
+    """Counts the tokens of the first trajectory alone: others have advantage 0, or are left out as truncated."""
+    prompt, algorithm = Prompt(0, [], "mine", {}), AlgorithmConfig(overlong=OverlongConfig(filter=True))
+    statuses = (Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.COMPLETED)
+    played = [said(prompt, i, reward) for i, reward in enumerate((1.0, 0.5, 0.0, 0.5))]
+    for t, status in zip(played, statuses, strict=True):
+        t.status = status
+    for read in (make_batch, without_tokens.make_batch):
+        batch = read([Group(prompt, played)], algorithm, RolloutConfig())
+        learning = compute_advantages(batch, algorithm).learning
+        assert learning.tolist() == [played[0].written, 0, 0, 0] and batch.counts[2] == 0

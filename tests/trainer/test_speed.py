@@ -14,8 +14,8 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import Load
 from skyrl_mega.trainer.speed import decoding_speed, forward_load, response_tokens, training_speed
-from skyrl_mega.trajectories.sequences import Sequences
 from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from tests.support.batches import samples_of_tokens
 from tests.weights.grids import MODELS
 
 HF = MODELS["qwen3"]
@@ -63,11 +63,9 @@ def test_a_cpus_peak_is_not_known() -> None:
 
 
 def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
-    batch = Sequences.of([[1] * 4, [2] * 3])
-    batch["weights"] = torch.tensor([0.0, 1, 1, 0, 0, 1, 1])
-    assert forward_load(batch) == Load(7, 10 + 6, 4)
-    batch["mask"] = torch.tensor([0, 1, 0, 1, 0, 1, 1])
-    assert forward_load(batch).logprob_tokens == 3
+    mini = samples_of_tokens([[1] * 4, [2] * 3])
+    mini.counts = torch.tensor([2, 2])
+    assert forward_load(mini) == Load(7, 10 + 6, 4)
 
 
 def trajectory() -> Trajectory:
