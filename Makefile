@@ -9,10 +9,10 @@ CUDA_READY := .venv-cuda/.ready
 # Where it is set, each of a run's many processes would compile thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two lanes, each with processes, a network and temporary folders of its own. Without root: one file after the other.
+# Three lanes on two cores, since many tests wait; each with processes, a network and temporary folders of its own. Without root: one file after the other.
 define tests
 @shared=$$(mktemp -d /tmp/lanes.XXXXXX); trap 'rm -rf "$$shared"' EXIT; \
-if tests/lane --possible; then lanes="--tx 2*popen//python=tests/lane --dist loadfile --no-loadscope-reorder"; else lanes="-n 0"; fi; \
+if tests/lane --possible; then lanes="--tx 3*popen//python=tests/lane --dist loadfile --no-loadscope-reorder"; else lanes="-n 0"; fi; \
 LANE_SHARED=$$shared $(PY) -m pytest $$lanes --basetemp $$shared/t -m "$(1)" $(ARGS)
 endef
 
