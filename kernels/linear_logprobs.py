@@ -192,7 +192,10 @@ def gradients(
 def logit_gradients(
     inputs: Inputs, saved: Saved, grad_logprobs_T: Tensor, grad_entropy_T: Tensor | None, *, out_Tv: Tensor
 ) -> None:
-    """Computes the gradient of the products hidden · weight into `out_Tv` [T, v]; see `gradients`."""
+    """Writes the gradient with respect to the products hidden · weight, before soft cap and temperature.
+
+    The result goes to `out_Tv` [T, v], v columns of this rank; see `gradients`.
+    """
     if inputs.by_kernel:
         from skyrl_mega.kernels import linear_logprobs_triton
 

@@ -145,7 +145,9 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
     returned = stream.get("returned", []) if isinstance(stream, dict) else []
     ahead = state.get("ahead", 0)
     if not WHOLE.allows(ahead) or not isinstance(returned, list):
-        raise UserError(f"ahead is {WHOLE.words}, stream.returned a list", key=checkpoint / "state.json", fix=fix)
+        raise UserError(
+            f"ahead must be {WHOLE.words}, and stream.returned a list", key=checkpoint / "state.json", fix=fix
+        )
     return values[0], values[1], values[2] - ahead - len(returned)
 
 

@@ -84,7 +84,11 @@ def check(argv: Sequence[str]) -> int:
 def logprobs(argv: Sequence[str]) -> int:
     """Starts policy and engines, answers some prompts, and compares the log-probs of every sampled token.
 
-    Returns the exit code.
+    Returns:
+        The exit code: 0 if all agree, 1 if they differ too much, or if an actor or the cluster failed.
+
+    Raises:
+        UserError: An option or a setting is wrong.
     """
     p = _parser("logprobs", "Starts policy and engines, plays prompts, and compares log-probs, token by token.")
     p.add_argument("--prompts", type=integer(1, 10**6), default=8, metavar="N", help="training prompts (default: 8)")

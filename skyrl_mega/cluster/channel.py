@@ -170,7 +170,7 @@ def _count(environment: str, change: int) -> None:
 
 @contextmanager
 def polling_for_stop() -> Iterator[None]:
-    """Reports that this process polls for requests (`asked`) inside the block."""
+    """Tells the supervisor that this process polls for requests (`asked`) inside the block."""
     if _channel is None:
         yield
         return

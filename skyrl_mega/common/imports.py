@@ -79,7 +79,7 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
         )
     function = load(name, key, kind="function")
     if not callable(function):
-        raise UserError(f"it is not a function of {takes}", key=key, value=shown(name))
+        raise UserError(f"it is not callable; allowed is a function of {takes}", key=key, value=shown(name))
     check_takes_two(function, f"{key} = {shown(name)}", takes)
     return function
 

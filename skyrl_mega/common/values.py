@@ -106,7 +106,7 @@ _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a line of YAML, shortened if too long, with control characters escaped."""
+    """Returns a value as a line of YAML without secrets, control characters escaped, shortened if too long."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:

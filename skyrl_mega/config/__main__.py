@@ -43,7 +43,7 @@ A run is configured by one YAML file, plus settings on the command line that ove
 
 
 def manual() -> str:
-    """Returns the whole text of docs/configuration.md."""
+    """Generates the whole text of docs/configuration.md from the schema."""
     lines = [OPENING.rstrip()]
     for group in (key for key in keys().values() if key.group):
         held = [key for key in keys().values() if key.name.rpartition(".")[0] == group.name and not key.group]

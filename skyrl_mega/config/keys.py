@@ -81,9 +81,10 @@ def keys() -> dict[str, Key]:
 
 
 def nearest(name: str) -> str | None:
-    """Returns the key that `name` most likely means: the same word in another group, or a similar spelling.
+    """Returns the key that `name` most likely means: one with the same last word, or a similar spelling.
 
-    A generic last word (`COMMON`) matches only within the same group; returns None without a match.
+    A generic last word (`COMMON`) matches only below the same top-level group, if that group exists. Returns None
+    without a match.
     """
     names = list(keys())
     last = name.rpartition(".")[2]

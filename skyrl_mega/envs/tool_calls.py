@@ -48,6 +48,11 @@ def hermes(text: str, turn: int = 1) -> AssistantMessage:
     """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
 
     The JSON after an opening tag is read first, so tags inside the JSON are text. Thoughts are neither call nor answer.
+    An unreadable call becomes a `ToolCall` with `error`.
+
+    Args:
+        text: Text of the turn.
+        turn: Number of the turn, a part of each call's `id`.
     """
     calls: list[ToolCall] = []
     content: list[str] = []

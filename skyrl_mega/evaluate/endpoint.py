@@ -73,7 +73,9 @@ class Endpoint:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise UserError(f"{error}; allowed is http://host:port/v1", key="--endpoint", value=url) from error
+            raise UserError(
+                f"{error}; allowed is http://host:port/v1 or https://…", key="--endpoint", value=url
+            ) from error
         if (
             parsed.scheme not in ("http", "https")
             or not parsed.host
@@ -173,7 +175,9 @@ class Client:
         except Malformed as error:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error!r} is missing") from error
+            raise EndpointFailed(
+                f"{self.endpoint.url} answered in another form: {type(error).__name__}: {error}"
+            ) from error
 
     async def _ask(self, body: dict[str, Any]) -> Any:
         url = f"{self.endpoint.url}/chat/completions"
@@ -239,8 +243,19 @@ class MessageAgent(Agent):
         return []
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
-        """Returns the endpoint's reply, or an empty, truncated reply if the conversation exceeds the endpoint's
-        context."""
+        """Asks the endpoint for the next turn, and appends its tokens and a step to the trajectory.
+
+        Returns an empty, truncated turn, and appends nothing, if the conversation exceeds the endpoint's context.
+
+        Args:
+            opened: The trajectory so far.
+            name: Unique name of the turn, the source of its seed.
+            room: Most tokens of the turn.
+
+        Raises:
+            EndpointFailed: The endpoint gave no answer, or one in another form.
+            UserError: The endpoint refused the request.
+        """
         t, start = opened.trajectory, opened.seconds
         reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: valid everywhere
         if reply is None:

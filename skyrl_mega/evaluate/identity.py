@@ -81,8 +81,8 @@ def digest(value: Any) -> str:
 
 
 def fingerprint(model: Path) -> str:
-    """Returns a digest of a Hugging Face directory's content, independent of the path: small files whole, weights in
-    blocks."""
+    """Returns a digest of a Hugging Face directory's content, independent of its path. Weights are sampled, other files
+    (`WHOLE`) are read whole."""
     digest = hashlib.sha256()
     for file in sorted(model.iterdir()):
         if file.suffix in WHOLE:

@@ -327,7 +327,7 @@ def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None
         while done < size:
             got = os.preadv(descriptor, [run[done:]], at + done)
             if not got:
-                raise Damaged(f"{entry}: ends before its data; the checkpoint has changed while it was read")
+                raise Damaged(f"{entry}: ends before its data: the checkpoint has changed since; read it again")
             done += got
 
 

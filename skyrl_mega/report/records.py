@@ -117,7 +117,7 @@ class Query:
     """Text in any message or in the environment's metadata, case-insensitive."""
 
     def takes(self, record: Record) -> bool:
-        """Returns True if the trajectory matches the filter."""
+        """Returns True if status, reward and text match the filter; `takes_step` checks the step."""
         if self.statuses and record.status not in self.statuses:
             return False
         if self.reward and not self.reward[0] <= record.reward <= self.reward[1]:

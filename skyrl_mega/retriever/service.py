@@ -113,7 +113,11 @@ class Service:
         """Number of passages in pending answers."""
 
     async def health(self) -> JSONResponse:
-        """Returns the state of the service. Needs no token and reveals nothing about the passages."""
+        """Returns readiness, version, number of passages, methods and waiting queries; status 503 until the index is
+        loaded.
+
+        Needs no token and reveals no passage.
+        """
         ready = self.batcher is not None
         state = {"ready": ready, "version": __version__, "passages": self.size, "methods": list(self.methods)}
         waiting = self.batcher.waiting if self.batcher else 0

@@ -145,9 +145,12 @@ class Asynchronous:
         saved_rollouts.write(folder, self.config, state, rows)
 
     def restore(self, folder: Path) -> str:
-        """Restores the finished and the requested groups of the interrupted run.
+        """Restores what `save` wrote: finished groups, and finished samples and recorded turns of unfinished groups.
 
-        Returns a line about the restored or discarded groups; empty if nothing was saved.
+        Returns a line about the restored or discarded groups; empty if there were none.
+
+        Args:
+            folder: The checkpoint's folder for rollouts.
         """
         saved = saved_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(saved, tuple):

@@ -138,7 +138,7 @@ class Sequences:
 
 
 def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
-    """Concatenates sequences of numbers, or arrays, to a tensor [T]."""
+    """Concatenates sequences of numbers, or arrays, to a tensor [T]; `dtype` is a numpy dtype."""
     arrays = [np.asarray(part, dtype) for part in parts]
     return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, dtype))
 

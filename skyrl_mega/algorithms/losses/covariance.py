@@ -22,11 +22,14 @@ def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Me
 
 
 def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the KL-Cov loss. For a token with d_t = log π_t - log π_old,t:
+    """Returns the KL-Cov loss of a micro-batch, a scalar (`total`), and metrics. With d_t = log π_t - log π_old,t:
 
         L_t = -exp(d_t) A_t, plus kl_cov.coefficient |d_t| for selected tokens
 
     Nothing is clipped: clip_fraction is 0. covariance_fraction is the share of selected tokens.
+
+    Raises:
+        ValueError: `high_covariance_L`, or a column that `total` needs, is missing.
     """
     chosen_L = _chosen(inputs)
     d_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -40,7 +40,7 @@ def _value(node: ast.AST) -> int:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = -_value(node.operand)
     else:
-        raise ValueError("not a number")
+        raise ValueError("neither a whole number nor +, - or *")
     if abs(value) > LARGEST:
         raise ValueError("too large")
     return value

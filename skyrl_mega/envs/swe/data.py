@@ -51,11 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows, from the tasks in `--source` or small generated
-    tasks. The tasks of the two files are disjoint.
+    """Returns file name (`train.parquet`, `test.parquet`) → rows; a file without tasks is left out.
+
+    Without `--source`, first writes small tasks to `<output>/tasks`. Each task's `split` decides the file.
 
     Raises:
-        UserError: `--source` has no tasks.
+        UserError: `--source` has no tasks, or a task.json is invalid.
     """
     folder = args.source
     if folder is None:

@@ -41,7 +41,7 @@ def append_messages(t: Trajectory, messages: list[Message]) -> None:
 
 
 def set_prompt(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
-    """Sets the first prompt of a trajectory."""
+    """Appends the first prompt to a new trajectory and sets `prompt_length`."""
     append(t, tokens, 0)
     append_messages(t, messages)
     t.prompt_length = len(t.tokens)

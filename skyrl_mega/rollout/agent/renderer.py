@@ -348,7 +348,7 @@ class Renderer:
             try:
                 calls = calls_of(message)
             except Malformed as error:
-                raise Refused(f"a message's tool_calls: {error}") from error
+                raise Refused(f"a message of role {message['role']} has invalid tool_calls: {error}") from error
             readable = {**message, "tool_calls": calls} if calls else message
             return {**self._broken_in(readable, by_letters), "role": message["role"]}
 
