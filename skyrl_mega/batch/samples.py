@@ -157,6 +157,8 @@ def _read(samples: Samples, stored: dict[Any, StoredTrajectory], left_out: froze
     if not samples.bare:
         for name in sorted({name for s in cut for name in s.columns} - left_out - {"mask"}):
             sequences.add(name, _column(name, cut, at))
+        if not samples.parts:  # an empty micro-batch has the columns of all others: ranks sum their metrics
+            sequences["rollout_logprobs"] = torch.zeros(0)
         if "mask" not in left_out:
             sequences["mask"] = mask
         if samples.drawn:

@@ -98,9 +98,16 @@ class RouterReplay:
     # ---- before and after a pass -----------------------------------------------------------------------------------
 
     def begin(self, micros: Sequence[Sequences], device: torch.device) -> None:
-        """Starts a pass over micro-batches and resets the counters. The pass replays if a micro-batch has routes,
-        except in mode `off`."""
-        self.active = not self.off and (self.recording or any(COLUMN in micro for micro in micros))
+        """Starts a pass over micro-batches and resets the counters. A collective of all ranks, unless off or recording.
+
+        The pass replays if a micro-batch of any rank has routes, except in mode `off`. A rank's own micro-batches may
+        be empty, or hold only trajectories that failed before the first answer.
+        """
+        self.active = not self.off and self.recording
+        if not self.off and not self.recording:
+            with_routes = torch.tensor(sum(COLUMN in micro for micro in micros), device=device)
+            dist.all_reduce(with_routes)
+            self.active = bool(with_routes)
         self.counts = torch.zeros(len(self.shape.layers), len(Count._fields), dtype=torch.int64, device=device)
         self.first = torch.full((len(self.shape.layers), 1 + self.shape.per_token + self.shape.experts), -1).to(device)
         """[M, 1 + K + E]: the first wrong token of each layer: position, expected route, and experts used."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from skyrl_mega.batch.make_batch import Batch
+from skyrl_mega.batch.samples import read_samples
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.trajectories.sequences import Column
 from skyrl_mega.trajectories.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
@@ -135,6 +136,17 @@ def test_only_an_end_token_that_no_engine_drew_counts_as_not_drawn() -> None:
     batch = make_batch(given, AlgorithmConfig(), RolloutConfig(conversation="one_message"))
     assert batch.tokens["drawn"].tolist() == [True, True, False, True, False]
     assert "drawn" not in make_batch(given, AlgorithmConfig(), RolloutConfig()).tokens
+
+
+@pytest.mark.parametrize("conversation", ["messages", "one_message"])
+def test_an_empty_micro_batch_has_the_columns_of_all_others(conversation: str) -> None:
+    """More ranks than samples leave some ranks without one; metrics of all ranks are summed by name."""
+    group = Group(PROMPT, [trajectory(1, 2), trajectory(0, 4)])
+    batch = make_batch([group], AlgorithmConfig(), RolloutConfig(conversation=conversation))
+    rows = torch.tensor([0, 1])
+    full, empty = read_samples([batch.refs.take(rows), batch.refs.take(rows[:0])])
+    assert not len(empty.tokens) and set(empty.columns) == set(full.columns)
+    assert all(empty[name].dtype == full[name].dtype for name in full.columns)
 
 
 @pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])

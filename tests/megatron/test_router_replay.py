@@ -127,6 +127,23 @@ def test_every_layout_goes_where_the_routes_say(
                 assert step[f"replay_wrong_{layer}"] == 0
 
 
+def train_with_routes_on_rank_0(rank: int, address: str, path: Path, parallel: ParallelDims) -> dict[str, float]:
+    opened = layouts.open_rank(rank, address, path, parallel, policy())
+    _, micros = layouts.deal(routed(), opened)
+    if rank:
+        for micro in micros:
+            del micro.columns[COLUMN]
+    return opened.train(micros, objectives.supervised)
+
+
+def test_a_rank_whose_trajectories_all_failed_takes_part_in_replay(model: Path) -> None:
+    """A trajectory that fails before its first answer has no routes."""
+    both = run_ranks(2, train_with_routes_on_rank_0, model, layouts.layout(2))
+    metrics = max(both, key=len)
+    for layer in SHAPE.layers:
+        assert 0 < metrics[f"replay_replayed_{layer}"] < metrics[f"replay_tokens_{layer}"]
+
+
 def test_replay_matters(single: Found) -> None:
     """Checks the routes: given routes differ from the policy's routes, and recorded routes stay while the weights
     change."""

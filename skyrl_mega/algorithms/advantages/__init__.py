@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
 from torch import Tensor
 
@@ -42,8 +43,8 @@ __all__ = [
 ]
 
 ADVANTAGES: Mapping[str, Estimator] = {
-    name: imports.load(f"{__name__}.{traits.function}", "algorithm.advantage", kind="function")
-    for name, traits in ESTIMATORS.items()
+    name: getattr(import_module(f"{__name__}.{file}"), function)
+    for name, (file, function) in ((name, traits.function.split(":")) for name, traits in ESTIMATORS.items())
 }
 """The function of each value of `algorithm.advantage`."""
 TAKES = "(AdvantageInputs, AlgorithmConfig)"

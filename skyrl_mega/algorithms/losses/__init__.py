@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs, Metrics
@@ -28,8 +29,8 @@ __all__ = [
 ]
 
 LOSSES: Mapping[str, Loss] = {
-    name: imports.load(f"{__name__}.{traits.function}", "algorithm.loss", kind="function")
-    for name, traits in TRAITS.items()
+    name: getattr(import_module(f"{__name__}.{file}"), function)
+    for name, (file, function) in ((name, traits.function.split(":")) for name, traits in TRAITS.items())
 }
 """The function of each value of `algorithm.loss`."""
 SUPERVISED = "supervised"
