@@ -7,7 +7,6 @@ table, so the phases of a dry run equal the phases of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from types import MappingProxyType
 
 ENGINE = ("engine_weights", "kv_cache")
@@ -38,9 +37,4 @@ def kept(keep: Sequence[str] | None) -> frozenset[str]:
 
 def resident(phase: str, keep: Sequence[str] | None) -> frozenset[str]:
     """Returns the parts on the device in a phase."""
-    return _resident(phase, None if keep is None else tuple(keep))
-
-
-@cache
-def _resident(phase: str, keep: tuple[str, ...] | None) -> frozenset[str]:
     return NEEDS[phase] | kept(keep)
