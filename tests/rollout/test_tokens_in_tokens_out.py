@@ -204,7 +204,10 @@ def check_training(phase: Phase, model: Path, context: int, **layout: int) -> No
             expected = 1 / learned if i + 1 in by_position and not t.status.failed else 0.0
             assert weight == pytest.approx(expected, rel=1e-6, abs=0), (row, i)
             if weight:
-                assert logprobs[batch.tokens.starts[row] + i + 1] == pytest.approx(by_position[i + 1], abs=1e-4), (row, i)
+                assert logprobs[batch.tokens.starts[row] + i + 1] == pytest.approx(by_position[i + 1], abs=1e-4), (
+                    row,
+                    i,
+                )
                 compared += 1
     assert compared == learned > 300
 
