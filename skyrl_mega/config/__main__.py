@@ -23,8 +23,9 @@ A run is configured by one YAML file, plus settings on the command line that ove
     python -m skyrl_mega.launch --config configs/quickstart.yaml run.seed=1 policy.layout.expert=4 policy.ranks=4
 
 - A file contains the groups below: `policy: {layout: {tensor: 2}}` is `policy.layout.tensor=2`.
-- `defaults:` names files of groups next to the file. `defaults: [algorithm: dapo, _self_]` reads `algorithm/dapo.yaml`
-  first, then the file itself; `algorithm=grpo` on the command line reads `algorithm/grpo.yaml` instead.
+- `defaults:` names files of groups, next to the file or else in `configs/` of this project. `[algorithm: dapo, _self_]`
+  reads `algorithm/dapo.yaml` first, then the file itself; `algorithm=grpo` on the command line reads
+  `algorithm/grpo.yaml` instead.
 - `${run.name}` inserts the value of another setting.
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
 - The second table of a group lists the names of its settings in SkyRL, verl, slime and TRL. All keys of these programs
