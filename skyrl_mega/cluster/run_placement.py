@@ -72,7 +72,7 @@ def plan_placement(config: Config) -> RunPlacement:
 
 
 def check_nodes(config: Config, training: bool = True) -> None:
-    """Checks the fit of every group of GPU processes on `cluster.nodes`; `config.checks.check_gpus` only counts GPUs.
+    """Checks the fit of every group of GPU processes on `cluster.nodes`; `config.checks.devices` only counts GPUs.
 
     The free GPUs of several nodes together may suffice for an engine, although no single node can hold the engine.
 

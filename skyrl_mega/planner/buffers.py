@@ -28,7 +28,7 @@ BUCKET = (40_000_000, 1_000_000)
 """Minimum size of a bucket in elements if communication overlaps: absolute, and per data-parallel rank. The larger
 applies."""
 GRADIENT = 4
-"""Bytes of a gradient element; gradients accumulate in float32 (`policy.build.wrap_ddp`)."""
+"""Bytes of a gradient element; gradients accumulate in float32 (`megatron.model.wrap_ddp`)."""
 MOMENTS = {"float32": 8, "bfloat16": 4}
 """Bytes of the two Adam moments per element, by `policy.optimizer.moments`."""
 MASTER = 4

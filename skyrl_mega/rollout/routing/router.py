@@ -3,7 +3,7 @@ request (`prefix_affinity`), and `when_to_dispatch` chooses the requests sent no
 a failed engine move to other engines.
 
 A request waits here or in an engine for as long as earlier requests need. No time limit covers that wait; the limit is
-on the time for which an engine may show no sign of life (`engine.Engine.generate_many`).
+on the time for which an engine may show no sign of life (`engines.base.Engine.generate_many`).
 """
 
 from __future__ import annotations
