@@ -171,7 +171,7 @@ def test_a_module_stays_a_module() -> None:
         ("nothing_like_it", "algorithm.loss = nothing_like_it: allowed is one of ppo"),
         ("supervised", "algorithm.loss = supervised: the warm-up has it; allowed is one of ppo"),
         ("own.py:reinforced", "own.py has no function reinforced; did you mean reinforce"),
-        ("own.py:nothing", "it is not a function of (LossInputs, AlgorithmConfig)"),
+        ("own.py:nothing", "it is not callable; allowed is a function of (LossInputs, AlgorithmConfig)"),
         ("own.py:alone", "own.py:alone: it takes (inputs); give it two parameters, (LossInputs, AlgorithmConfig)"),
         ("own.py:named", "own.py:named: it takes (inputs, *, algorithm); give it two parameters, (LossInputs"),
         ("other.py:reinforce", "other.py does not exist"),
