@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -41,8 +40,6 @@ RECIPES = {
 def measure(name: str, seed: int) -> dict[str, float]:
     """Runs a seed from scratch and returns the figures."""
     recipe = RECIPES[name]
-    for folder in (f"{name}-{seed}", f"models/{name}-{seed}", f"data/{recipe.data}-{seed}"):
-        shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
     start = time.monotonic()
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", f"configs/{name}.yaml", f"run.seed={seed}"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -71,6 +68,14 @@ def main() -> int:
     parser.add_argument("recipe", nargs="?", choices=RECIPES, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
+    for seed in args.seeds:
+        for folder in (
+            f"{args.recipe}-{seed}",
+            f"models/{args.recipe}-{seed}",
+            f"data/{RECIPES[args.recipe].data}-{seed}",
+        ):
+            if (ROOT / "runs" / folder).exists():
+                parser.error(f"runs/{folder} exists; move it away, or give other --seeds")
     results = [measure(args.recipe, seed) for seed in args.seeds]
     names = list(results[0])
     print("".join(name.rjust(14) for name in names))

@@ -72,6 +72,17 @@ class Fleet(SupervisedGroup):
         """Ranks ready for requests; empty while parts are asleep."""
         return [] if self.asleep else [rank for rank in self.up if rank in self._current]
 
+    def running(self) -> dict[int, Any]:
+        """Returns rank → actor of the running actors, including finished restarts; empty while all are starting.
+
+        Raises:
+            ActorFailed: An actor is given up: its failure may have reached nobody, between two requests.
+        """
+        running = super().running()
+        if self.last_failure is not None and self.ranks(State.GIVEN_UP):
+            raise self.last_failure
+        return running
+
     def ensure_running(self) -> list[int]:
         """Returns the running ranks, stale ranks included. Without any, starts the failed actors and waits for the
         first.

@@ -98,7 +98,12 @@ class SupervisedGroup:
             if self._closed:
                 return
             left = max(0, self.restarts)
-            then = f"Restarting it ({left} restarts left)." if restart else "No restart is left (rollout.restarts)."
+            if not restart:
+                then = "No restart is left (rollout.restarts)."
+            elif self.restarts < 0:
+                then = "Restarting it beyond the budget (rollout.restarts), to isolate the cause."
+            else:
+                then = f"Restarting it ({left} restarts left)."
             text = f"{failure.actor} is out of service: {failure.cause}. {self.lost_note}{then}"
             self.say(Event("actor_lost", text, **failure.facts, restarts_left=left))
             if restart:

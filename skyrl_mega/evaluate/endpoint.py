@@ -190,7 +190,7 @@ class Client:
             raise EndpointFailed(
                 f"{url} gave no answer in {ATTEMPTS} attempts; the last: {self._without_key(str(error))}; an attempt "
                 f"takes at most rollout.request_timeout_s = {self.timeout_s:g}"
-            ) from error
+            ) from None  # the cause may repeat the key
         except Malformed as error:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
         message = self._without_key(error_text(response, data))

@@ -32,7 +32,9 @@ class Gate:
             return
         self._waiting[place] = asyncio.get_running_loop().create_future()
         if len(self._waiting) == len(self.starts):
-            self._open()
+            asyncio.get_running_loop().call_soon(
+                self._open
+            )  # at once, the last to arrive would begin before all others
         await self._waiting[place]
 
     def _open(self) -> None:
