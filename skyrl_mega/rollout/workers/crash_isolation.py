@@ -4,8 +4,10 @@ A rollout worker runs many trajectories at once, so a crash does not show which 
 
 - A crash counts for every trajectory already sent to the worker. A single crash may be bad luck: the trajectory is
   retried normally. After `COMPANY_CRASHES` crashes the trajectory is quarantined.
-- A quarantined trajectory runs alone on a worker. While any of them waits, the least loaded worker accepts nothing else
-  and so becomes the quarantine worker; with a single worker all other trajectories wait.
+- A quarantined trajectory shares a worker with quarantined ones only: first with many, after further crashes with few,
+  then it runs alone (`TOGETHER`). So innocent trajectories leave quarantine in groups. While any of them waits, the
+  least loaded worker accepts nothing else and so becomes the quarantine worker; with a single worker all other
+  trajectories wait.
 - A trajectory fails after `ALONE_CRASHES` crashes while running alone. No trajectory fails without having run alone.
 - Other samples of the same prompt use the same environment. After the failure these are quarantined at once, and fail
   after `ALONE_CRASHES_SIBLING` crashes.
@@ -14,7 +16,7 @@ A rollout worker runs many trajectories at once, so a crash does not show which 
   many restarts beyond the budget as there are workers.
 
 Rollouts and a concurrent evaluation share the workers, so the rules cover the trajectories of both. A healthy
-trajectory fails only after six unrelated crashes (two after a sibling failed).
+trajectory fails only after seven unrelated crashes (two after a sibling failed).
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from typing import Any
 from skyrl_mega.envs.prompt import Prompt
 
 COMPANY_CRASHES = 2
-"""Crashes of workers with several trajectories after which a trajectory runs alone."""
-ALONE_CRASHES, ALONE_CRASHES_SIBLING = 4, 2
+"""Crashes after which a trajectory is quarantined."""
+TOGETHER = {2: 32, 3: 6}
+"""Crashes of a quarantined trajectory → most trajectories on its worker. After more crashes it runs alone."""
+ALONE_CRASHES, ALONE_CRASHES_SIBLING = 3, 2
 """Crashes while running alone after which a trajectory fails: the normal limit, and the limit after a sibling failed.
 Even then a single crash may have another cause."""
 EXPLAINED_PER_RESTART = 8
@@ -47,8 +51,13 @@ class CrashHistory:
 
     @property
     def quarantined(self) -> bool:
-        """True if the trajectory may run only alone."""
-        return self.sibling_failed or len(self.workers) - self.alone >= COMPANY_CRASHES
+        """True if the trajectory may run only beside other quarantined ones."""
+        return self.sibling_failed or len(self.workers) >= COMPANY_CRASHES
+
+    @property
+    def together(self) -> int:
+        """Most trajectories on the worker of this quarantined trajectory, itself included."""
+        return 1 if self.sibling_failed else TOGETHER.get(len(self.workers), 1)
 
     @property
     def failed(self) -> bool:
@@ -57,7 +66,7 @@ class CrashHistory:
 
     def record(self, worker: Any) -> None:
         """Counts the crash of an actor that was running the trajectory."""
-        self.alone += self.quarantined
+        self.alone += self.quarantined and self.together == 1
         self.workers.append(worker)
 
 

@@ -27,7 +27,7 @@ class Workers(SupervisedGroup):
         """uid → content hashes of the prompts whose trajectories crashed workers. The `uid` is a row number of one data
         set."""
         self._running: dict[int, list[CrashHistory]] = {}
-        """Actor id → trajectories on the actor, over all sessions; a quarantined trajectory is the only one."""
+        """Actor id → trajectories on the actor, over all sessions; all quarantined, or none."""
         self._waiting: set[CrashHistory] = set()
         """Quarantined trajectories that wait for a worker."""
         self._unexplained: list[Any] = []
@@ -58,8 +58,13 @@ class Workers(SupervisedGroup):
             (self._waiting.add if trajectory.quarantined else self._waiting.discard)(trajectory)
             for i, rank in enumerate(sorted(up, key=lambda rank: len(self._running.get(id(up[rank]), ())))):
                 running = self._running.get(id(up[rank]), [])
-                reserved = i == 0 and bool(self._waiting)
-                if not running if trajectory.quarantined else not reserved and not _quarantined(running):
+                if trajectory.quarantined:
+                    together = min(each.together for each in (*running, trajectory))
+                    allowed = len(running) < together and (not running or _quarantined(running))
+                else:
+                    reserved = i == 0 and bool(self._waiting)
+                    allowed = not reserved and not _quarantined(running)
+                if allowed:
                     self._running[id(up[rank])] = [*running, trajectory]
                     self._waiting.discard(trajectory)
                     return rank
