@@ -80,6 +80,19 @@ class Rank:
         return {}
 
 
+def collected(makers: Any, first: int, last: int, tokens: int) -> list[Any]:
+    """Returns the trajectories `first … last - 1`, of `tokens` tokens each, made by the actors `makers`."""
+    import ray
+
+    from skyrl_mega.trajectories.by_reference import attach_arrays
+
+    made = [
+        makers.actors[place % WORKERS].make.options(num_returns=2).remote(place, tokens) for place in range(first, last)
+    ]
+    smalls = ray.get([small for small, _ in made])
+    return [attach_arrays(small, ref) for small, (_, ref) in zip(smalls, made, strict=True)]
+
+
 def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     """Runs a step of `count` trajectories of `tokens` tokens each; returns the costs."""
     import torch
@@ -94,22 +107,10 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
     from skyrl_mega.trainer.loop import split
     from skyrl_mega.trainer.run import rollout_metrics
     from skyrl_mega.trajectories import parquet
-    from skyrl_mega.trajectories.by_reference import attach_arrays
     from skyrl_mega.trajectories.trajectory import Group
 
     torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
     config, cost = Config(), Cost()
-
-    def collected(first: int, last: int, of: int) -> list[Any]:
-        """Returns the trajectories of these places."""
-        import ray
-
-        calls = [
-            makers.actors[place % WORKERS].make.options(num_returns=2).remote(place, of) for place in range(first, last)
-        ]
-        return [
-            attach_arrays(small, ref) for small, (_, ref) in zip(ray.get([s for s, _ in calls]), calls, strict=True)
-        ]
 
     def step(played: list[Any]) -> None:
         """Runs the driver's part of a step."""
@@ -128,12 +129,12 @@ def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
         makers = ActorGroup.spawn("maker", Maker, [{}] * WORKERS, timeout=300)
         ranks = ActorGroup.spawn("policy", Rank, [{}] * RANKS, timeout=300)
         policy = TrainGroup(ranks, ParallelDims(RANKS, tensor=TENSOR), PolicyConfig(micro_tokens=MICRO_TOKENS), 300)
-        step(collected(0, 4 * GROUP, 100))  # imports, and Ray's first calls
+        step(collected(makers, 0, 4 * GROUP, 100))  # imports, and Ray's first calls
         base, start = resident(), time.perf_counter()
         played: list[Any] = []
         with cost.phase("collect", base):
             for first in range(0, count, PART):
-                played += collected(first, min(first + PART, count), tokens)
+                played += collected(makers, first, min(first + PART, count), tokens)
         with cost.phase("step", base):
             step(played)
         if write:
