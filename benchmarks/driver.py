@@ -169,17 +169,17 @@ def trajectories(count: int, tokens: int) -> list[Any]:
 
 def steps_of(tokens: int, turns: int) -> list[Any]:
     """Returns the steps of a prompt and turns of similar length, with observations between."""
-    from skyrl_mega.trajectories.trajectory import Kind, Step
+    from skyrl_mega.trajectories.trajectory import Kind, TrajectoryStep
 
     prompt, observation = (length * tokens // 2000 for length in (PROMPT, OBSERVATION))
     response_tokens = tokens - prompt - observation * (turns - 1)
-    steps = [Step(Kind.PROMPT, 0, prompt, messages=1)]
+    steps = [TrajectoryStep(Kind.PROMPT, 0, prompt, messages=1)]
     for turn in range(turns):
         if turn:
-            steps.append(Step(Kind.OBSERVATION, steps[-1].end, steps[-1].end + observation, messages=1))
+            steps.append(TrajectoryStep(Kind.OBSERVATION, steps[-1].end, steps[-1].end + observation, messages=1))
         start = steps[-1].end
         end = start + response_tokens // turns if turn < turns - 1 else tokens
-        steps.append(Step(Kind.RESPONSE, start, end, messages=1, finish="stop"))
+        steps.append(TrajectoryStep(Kind.RESPONSE, start, end, messages=1, finish="stop"))
     return steps
 
 

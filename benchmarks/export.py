@@ -29,8 +29,8 @@ import torch
 
 from benchmarks.host import Memory, forget
 from skyrl_mega.export.export import export
-from skyrl_mega.export.source import Source
-from skyrl_mega.hf_checkpoint.box_files import WEIGHT, Part, file_name, write_boxes
+from skyrl_mega.export.source import CheckpointSource
+from skyrl_mega.hf_checkpoint.box_files import WEIGHT, LocalBox, file_name, write_boxes
 from skyrl_mega.hf_checkpoint.box_header import Header, write_header
 from skyrl_mega.models import dist_checkpoint, megatron
 from skyrl_mega.models.registry import architecture
@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
         ):
             shift = int(torch.randint(len(random) - piece.box.numel + 1, ()))
             values = random[shift : shift + piece.box.numel].view(piece.box.shape)
-            parts.append(Part(piece.tensor, piece.box, WEIGHT, values))
+            parts.append(LocalBox(piece.tensor, piece.box, WEIGHT, values))
         files[file_name(rank)] = write_boxes(folder / file_name(rank), parts)
     write_header(folder, Header("bfloat16", 0, {}, {}, architecture(hf).tensors(hf), files))
     return sum(written.nbytes for written in files.values())
@@ -91,7 +91,7 @@ def copy(source: Path, target: Path, workers: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
+def measure(source: CheckpointSource, folder: Path, workers: int) -> dict[str, float]:
     """Measures a round."""
     row: dict[str, float] = {}
     size = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
@@ -130,7 +130,7 @@ def main() -> None:
         (folder / "model" / "config.json").write_text(json.dumps(hf))
         size = write_checkpoint(folder / "checkpoint", hf)
         print(f"checkpoint: {size / 1e9:.2f} GB in {TENSOR * EXPERT} files", flush=True)
-        source = Source(folder / "checkpoint", folder / "model", hf)
+        source = CheckpointSource(folder / "checkpoint", folder / "model", hf)
         results = []
         columns = ("workers", "copy MB/s", "export MB/s", "share", "with --verify", "worker MB")
         print("".join(c.rjust(15) for c in columns))

@@ -44,7 +44,7 @@ from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.workload import LogNormal, Recorded
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.trajectories import parquet
-from skyrl_mega.trajectories.trajectory import Kind, Step
+from skyrl_mega.trajectories.trajectory import Kind, TrajectoryStep
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "runs" / "long_tail"
@@ -218,7 +218,7 @@ def rates_of(folder: Path, work: Work) -> Rates:
     )
 
 
-def speed_of(played: Sequence[Sequence[Sequence[Step]]]) -> tuple[float, ...]:
+def speed_of(played: Sequence[Sequence[Sequence[TrajectoryStep]]]) -> tuple[float, ...]:
     """Returns the seconds per token of the engine's sequences by number of running sequences, from the answers
     (including prefill).
 
@@ -233,7 +233,7 @@ def speed_of(played: Sequence[Sequence[Sequence[Step]]]) -> tuple[float, ...]:
     return tuple(float(s) for s in np.interp(np.arange(PLACES + 1), known, measured))
 
 
-def answers(played: Sequence[Sequence[Step]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def answers(played: Sequence[Sequence[TrajectoryStep]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns for each answer: the mean number of answers in flight meanwhile, the seconds, and the tokens."""
     steps = [step for steps in played for step in steps if step.kind is Kind.RESPONSE]
     start, seconds = np.array([s.at_s for s in steps]), np.array([s.generate_s for s in steps])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, SearchClient
 from skyrl_mega.retriever.dense import DenseBuilder, DenseIndex
 from skyrl_mega.retriever.index import Index
 from skyrl_mega.retriever.session import RetrieverProcess
@@ -59,7 +59,7 @@ def load(args: argparse.Namespace, queries: list[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "retriever.log"
         service = RetrieverProcess(args.index.absolute(), ["--threads", str(args.threads)], log, TOKEN_VARIABLE, print)
-        client = Client(service.start(), timeout_s=60)
+        client = SearchClient(service.start(), timeout_s=60)
         client.search(queries[:64], args.topk, args.method)
         count, start = int(args.rate * args.seconds), time.monotonic() + 0.5
         answered: list[float] = []

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 from skyrl_mega.envs.sandbox.run import python
 from skyrl_mega.envs.text2sql.database import Database
 
@@ -67,7 +67,7 @@ def measure(kind: Callable[[], Iterator[Step]], seconds: float, at_once: int) ->
 
 
 def _python() -> Iterator[Step]:
-    box = Sandbox(Limits())
+    box = Sandbox(CommandLimits())
 
     def step() -> None:
         outcome = box.run(python(), files={"main.py": PROGRAM})
@@ -85,7 +85,7 @@ def _sql() -> Iterator[Step]:
             connection.executemany("INSERT INTO item VALUES (?, ?)", ((i, f"item {i}") for i in range(100)))
             connection.executemany("INSERT INTO sale VALUES (?, ?)", ((i % 100, i / 7) for i in range(10_000)))
         connection.close()
-        database = Database(file, Sandbox(Limits(processes=4)))
+        database = Database(file, Sandbox(CommandLimits(processes=4)))
 
         def step() -> None:
             table = database.query(QUERY, 5.0)
@@ -95,7 +95,7 @@ def _sql() -> Iterator[Step]:
 
 
 def _session() -> Iterator[Step]:
-    box = Sandbox(Limits())
+    box = Sandbox(CommandLimits())
     workspace = box.workspace()
 
     def step() -> None:

@@ -246,7 +246,7 @@ def connection(
 ) -> Connection:
     """Returns the connection of a policy rank and an engine worker on the same device."""
     from skyrl_mega.weights.connection import Connection
-    from skyrl_mega.weights.plan.endpoints import Engines
+    from skyrl_mega.weights.plan.endpoints import EnginesLayout
     from skyrl_mega.weights.plan.topology import Links
 
     return Connection(
@@ -257,7 +257,7 @@ def connection(
             hf=hf,
             parallel=asdict(ParallelDims()),
             spec="local",
-            engines=asdict(Engines(1)),
+            engines=asdict(EnginesLayout(1)),
             members=(0,),
             sources=(0,),
             targets=(0,),

@@ -21,7 +21,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, layout_text, micro_tokens
-from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.host_memory import disk, host_memory, shares
 from skyrl_mega.planner.memory import (
@@ -167,7 +167,7 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
     }
 
 
-def _engines(config: Config, decoder: Decoder, sizes: Batch) -> dict[str, Any]:
+def _engines(config: Config, decoder: Decoder, sizes: StepSizes) -> dict[str, Any]:
     """Returns the values of one engine; all engines are alike."""
     rows = []
     for row in layout_text.workers(config, decoder):

@@ -26,7 +26,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, engine_blocks, fit
-from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.candidates import changed
 from skyrl_mega.planner.host_memory import numa_warnings
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
@@ -98,7 +98,7 @@ def _on_environments(config: Config) -> Iterator[str]:
         )
 
 
-def _on_batch(sizes: Batch) -> Iterator[str]:
+def _on_batch(sizes: StepSizes) -> Iterator[str]:
     if sizes.oversize:
         yield (
             f"a sequence of up to {sizes.longest:,} tokens is above policy.micro_tokens × context = {sizes.budget:,}: "
@@ -236,7 +236,7 @@ def _on_fp8_blocks(config: Config, decoder: Decoder) -> Iterator[str]:
     )
 
 
-def _on_engines(config: Config, decoder: Decoder, sizes: Batch) -> Iterator[str]:
+def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[str]:
     rollout = config.rollout
     if idle := idle_gpus_note(config):
         yield idle

@@ -27,7 +27,7 @@ from skyrl_mega.evaluate.published import PUBLISHED, matching_tables
 if TYPE_CHECKING:
     from skyrl_mega.evaluate.endpoint import Endpoint
     from skyrl_mega.evaluate.results import Results
-    from skyrl_mega.evaluate.sampling import Source
+    from skyrl_mega.evaluate.sampling import AnswerSource
     from skyrl_mega.evaluate.sets import PromptSet
     from skyrl_mega.rollout.agent.renderer import Renderer
     from skyrl_mega.telemetry.console import Console
@@ -222,7 +222,7 @@ def _sample_missing(
 @contextmanager
 def _source(
     config: Config, endpoint: Endpoint | None, chat: Renderer | None, folder: Path, console: Console
-) -> Iterator[Source]:
+) -> Iterator[AnswerSource]:
     if endpoint is not None:
         from skyrl_mega.evaluate.endpoint import EndpointSource
 

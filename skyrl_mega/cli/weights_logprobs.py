@@ -57,7 +57,7 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogprobComparison:
     """Differences of log-probs, and the verdict."""
 
     pairs: list[Difference]
@@ -76,7 +76,7 @@ def compare(
     worst: int,
     transformers: bool = True,
     as_json: bool = False,
-) -> Comparison:
+) -> LogprobComparison:
     """Starts policy and engines like the run of a configuration file, answers prompts, and compares log-probs.
 
     Prompts are answered twice with the same seeds, with a sync in between. Differences between the two answers come
@@ -110,7 +110,7 @@ def compare(
         alarm = threshold(run.config, "alarm", "mean")
         verdict, agree = verdict_of(pairs, alarm, cutoff_note(run.config))
         decode = _source(run).generator.chat.text
-        return Comparison(pairs, worst_of(batch, logprobs, counts, worst, decode), verdict, agree)
+        return LogprobComparison(pairs, worst_of(batch, logprobs, counts, worst, decode), verdict, agree)
 
 
 def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
@@ -191,7 +191,7 @@ def worst_of(
     return chosen
 
 
-def table(comparison: Comparison) -> str:
+def table(comparison: LogprobComparison) -> str:
     """Returns the pairs, the worst tokens and the verdict as text."""
     lines = [f"{'':28} {'tokens':>7} {'mean':>9} {'p99':>9} {'max':>9} {'signed':>10}"]
     for p in comparison.pairs:

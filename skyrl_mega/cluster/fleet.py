@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed, NodeGone
-from skyrl_mega.cluster.group import ActorGroup, Call, describe, end_processes, gather, settle
+from skyrl_mega.cluster.group import ActorGroup, PendingCall, describe, end_processes, gather, settle
 from skyrl_mega.cluster.supervised_group import State, SupervisedGroup
 from skyrl_mega.config.residency import ENGINE
 
@@ -191,7 +191,7 @@ class Fleet(SupervisedGroup):
         for call in outcomes.silent:
             self.retire(call.rank, f"{method}: no answer within {timeout:g} s")
 
-    def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[Call]:
+    def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[PendingCall]:
         """Starts a call of `method` at each of these ranks without waiting; `gather` or `settle` waits for the
         answers."""
         return [self.group.submit(rank, method, *args) for rank in ranks]

@@ -25,7 +25,7 @@ END_S = 10.0
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCall:
     """A pending call to an actor."""
 
     group: str
@@ -120,12 +120,14 @@ class ActorGroup:
                 runs.append((location.address, rank, rank))
         return ", ".join(f"{node}: {first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
 
-    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
+    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> PendingCall:
         """Starts a call without waiting; `gather` waits for the answer."""
         ref = getattr(self.actors[rank], method).remote(*args, **kwargs)
-        return Call(self.name, rank, method, ref, self.logs[rank])
+        return PendingCall(self.name, rank, method, ref, self.logs[rank])
 
-    def submit_all(self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None) -> list[Call]:
+    def submit_all(
+        self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None
+    ) -> list[PendingCall]:
         """Starts a call at every actor, with the same arguments or with `per_rank[rank]`."""
         return [self.submit(rank, method, *(args if per_rank is None else per_rank[rank])) for rank in range(len(self))]
 
@@ -163,7 +165,7 @@ class ActorGroup:
         """
         return self._bounded([self.submit(rank, method, *args, **kwargs)], timeout)[0]
 
-    def _bounded(self, calls: list[Call], timeout: float) -> list[Any]:
+    def _bounded(self, calls: list[PendingCall], timeout: float) -> list[Any]:
         try:
             return gather(calls, timeout)
         except BaseException:
@@ -257,10 +259,10 @@ class Outcomes:
 
     timeout: float
     """Time limit of the calls in seconds."""
-    answers: dict[Call, Any]
-    failures: list[tuple[Call, BaseException]]
+    answers: dict[PendingCall, Any]
+    failures: list[tuple[PendingCall, BaseException]]
     """Failed calls and errors, in order of arrival."""
-    silent: list[Call]
+    silent: list[PendingCall]
     """Calls without an answer at the deadline."""
 
     def raise_first(self) -> NoReturn:
@@ -281,7 +283,10 @@ class Outcomes:
 
 
 def settle(
-    calls: Sequence[Call], timeout: float, after_failure: float, failed: Callable[[BaseException], None] | None = None
+    calls: Sequence[PendingCall],
+    timeout: float,
+    after_failure: float,
+    failed: Callable[[BaseException], None] | None = None,
 ) -> Outcomes:
     """Waits for calls to any number of groups and collects answers and failures instead of raising.
 
@@ -312,7 +317,7 @@ def settle(
     return outcomes
 
 
-def gather(calls: Sequence[Call], timeout: float) -> list[Any]:
+def gather(calls: Sequence[PendingCall], timeout: float) -> list[Any]:
     """Waits for calls to any number of groups and returns the answers in order.
 
     Raises:

@@ -75,7 +75,7 @@ class NodeFailed(Ended):
 
 
 @dataclass(frozen=True)
-class Job:
+class Allocation:
     """The allocation as seen by this node."""
 
     folder: Path
@@ -96,7 +96,7 @@ class Job:
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, folder: Path, env: Mapping[str, str]) -> Job:
+    def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:
         """Returns the job described by Slurm's variables and ours."""
         return cls(
             folder=folder,
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     set_user_variables()
-    job = Job.of(Path(folder), os.environ)
+    job = Allocation.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _record_signal)
     # some Slurm sites send it to every process; only the file `stop` matters
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def head(job: Job, launcher: Sequence[str]) -> int:
+def head(job: Allocation, launcher: Sequence[str]) -> int:
     """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
     exit code.
 
@@ -188,7 +188,7 @@ def head(job: Job, launcher: Sequence[str]) -> int:
         return code
 
 
-def wait_for_all(job: Job, node: RayNode) -> None:
+def wait_for_all(job: Allocation, node: RayNode) -> None:
     """Waits until every node is up, and prints the progress.
 
     Raises:
@@ -209,14 +209,14 @@ def wait_for_all(job: Job, node: RayNode) -> None:
         pause()
 
 
-def check_all(job: Job, node: RayNode) -> None:
+def check_all(job: Allocation, node: RayNode) -> None:
     """Raises Ended if Ray is no longer running on some node."""
     node.check()
     if failed := job.names("failed"):
         raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))
 
 
-def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
+def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     """Waits for the launcher's end and returns the exit code; asks the launcher to stop if the batch script says so.
 
     Raises:
@@ -233,7 +233,7 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def worker(job: Job) -> int:
+def worker(job: Allocation) -> int:
     """Runs Ray on a node other than the first until the job is over; returns the exit code.
 
     Raises:
@@ -260,7 +260,7 @@ class RayNode:
     Nothing remains afterwards, even if this process dies.
     """
 
-    def __init__(self, job: Job, options: Sequence[str]) -> None:
+    def __init__(self, job: Allocation, options: Sequence[str]) -> None:
         self.job, self.log = job, job.folder / f"{job.node}.log"
         self.folder = Path("/tmp") / f"skyrl-{job.name}"
         self.ray = self.folder / "r"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Engine(Protocol):
         """Installs the received weights as version `version` and resumes computing.
 
         Returns:
-            Each worker's seconds and bytes of the update, by the field names of `weights.exchange.executor.Report`.
+            Each worker's seconds and bytes of the update, by the fields of `weights.exchange.executor.ExchangeReport`.
         """
 
     async def abandon_update(self) -> None:
@@ -177,7 +177,7 @@ class Engine(Protocol):
     async def probe(self) -> None:
         """Returns after an answer from every worker."""
 
-    async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
+    async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
         previous call."""
 

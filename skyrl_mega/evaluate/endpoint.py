@@ -22,9 +22,9 @@ from skyrl_mega.config.derived import evaluation_concurrency, evaluation_samplin
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import edits
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits, Opened, PolicyTurn, Tools, stream_seed
+from skyrl_mega.rollout.agent.agent_loop import Agent, Opened, PolicyTurn, Tools, TrajectoryLimits, stream_seed
 from skyrl_mega.rollout.agent.env_pool import EnvPool
-from skyrl_mega.trajectories.trajectory import Kind, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Trajectory, TrajectoryStep
 
 MAX_TOKENS = 2**22
 """Largest credible token count of an answer; a trajectory keeps an entry in memory per token."""
@@ -128,7 +128,7 @@ class Reply(NamedTuple):
     tokens: int
 
 
-class Client:
+class EndpointClient:
     """Sends requests to an endpoint, with bounded retries. Belongs to a single event loop.
 
     Args:
@@ -222,9 +222,9 @@ class MessageAgent(Agent):
         config: Environments and budgets.
     """
 
-    def __init__(self, client: Client, config: Config) -> None:
+    def __init__(self, client: EndpointClient, config: Config) -> None:
         unused: Any = None  # router and renderer: the endpoint has its own
-        limits = replace(Limits.of(config.rollout), turn=client.sampling.max_tokens)
+        limits = replace(TrajectoryLimits.of(config.rollout), turn=client.sampling.max_tokens)
         threads, reward_weights = EnvPool(config.environment.workers), config.algorithm.reward_weights
         super().__init__(unused, unused, config.environment, limits, threads, reward_weights=reward_weights)
         self.client = client
@@ -265,7 +265,7 @@ class MessageAgent(Agent):
             t.prompt_length = len(t.tokens)
         end, finish = len(t.tokens), "length" if reply.cut else "stop"
         spent = opened.seconds - start
-        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=finish))
+        t.steps.append(TrajectoryStep(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=finish))
         edits.append(t, [UNKNOWN] * reply.tokens, 1)
         return PolicyTurn(reply.text, reply.tokens, finish)
 
@@ -293,7 +293,7 @@ class EndpointSource:
             trust_env=not self.endpoint.is_local,
         ) as http:
             endpoint = with_template_options(self.endpoint, self.config.rollout)
-            yield MessageAgent(Client(endpoint, evaluation_sampling(self.config), timeout, http), self.config)
+            yield MessageAgent(EndpointClient(endpoint, evaluation_sampling(self.config), timeout, http), self.config)
 
     def refill(self) -> None:
         """Does nothing: there are no engines to restart."""

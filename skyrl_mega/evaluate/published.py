@@ -12,7 +12,7 @@ import yaml
 
 
 @dataclass(frozen=True)
-class Row:
+class TestSetRow:
     """A test set in a published table."""
 
     title: str
@@ -23,7 +23,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Column:
+class ModelColumn:
     """A model in a published table."""
 
     title: str
@@ -34,24 +34,24 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """A published table of a score."""
 
     title: str
     score: str
     """Our corresponding score: `accuracy`, `pass` or `reward`."""
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
+    rows: tuple[TestSetRow, ...]
+    columns: tuple[ModelColumn, ...]
     note: str = ""
 
 
-def _read(file: Path) -> dict[str, tuple[Table, ...]]:
+def _read(file: Path) -> dict[str, tuple[PublishedTable, ...]]:
     """Returns the tables of a YAML file by name."""
 
-    def table(rows: list[dict[str, Any]], columns: list[dict[str, Any]], **rest: str) -> Table:
-        return Table(
-            rows=tuple(Row(**{**row, "names": tuple(row["names"])}) for row in rows),
-            columns=tuple(Column(**{**column, "values": tuple(column["values"])}) for column in columns),
+    def table(rows: list[dict[str, Any]], columns: list[dict[str, Any]], **rest: str) -> PublishedTable:
+        return PublishedTable(
+            rows=tuple(TestSetRow(**{**row, "names": tuple(row["names"])}) for row in rows),
+            columns=tuple(ModelColumn(**{**column, "values": tuple(column["values"])}) for column in columns),
             **rest,
         )
 

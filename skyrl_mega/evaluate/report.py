@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_mega.evaluate.published import PUBLISHED, Column, Row, Table, normalized
+from skyrl_mega.evaluate.published import PUBLISHED, ModelColumn, PublishedTable, TestSetRow, normalized
 from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets
 
 ABSENT = "–"
@@ -75,7 +75,7 @@ def _failed(s: SetScores, means: bool) -> str:
     return f"{s.name}: {count} of {every} samples have no score, as their environments failed{left}; none counts."
 
 
-def comparison_table(table: Table, sets: Sequence[SetScores]) -> str:
+def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:
     """Returns a published table with our results as the first column and dashes for sets not run.
 
     To be comparable, the means in every column cover the rows run, or all rows if none was run. Published means over
@@ -140,11 +140,11 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), rule, *map(line, rows)])
 
 
-def _sets_by_row(table: Table, sets: Sequence[SetScores]) -> dict[Row, SetScores]:
+def _sets_by_row(table: PublishedTable, sets: Sequence[SetScores]) -> dict[TestSetRow, SetScores]:
     return {row: s for row in table.rows for s in sets if normalized(s.name) in row.names}
 
 
-def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
+def _published(table: PublishedTable, sets: Sequence[SetScores]) -> dict[str, Any]:
     run = _sets_by_row(table, sets)
     every = list(range(len(table.rows)))
     return {
@@ -168,7 +168,7 @@ def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
     }
 
 
-def _weighted(column: Column, rows: Sequence[int], weights: Sequence[int]) -> float | None:
+def _weighted(column: ModelColumn, rows: Sequence[int], weights: Sequence[int]) -> float | None:
     """Returns the weighted mean of a column's rows; None if a value was not published."""
     given = [column.values[i] for i in rows]
     if any(value is None for value in given):

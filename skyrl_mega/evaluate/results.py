@@ -57,7 +57,7 @@ MAX_BYTES = 2**24
 """Largest size in bytes of an evaluation.json."""
 
 
-class Sample(NamedTuple):
+class ScoredSample(NamedTuple):
     """The part of a sample kept in memory."""
 
     reward: float
@@ -112,7 +112,7 @@ class Results:
 
     def __init__(self, folder: Path, sets: Sequence[PromptSet], samples: int) -> None:
         self.folder = folder
-        self.samples: dict[str, dict[Key, Sample]] = {}
+        self.samples: dict[str, dict[Key, ScoredSample]] = {}
         self._files: dict[str, BinaryIO] = {}
         (folder / "samples").mkdir(exist_ok=True)
         for s in sets:
@@ -286,6 +286,6 @@ def _line(lines: BinaryIO, place: int) -> dict[str, Any]:
     return row
 
 
-def _sample(row: Mapping[str, Any], place: int) -> Sample:
+def _sample(row: Mapping[str, Any], place: int) -> ScoredSample:
     metrics = json.loads(row["metrics"])
-    return Sample(row["reward"], row["accuracy"], metrics, Status(row["status"]), row["response_tokens"], place)
+    return ScoredSample(row["reward"], row["accuracy"], metrics, Status(row["status"]), row["response_tokens"], place)

@@ -16,7 +16,7 @@ from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """Source of the policy's answers: `engines.EngineSource` or `endpoint.EndpointSource`."""
 
     @property
@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 def sample_missing(
-    source: Source,
+    source: AnswerSource,
     tasks: list[SampleTask],
     results: Results,
     metrics: Callable[[str], tuple[str, ...]],
@@ -75,7 +75,9 @@ def sample_missing(
             pending = results.missing(iter(pending))
 
 
-async def _play(source: Source, tasks: Iterable[SampleTask], ended: Callable[[SampleTask, Trajectory], None]) -> None:
+async def _play(
+    source: AnswerSource, tasks: Iterable[SampleTask], ended: Callable[[SampleTask, Trajectory], None]
+) -> None:
     """Runs up to `source.at_once` trajectories concurrently. Each environment opens only at the start of its
     trajectory, because environments hold files, processes and memory."""
     pending = iter(tasks)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_mega.evaluate.results import Key, Sample
+from skyrl_mega.evaluate.results import Key, ScoredSample
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SetScores:
     """Prompts with failures in all samples."""
 
 
-def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> SetScores:
+def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0) -> SetScores:
     """Computes the scores of a set. Every prompt needs the same number of samples, failed ones included.
 
     Args:
@@ -59,7 +59,7 @@ def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> S
         samples: Samples by (uid, sample number).
         left_out: Number of skipped prompts.
     """
-    by_prompt: dict[int, list[Sample]] = {}
+    by_prompt: dict[int, list[ScoredSample]] = {}
     for (uid, _), sample in sorted(samples.items(), key=lambda item: item[0]):
         by_prompt.setdefault(uid, []).append(sample)
     every = [sample for group in by_prompt.values() for sample in group]

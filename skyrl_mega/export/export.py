@@ -18,10 +18,10 @@ import torch
 from skyrl_mega.cluster.atomic_output import atomic_folder, being_written
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import writing
-from skyrl_mega.export.job import Job, Origin, plan_job
+from skyrl_mega.export.job import ExportJob, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
-from skyrl_mega.export.source import Source, check_output, disk_of
+from skyrl_mega.export.source import CheckpointSource, check_output, disk_of
 from skyrl_mega.export.work import ReadRows
 from skyrl_mega.hf_checkpoint.box_files import compare, read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
@@ -52,7 +52,7 @@ class ExportResult:
 
 
 def export(
-    source: Source,
+    source: CheckpointSource,
     output: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -113,7 +113,7 @@ def export(
     )
 
 
-def _check_disk_space(output: Path, job: Job) -> None:
+def _check_disk_space(output: Path, job: ExportJob) -> None:
     parent = disk_of(output)
     needed, free = job.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
@@ -125,7 +125,7 @@ def _check_disk_space(output: Path, job: Job) -> None:
         )
 
 
-def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) -> None:
+def _write_tensors(job: ExportJob, partial: Path, workers: int, progress: Progress) -> None:
     """Writes the safetensors files: first every file with header and full size, then the data by the workers.
 
     Raises:
@@ -147,7 +147,7 @@ def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) ->
             pass
 
 
-def _verify(job: Job, partial: Path, workers: int, progress: Progress) -> None:
+def _verify(job: ExportJob, partial: Path, workers: int, progress: Progress) -> None:
     compared = 0
     with progress.phase("verify", job.nbytes) as phase:
         for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, Entry
+from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, BoxEntry
 from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.hf_checkpoint.load import file_names, split
 from skyrl_mega.models.registry import architecture
@@ -44,7 +44,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SlabBatch:
     """Consecutive slabs of a file, written at once."""
 
     file: int
@@ -65,7 +65,7 @@ class OutputFile:
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """Everything a worker needs to know."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -73,12 +73,12 @@ class Job:
     dtype: torch.dtype
     intermediate: torch.dtype
     """Type to which a master weight is rounded before conversion to the files' type: the model's, or float32."""
-    entries: tuple[Entry, ...]
+    entries: tuple[BoxEntry, ...]
     """Entries to read, in the order of the checkpoint's files."""
     entries_of: dict[str, tuple[int, ...]]
     """Indices of each tensor's entries, by first row."""
     files: tuple[OutputFile, ...]
-    batches: tuple[Batch, ...]
+    batches: tuple[SlabBatch, ...]
     """All batches, in the order of writing."""
     buffer_bytes: int
     """Bytes of the largest batch, before or after conversion; a worker has two such buffers."""
@@ -94,12 +94,12 @@ class Job:
 def plan_job(
     hf: Mapping[str, Any],
     header: Header,
-    stored: Sequence[Entry],
+    stored: Sequence[BoxEntry],
     *,
     dtype: torch.dtype | None,
     origin: Origin,
     file_bytes: int,
-) -> Job:
+) -> ExportJob:
     """Plans an export.
 
     Args:
@@ -133,11 +133,11 @@ def plan_job(
     files = _files(shapes, dtype, file_bytes)
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
     # All files advance together: a file system allows a single writer per file at a time.
-    by_file = [[Batch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
+    by_file = [[SlabBatch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
     batches = tuple(batch for row in zip_longest(*by_file) for batch in row if batch)
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
     frozen = tuple(tensor for tensor in shapes if tensor not in trained) if origin == "master" else ()
-    return Job(
+    return ExportJob(
         shapes,
         dtype,
         intermediate,
@@ -150,7 +150,7 @@ def plan_job(
     )
 
 
-def overlapping_entries(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
+def overlapping_entries(job: ExportJob, slab: Slab) -> Iterator[tuple[int, Box]]:
     """Yields the entries that contain rows of a slab, by index, each with the box of these rows."""
     for index in job.entries_of[slab.tensor]:
         entry = job.entries[index]
@@ -178,7 +178,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None
 
 
 def _check_covered(
-    shapes: Mapping[str, tuple[int, ...]], entries: Sequence[Entry], entries_of: Mapping[str, Sequence[int]]
+    shapes: Mapping[str, tuple[int, ...]], entries: Sequence[BoxEntry], entries_of: Mapping[str, Sequence[int]]
 ) -> None:
     """Checks that entries contain every element of every tensor. Entries never overlap, so counting is enough.
 

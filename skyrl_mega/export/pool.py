@@ -1,4 +1,4 @@
-"""Worker processes: run a method on many items, each process with its own `Worker`."""
+"""Worker processes: run a method on many items, each process with its own `ExportWorker`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any
 
 import torch
 
-from skyrl_mega.export.job import Job
-from skyrl_mega.export.work import Worker
+from skyrl_mega.export.job import ExportJob
+from skyrl_mega.export.work import ExportWorker
 
 AHEAD = 4
 """Items queued for each worker."""
 
 _context = multiprocessing.get_context("forkserver")
-_worker: Worker | None = None
+_worker: ExportWorker | None = None
 
 
 class WorkerDied(RuntimeError):
     """A worker process ended without an answer."""
 
 
-def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:
-    """Runs `Worker(job, folder).method(item)` for all items; yields (item, answer) in order of completion.
+def run(job: ExportJob, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:
+    """Runs `ExportWorker(job, folder).method(item)` for all items; yields (item, answer) in order of completion.
 
     Args:
         job: The plan, given to every worker.
         folder: Folder of the files being written.
-        method: Name of a method of `Worker`.
+        method: Name of a method of `ExportWorker`.
         items: Arguments of the method.
         workers: Number of processes; 1 works in the calling process.
 
@@ -43,7 +43,7 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
         Exception: The first error raised by a worker.
     """
     if workers == 1 or len(items) == 1:
-        alone = Worker(job, folder)
+        alone = ExportWorker(job, folder)
         yield from ((item, getattr(alone, method)(item)) for item in items)
         return
     count = min(workers, len(items))
@@ -68,13 +68,13 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(job: Job, folder: Path) -> None:
+def _start_worker(job: ExportJob, folder: Path) -> None:
     """Starts a worker process. The process ignores interrupts and ends with its parent."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = Worker(job, folder)
+    _worker = ExportWorker(job, folder)
 
 
 def _end_with_parent() -> None:

@@ -16,7 +16,7 @@ QUIET_S = 10.0
 
 
 @dataclass
-class Phase:
+class ExportPhase:
     """A phase of the work."""
 
     name: str
@@ -52,9 +52,9 @@ class Progress:
         self._console = rich.console.Console(file=out, highlight=False, markup=False, soft_wrap=True) if out else None
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
+    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
         """Opens a phase of the work; prints a line with amount and rate at the end."""
-        phase = Phase(name, total, unit, self._console)
+        phase = ExportPhase(name, total, unit, self._console)
         if self._console and self._console.is_terminal:
             columns = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30)]
             if unit == "bytes":

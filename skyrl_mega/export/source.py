@@ -22,7 +22,7 @@ from skyrl_mega.trainer.checkpoints import check_saved_together
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A checkpoint to export."""
 
     folder: Path
@@ -33,7 +33,7 @@ class Source:
     """The model's config.json."""
 
 
-def find(path: Path, step: int | None, model: Path | None) -> Source:
+def find(path: Path, step: int | None, model: Path | None) -> CheckpointSource:
     """Returns the checkpoint chosen on the command line.
 
     Args:
@@ -62,7 +62,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
     refuse_old(folder)
     check_saved_together(folder)
     model_folder = model or _model_of(run, path)
-    return Source(folder, model_folder, read_config(model_folder))
+    return CheckpointSource(folder, model_folder, read_config(model_folder))
 
 
 def check_output(output: Path) -> None:

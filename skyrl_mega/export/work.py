@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skyrl_mega.common.safe_read import writing
-from skyrl_mega.export.job import Job, overlapping_entries
-from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, compare, read_into
+from skyrl_mega.export.job import ExportJob, overlapping_entries
+from skyrl_mega.hf_checkpoint.box_files import MASTER, BoxEntry, compare, read_into
 from skyrl_mega.parallel.box import Box
 
 
@@ -35,7 +35,7 @@ class ReadRows(NamedTuple):
     """CRC-32 of the bytes."""
 
 
-class Worker:
+class ExportWorker:
     """A process's part of an export. Keeps nothing but two buffers of `job.buffer_bytes`.
 
     Args:
@@ -43,7 +43,7 @@ class Worker:
         folder: Folder of the files being written.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: ExportJob, folder: Path) -> None:
         self.job, self.folder = job, folder
         self._out = torch.empty(job.buffer_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
@@ -108,13 +108,13 @@ class Worker:
         compare(entry, crc)
         return entry.box.numel
 
-    def _read_saved(self, entry: Entry, box: Box) -> Tensor:
+    def _read_saved(self, entry: BoxEntry, box: Box) -> Tensor:
         """Returns a box as saved in the checkpoint, in a view of the scratch buffer."""
         saved = self._scratch[: box.numel * entry.dtype.itemsize].view(entry.dtype).view(box.shape)
         read_into(_opened(entry.file).fileno(), entry, box, _bytes(saved))
         return saved
 
-    def _exported_values(self, entry: Entry, saved: Tensor) -> Tensor:
+    def _exported_values(self, entry: BoxEntry, saved: Tensor) -> Tensor:
         """Returns the values to export: for a trained tensor, the model's weights or the master weights."""
         return saved.to(self.job.intermediate) if entry.kind == MASTER else saved
 

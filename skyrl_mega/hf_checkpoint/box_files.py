@@ -54,7 +54,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalBox:
     """A box of a tensor in this process's memory, to be written or filled."""
 
     tensor: str
@@ -70,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoxEntry:
     """A box of a tensor in a file."""
 
     file: Path
@@ -112,7 +112,7 @@ def file_name(rank: int) -> str:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_boxes(file: Path, parts: Sequence[Part]) -> SavedFile:
+def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
     """Writes a new file through to the disk; returns size and checksum.
 
     The header is written last, so an interrupted file is no safetensors file.
@@ -152,7 +152,7 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> SavedFile:
     return SavedFile(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))
 
 
-def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
+def _header(parts: Sequence[LocalBox], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
     """Returns a file's header, of a length independent of the checksums."""
     table: dict[str, Any] = {"__metadata__": {"crc32": "".join(f"{crc:08x}" for crc in crcs)}}
     for part, begin, end in zip(parts, begins, ends, strict=True):
@@ -166,7 +166,7 @@ def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], c
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[Entry]:
+def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[BoxEntry]:
     """Returns the entries of these tensors in all files, from the files' headers.
 
     Raises:
@@ -175,7 +175,7 @@ def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list
     return [entry for name in header.files for entry in _entries(folder / name, header, tensors)]
 
 
-def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[Entry]:
+def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[BoxEntry]:
     data = read_table(file, header)
     try:
         table = parse_json(data[8:])
@@ -194,12 +194,12 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[E
             if list(box.shape) != value["shape"] or not inside or end - begin != box.numel * dtype.itemsize:
                 raise ValueError(f"{name} has shape {value['shape']} and {end - begin} bytes")
             crc = int(crcs[8 * at : 8 * at + 8], 16)
-            yield Entry(file, match["tensor"], box, match["kind"], dtype, offset=len(data) + begin, crc=crc)
+            yield BoxEntry(file, match["tensor"], box, match["kind"], dtype, offset=len(data) + begin, crc=crc)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
 
 
-def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
+def read_boxes(entries: Sequence[BoxEntry], parts: Sequence[LocalBox]) -> bool:
     """Fills parts from overlapping entries; reads only the elements needed.
 
     Values are converted to the part's type. An entry read completely is compared with its checksum.
@@ -211,10 +211,10 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
         UserError: The entries contain too few or too many elements of a part; names the tensor.
         Damaged: An entry differs from its saved state; names tensor and file.
     """
-    by_tensor: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    by_tensor: dict[tuple[str, str], list[BoxEntry]] = defaultdict(list)
     for entry in entries:
         by_tensor[entry.tensor, entry.kind].append(entry)
-    by_file: dict[Path, list[tuple[Entry, Box, Tensor]]] = defaultdict(list)
+    by_file: dict[Path, list[tuple[BoxEntry, Box, Tensor]]] = defaultdict(list)
     for part in parts:
         covered = 0
         for entry in by_tensor[part.tensor, part.kind]:
@@ -229,9 +229,9 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
                 key=part.name,
             )
     tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
-    buffers = _buffers([Part("", common, "", values) for task in tasks for _, common, values in task])
+    buffers = _buffers([LocalBox("", common, "", values) for task in tasks for _, common, values in task])
 
-    def read(task: Sequence[tuple[Entry, Box, Tensor]]) -> None:
+    def read(task: Sequence[tuple[BoxEntry, Box, Tensor]]) -> None:
         descriptor = os.open(task[0][0].file, os.O_RDONLY)
         try:
             with buffers.borrow() as buffer:
@@ -244,15 +244,15 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
     return all(box == entry.box for task in tasks for entry, box, _ in task)
 
 
-def check_entries(entries: Sequence[Entry]) -> None:
+def check_entries(entries: Sequence[BoxEntry]) -> None:
     """Reads entries for comparison with the saved checksums.
 
     Raises:
         Damaged: An entry differs from its saved state; names tensor and file.
     """
-    buffers = _buffers([Part("", entry.box, "", torch.empty(0)) for entry in entries])
+    buffers = _buffers([LocalBox("", entry.box, "", torch.empty(0)) for entry in entries])
 
-    def check(entry: Entry) -> None:
+    def check(entry: BoxEntry) -> None:
         descriptor = os.open(entry.file, os.O_RDONLY)
         try:
             with buffers.borrow() as buffer:
@@ -263,9 +263,9 @@ def check_entries(entries: Sequence[Entry]) -> None:
     _run_threads(check, entries)
 
 
-def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry, Box, Tensor]]]:
+def _tasks(wanted: list[tuple[BoxEntry, Box, Tensor]]) -> Iterator[list[tuple[BoxEntry, Box, Tensor]]]:
     """Groups a file's parts, in file order, into tasks of bounded size."""
-    task: list[tuple[Entry, Box, Tensor]] = []
+    task: list[tuple[BoxEntry, Box, Tensor]] = []
     size = 0
     for wanted_part in sorted(wanted, key=lambda wanted_part: wanted_part[0].offset):
         task.append(wanted_part)
@@ -277,7 +277,7 @@ def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry
         yield task
 
 
-def _read(descriptor: int, entry: Entry, box: Box, into: Tensor | None, buffer: Buffer) -> None:
+def _read(descriptor: int, entry: BoxEntry, box: Box, into: Tensor | None, buffer: PinnedBlock) -> None:
     crc = 0
     for rows in _strips(box, entry.dtype.itemsize):
         shape = (rows.stop - rows.start, *box.shape[1:])
@@ -291,7 +291,7 @@ def _read(descriptor: int, entry: Entry, box: Box, into: Tensor | None, buffer: 
         compare(entry, crc)
 
 
-def compare(entry: Entry, crc: int) -> None:
+def compare(entry: BoxEntry, crc: int) -> None:
     """Compares an entry's checksum with the saved checksum.
 
     Raises:
@@ -304,7 +304,7 @@ def compare(entry: Entry, crc: int) -> None:
         )
 
 
-def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None:
+def read_into(descriptor: int, entry: BoxEntry, box: Box, data: memoryview) -> None:
     """Reads a box inside an entry, in C order.
 
     Args:
@@ -334,7 +334,7 @@ def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None
 # ---- both ----------------------------------------------------------------------------------------------------------
 
 
-class Buffer:
+class PinnedBlock:
     """A block of host memory, pinned for copies from a GPU."""
 
     def __init__(self, size: int, pinned: bool) -> None:
@@ -345,16 +345,16 @@ class Buffer:
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
-class Buffers:
+class PinnedBlocks:
     """A pool of buffers, one per thread."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._free: SimpleQueue[Buffer] = SimpleQueue()
+    def __init__(self, buffers: Sequence[PinnedBlock]) -> None:
+        self._free: SimpleQueue[PinnedBlock] = SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
 
     @contextmanager
-    def borrow(self) -> Iterator[Buffer]:
+    def borrow(self) -> Iterator[PinnedBlock]:
         """Lends a buffer until the end of the `with`."""
         buffer = self._free.get()
         try:
@@ -363,10 +363,10 @@ class Buffers:
             self._free.put(buffer)
 
 
-def _buffers(parts: Sequence[Part]) -> Buffers:
+def _buffers(parts: Sequence[LocalBox]) -> PinnedBlocks:
     """Returns buffers for a chunk, or for the widest row of the parts (in 4-byte elements) if larger."""
     size = max([CHUNK_BYTES, *(4 * prod(part.box.shape[1:]) for part in parts)])
-    return Buffers([Buffer(size, any(part.values.is_cuda for part in parts)) for _ in range(THREADS)])
+    return PinnedBlocks([PinnedBlock(size, any(part.values.is_cuda for part in parts)) for _ in range(THREADS)])
 
 
 def _strips(box: Box, itemsize: int) -> Iterator[slice]:

@@ -29,7 +29,7 @@ LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, as described by the header."""
 
     file: Path
@@ -60,7 +60,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return hf
 
 
-def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Entry]:
+def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, TensorEntry]:
     """Checks that the directory contains every tensor of the architecture, complete; reads only headers.
 
     Returns the entry of each tensor.
@@ -72,7 +72,7 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, En
     return check_tensors(path, expected(path) if hf is None else architecture(hf).tensors(hf))
 
 
-def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
+def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
     """Checks some of the tensors and opens only their files.
 
     Args:
@@ -87,7 +87,7 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
     """
     file_of = _files(path, tensors)
     headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, shape in tensors.items():
         file = file_of[name]
         entry = headers[file].get(name)
@@ -116,7 +116,7 @@ def names_in(path: Path) -> set[str]:
     return set(read_header(path / SINGLE))
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Returns name → entry of the tensors in a file's header.
 
     Raises:
@@ -135,7 +135,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             header = parse_json(f.read(length))
         header.pop("__metadata__", None)
         needed = 8 + length + _tiled(header)
-        entries = {name: Entry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
+        entries = {name: TensorEntry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
     except OSError as error:
         raise UserError(
             f"cannot be read ({error.strerror})", key=file, fix="fetch it again or fix model.path"

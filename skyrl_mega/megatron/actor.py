@@ -24,13 +24,13 @@ from skyrl_mega.megatron.role import POLICY, ModelRole
 from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.telemetry.memory import MemoryMeter, Reading
+from skyrl_mega.telemetry.memory import MemoryMeter, MemoryReading
 from skyrl_mega.trajectories.sequences import Sequences
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.profile import RankProfiler
     from skyrl_mega.telemetry.trace import Span
-    from skyrl_mega.weights.exchange.exchange import Exchange, Report
+    from skyrl_mega.weights.exchange.exchange import Exchange, ExchangeReport
 
 
 class MegatronActor:
@@ -252,7 +252,7 @@ class MegatronActor:
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
-    def measured(self) -> Reading:
+    def measured(self) -> MemoryReading:
         """Returns the memory use since the previous call."""
         return self.memory.read()
 
@@ -288,7 +288,7 @@ class MegatronActor:
         self.exchange = None
 
     @record_function("send_weights")
-    def send_weights(self, checksums: bool) -> Report:
+    def send_weights(self, checksums: bool) -> ExchangeReport:
         """Sends this rank's part of the weights to the engines."""
         assert self.exchange is not None
         return self.exchange.run(source=self.rank.weights(), checksums=checksums)

@@ -27,8 +27,8 @@ from skyrl_mega.hf_checkpoint.box_files import (
     EXP_AVG_SQ,
     MASTER,
     WEIGHT,
-    Entry,
-    Part,
+    BoxEntry,
+    LocalBox,
     check_entries,
     file_name,
     read_boxes,
@@ -151,13 +151,14 @@ def _read(
     # A parameter trained in the saved run may be frozen now.
     trained_then = {entry.tensor for entry in entries if entry.kind == MASTER}
     to_read = [
-        Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in to_read
+        LocalBox(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p
+        for p in to_read
     ]
     compared = read_boxes(entries, to_read)
     return header.step, header.schedule, compared
 
 
-def _share(folder: Path) -> list[Entry]:
+def _share(folder: Path) -> list[BoxEntry]:
     """Returns the entries for this rank to verify after ranks read some entries only in part."""
     header = read_header(folder)
     return read_entries(folder, header, header.tensors)[dist.get_rank() :: dist.get_world_size()]
@@ -194,7 +195,7 @@ def _frozen(state: RankState) -> dict[str, Run]:
     return {name: (0, p.numel()) for name, p in state.params.items() if not p.requires_grad}
 
 
-def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[str, _OwnedRun]) -> list[Part]:
+def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[str, _OwnedRun]) -> list[LocalBox]:
     """Returns each piece as a view of this rank's memory."""
     box_parts = []
     for piece in pieces:
@@ -205,7 +206,7 @@ def _parts(rank_state: RankState, pieces: Sequence[FlatPiece], owned: Mapping[st
         steps = strides(rank_state.shard.params[piece.param])[-len(piece.box.shape) :]
         for kind, flat in state.items():
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)
-            box_parts.append(Part(piece.tensor, piece.box, kind, values))
+            box_parts.append(LocalBox(piece.tensor, piece.box, kind, values))
     return box_parts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.samples import Samples
-from skyrl_mega.cluster.group import ActorGroup, Call
+from skyrl_mega.cluster.group import ActorGroup, PendingCall
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.parallel.balance import balance_groups
@@ -166,7 +166,7 @@ class TrainGroup:
         """
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
-    def offload(self, parts: Sequence[str]) -> list[Call]:
+    def offload(self, parts: Sequence[str]) -> list[PendingCall]:
         """Starts moving parts off all ranks' devices; each call returns the bytes copied.
 
         Args:
@@ -174,7 +174,7 @@ class TrainGroup:
         """
         return self.group.submit_all("offload", list(parts))
 
-    def onload(self, parts: Sequence[str]) -> list[Call]:
+    def onload(self, parts: Sequence[str]) -> list[PendingCall]:
         """Starts moving parts back to all ranks' devices; each call returns the bytes copied.
 
         Args:

@@ -22,7 +22,7 @@ from skyrl_mega.megatron.residency import OffloadablePart
 
 
 @dataclass(frozen=True)
-class Piece:
+class OptimizerPiece:
     """Some of the weights trained by a rank, with the optimizer's state for these weights."""
 
     weights: list[tuple[Tensor, Tensor]]
@@ -50,7 +50,9 @@ class StreamedPart:
     def __init__(self, part: DistributedOptimizer, device: torch.device, size: int) -> None:
         self.part, self._inner_step = part, part.optimizer.step
         self._group_of = {id(w): i for i, group in enumerate(part.optimizer.param_groups) for w in group["params"]}
-        self.pieces = [Piece(weights, OffloadablePart(device)) for weights in _cut(list(master_weights(part)), size)]
+        self.pieces = [
+            OptimizerPiece(weights, OffloadablePart(device)) for weights in _cut(list(master_weights(part)), size)
+        ]
         for piece in self.pieces:
             allocate(part.optimizer, [master for _, master in piece.weights])
             piece.part.offload(piece.tensors(part.optimizer))
@@ -110,12 +112,12 @@ class StreamedPart:
                     master.copy_(self._run(p))
 
     @torch.no_grad()
-    def _to_model(self, piece: Piece) -> None:
+    def _to_model(self, piece: OptimizerPiece) -> None:
         for p, master in piece.weights:
             if not _same_memory(p, master):
                 self._run(p).copy_(master)
 
-    def _by_group(self, piece: Piece) -> list[list[Tensor]]:
+    def _by_group(self, piece: OptimizerPiece) -> list[list[Tensor]]:
         """Returns the piece's masters by the optimizer's groups."""
         by_group: list[list[Tensor]] = [[] for _ in self.part.optimizer.param_groups]
         for _, master in piece.weights:
@@ -127,9 +129,9 @@ class StreamedPart:
         run = self.part._get_model_param_range_map(p)["param"]
         return p.detach().view(-1)[run.start : run.end]
 
-    def _pieces_on_device(self) -> Generator[Piece, None, None]:
+    def _pieces_on_device(self) -> Generator[OptimizerPiece, None, None]:
         """Yields each piece while on the device. On any exit, all pieces end up in host memory."""
-        previous: Piece | None = None
+        previous: OptimizerPiece | None = None
         try:
             if self.pieces:
                 self.pieces[0].part.begin_onload()

@@ -13,7 +13,7 @@ from functools import cached_property
 from skyrl_mega.models.blocks.base import Block
 from skyrl_mega.models.blocks.embedding import Embedding, Head
 from skyrl_mega.models.blocks.experts import Experts
-from skyrl_mega.models.blocks.value_head import ValueHead
+from skyrl_mega.models.blocks.value_head import ValueHeadBlock
 from skyrl_mega.models.config_json import Hf, integer, number, unsupported
 
 Layer = tuple[Block, ...]
@@ -32,7 +32,7 @@ class Decoder:
     """The distinct layers, in order of first appearance."""
     order: tuple[int, ...]
     """Index in `kinds` of each layer."""
-    head: Head | ValueHead
+    head: Head | ValueHeadBlock
     max_length: int
     norm_eps: float
 
@@ -125,7 +125,7 @@ class Decoder:
     @cached_property
     def critic(self) -> Decoder:
         """The same model with a value head instead of the output projection."""
-        return replace(self, head=ValueHead.of(self.hidden))
+        return replace(self, head=ValueHeadBlock.of(self.hidden))
 
     def of_one_layer(self, kind: Layer) -> Decoder:
         """Returns the model with a single layer of this kind."""

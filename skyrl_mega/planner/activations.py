@@ -15,7 +15,7 @@ from functools import lru_cache
 from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
 from skyrl_mega.models.blocks.base import Spec, Work
 from skyrl_mega.models.blocks.embedding import padded_vocab
-from skyrl_mega.models.blocks.value_head import ValueHead
+from skyrl_mega.models.blocks.value_head import ValueHeadBlock
 from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -31,7 +31,7 @@ BATCH_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Longest micro-batch, packed into a row."""
 
     tokens: int
@@ -60,7 +60,7 @@ def activations(
     decoder: Decoder,
     parallel: ParallelDims,
     pp: int,
-    row: Row,
+    row: PackedRow,
     itemsize: int,
     *,
     recompute: str,
@@ -105,7 +105,7 @@ def activations(
     last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
     # Input and output of the last norm, and the head's input: gathered over tensor ranks, then the selected tokens.
     head_input = 2 * boundary + 2 * row.tokens * decoder.hidden * itemsize if last else 0
-    has_logits = last and not isinstance(decoder.head, ValueHead)  # a critic computes no logits
+    has_logits = last and not isinstance(decoder.head, ValueHeadBlock)  # a critic computes no logits
     train_logits, forward_logits = (
         logits(decoder, parallel, row.tokens, itemsize, logit_chunk) if has_logits else (0, 0)
     )

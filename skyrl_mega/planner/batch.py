@@ -10,11 +10,11 @@ from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.activations import Row
+from skyrl_mega.planner.activations import PackedRow
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepSizes:
     """Sizes of one RL step."""
 
     prompts: int
@@ -42,7 +42,7 @@ class Batch:
     """Number of micro-batches per optimizer step on each data-parallel rank if every sequence is at the limit."""
     usual: int
     """Number of micro-batches per optimizer step on each data-parallel rank at the mean length."""
-    row: Row
+    row: PackedRow
     """Longest micro-batch, for planning memory."""
     padding: float
     """Mean number of padding tokens in a micro-batch at the mean length, over all context ranks."""
@@ -63,7 +63,7 @@ class Batch:
         return self.longest > self.budget
 
 
-def batch(config: Config, parallel: ParallelDims) -> Batch:
+def batch(config: Config, parallel: ParallelDims) -> StepSizes:
     """Returns the sizes of an RL step with equally long sequences, of the length from `cluster.rates.length_share`.
 
     Follows the arithmetic of `megatron.group.TrainGroup` and `parallel.balance`.
@@ -95,7 +95,7 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     tokens += math.ceil(tokens / mean) * (chunks - 1)
     most, usual = micros(longest), micros(mean)
     in_one = trajectories / (parallel.data * usual)
-    return Batch(
+    return StepSizes(
         prompts=prompts,
         samples=samples,
         greedy=prompts if config.algorithm.advantage_traits.greedy else 0,
@@ -109,6 +109,6 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
         budget=budget,
         most=most,
         usual=usual,
-        row=Row(-(-tokens // unit) * unit // parallel.context, most),
+        row=PackedRow(-(-tokens // unit) * unit // parallel.context, most),
         padding=in_one * (chunks - 1) / 2 + (unit - chunks) / 2,
     )

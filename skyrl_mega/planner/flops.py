@@ -37,13 +37,13 @@ class Flops:
         """Returns the operations in layers and head."""
         return self.layers + self.head
 
-    def forward(self, load: Load) -> float:
+    def forward(self, load: PassWork) -> float:
         """Returns the operations of a forward pass over the load."""
         return self.layers * load.tokens + self.attention * load.pairs + self.head * load.logprob_tokens
 
 
 @dataclass(frozen=True)
-class Load:
+class PassWork:
     """Amount of work of a pass. Loads of several passes add up."""
 
     tokens: float = 0.0
@@ -58,11 +58,13 @@ class Load:
         """Returns the load of sequences with the given lengths."""
         return cls(sum(lengths), sum(map(causal_pairs, lengths)), logprob_tokens)
 
-    def __add__(self, other: Load) -> Load:
-        return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.logprob_tokens + other.logprob_tokens)
+    def __add__(self, other: PassWork) -> PassWork:
+        return PassWork(
+            self.tokens + other.tokens, self.pairs + other.pairs, self.logprob_tokens + other.logprob_tokens
+        )
 
-    def __mul__(self, times: float) -> Load:
-        return Load(self.tokens * times, self.pairs * times, self.logprob_tokens * times)
+    def __mul__(self, times: float) -> PassWork:
+        return PassWork(self.tokens * times, self.pairs * times, self.logprob_tokens * times)
 
 
 def causal_pairs(length: float) -> float:

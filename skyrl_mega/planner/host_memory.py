@@ -52,7 +52,7 @@ NCCL = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class NodeMemory:
     """Host memory of a node in bytes."""
 
     processes: int
@@ -88,7 +88,7 @@ def host_memory(
     reference: ParallelDims | None,
     node: PlannedNode,
     first: bool,
-) -> HostMemory:
+) -> NodeMemory:
     """Returns the host memory of a node.
 
     Args:
@@ -111,7 +111,7 @@ def host_memory(
     processes = trained + len(node.reference) + node.workers + len(node.engines)
     multi = engine_ranks(config.rollout) > 1 or not cpu
     rollout_workers = _rollout_workers(config, first)
-    return HostMemory(
+    return NodeMemory(
         processes=processes * PROCESS["cpu" if cpu else "cuda"]
         + (DRIVER if first else 0)
         + rollout_workers * ROLLOUT_WORKER,

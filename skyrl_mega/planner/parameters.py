@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from skyrl_mega.models import dist_checkpoint, megatron
 from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS as EXPERTS
 from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER as ROUTER
-from skyrl_mega.models.blocks.value_head import MEGATRON_VALUE, ValueHead
+from skyrl_mega.models.blocks.value_head import MEGATRON_VALUE, ValueHeadBlock
 from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
@@ -69,7 +69,7 @@ def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters
             parts.append(_single(norm, copies=parallel.tensor))
         if last and not (decoder.tied and first):
             parts.append(
-                _single(head, shared=twice, copies=parallel.tensor if isinstance(decoder.head, ValueHead) else 1)
+                _single(head, shared=twice, copies=parallel.tensor if isinstance(decoder.head, ValueHeadBlock) else 1)
             )
         chunks.append(_concatenated(parts))
     return tuple(chunks)

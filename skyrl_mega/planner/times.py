@@ -21,11 +21,11 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import kept_layer
-from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.dynamic import rounds
-from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
+from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import layers, stage
@@ -126,7 +126,7 @@ def critic_time(config: Config, decoder: Decoder) -> float:
     return forward + config.critic.epochs * train
 
 
-def generate_time(config: Config, decoder: Decoder, sizes: Batch) -> float:
+def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
     """Returns the seconds until all samples of a step are complete.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
@@ -141,7 +141,7 @@ def generate_time(config: Config, decoder: Decoder, sizes: Batch) -> float:
     )
 
 
-def _round_time(config: Config, decoder: Decoder, sizes: Batch, sequences: int) -> float:
+def _round_time(config: Config, decoder: Decoder, sizes: StepSizes, sequences: int) -> float:
     """Returns the seconds until the last response ends.
 
     Full batches follow each other, while other sequences wait for a place in the KV cache; then a tail of the longest
@@ -190,7 +190,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     return decode
 
 
-def mean_concurrency(config: Config, tokens: int, sizes: Batch) -> int:
+def mean_concurrency(config: Config, tokens: int, sizes: StepSizes) -> int:
     """Returns how many sequences of a step an engine runs at once on average.
 
     Args:
@@ -204,7 +204,7 @@ def mean_concurrency(config: Config, tokens: int, sizes: Batch) -> int:
     return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(CACHE_FILL * tokens / longest)))
 
 
-def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> tuple[float, float]:
+def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
     """Returns the seconds of all optimizer steps, and of all log-prob passes."""
     size = itemsize(config)
     train, forward = _pass_times(config, decoder, parallel, sizes)
@@ -218,14 +218,14 @@ def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes
     return train, logprobs
 
 
-def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> float:
+def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> float:
     """Returns the model FLOPs utilisation (0 to 1) of the train phase, relative to the peak `cluster.rates.tflops`."""
-    load = Load.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
+    load = PassWork.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
     train, _ = policy_times(config, decoder, parallel, sizes)
     return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
 
 
-def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> tuple[float, float]:
+def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: StepSizes) -> tuple[float, float]:
     """Returns the seconds of an optimizer step on each mini-batch, and of a forward pass over all sequences."""
     rates, size = config.cluster.rates, itemsize(config)
     speed = rates.tflops * 1e12 * rates.tflops_share

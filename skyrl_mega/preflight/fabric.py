@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_mega.preflight.finding import Finding
+from skyrl_mega.preflight.finding import NodeProblem
 
 ADAPTERS = Path("/sys/class/infiniband")
 REMEDY = "install libibverbs1 and ibverbs-providers, and let the container see /dev/infiniband"
@@ -51,7 +51,7 @@ def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctype
     return FabricFacts(names, count.value)
 
 
-def check(facts: Mapping[str, FabricFacts]) -> list[Finding]:
+def check(facts: Mapping[str, FabricFacts]) -> list[NodeProblem]:
     """Returns a warning for each node with adapters NCCL will not find. Network speed is measured by `network`."""
     findings = []
     for node, f in facts.items():
@@ -59,5 +59,5 @@ def check(facts: Mapping[str, FabricFacts]) -> list[Finding]:
             shown = ", ".join(f.adapters[:3]) + ("…" if len(f.adapters) > 3 else "")
             why = f.error or f"libibverbs opens {f.usable} of {len(f.adapters)}"
             text = f"{shown}: {why}, so NCCL talks over TCP; {REMEDY}"
-            findings.append(Finding(node, "network", "warn", text))
+            findings.append(NodeProblem(node, "network", "warn", text))
     return findings

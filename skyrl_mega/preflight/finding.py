@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeProblem:
     """Problem found by a check on a node."""
 
     node: str

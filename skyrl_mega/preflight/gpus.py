@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_mega.cluster import devices
 from skyrl_mega.cluster.devices import TorchView
 from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
-from skyrl_mega.preflight.finding import Finding, gib, most_common
+from skyrl_mega.preflight.finding import NodeProblem, gib, most_common
 
 XIDS = {
     48: "double-bit ECC error",
@@ -171,7 +171,7 @@ def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], 
     return tuple(xids)
 
 
-def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
+def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
     """Returns findings about the nodes' GPUs.
 
     Args:
@@ -183,7 +183,7 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
     for node, f in facts.items():
 
         def bad(text: str, status: Any = "bad", node: str = node) -> None:
-            findings.append(Finding(node, "gpus", status, text))
+            findings.append(NodeProblem(node, "gpus", status, text))
 
         if f.error:
             bad(f.error)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.index import check_files
-from skyrl_mega.preflight.finding import Finding, most_common
+from skyrl_mega.preflight.finding import NodeProblem, most_common
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def gather(model: Path) -> ModelFacts:
         return ModelFacts(str(error), None)
 
 
-def check(facts: Mapping[str, ModelFacts], model: Path) -> list[Finding]:
+def check(facts: Mapping[str, ModelFacts], model: Path) -> list[NodeProblem]:
     """Returns findings for nodes with an error, and for nodes whose files differ from most nodes."""
-    findings = [Finding(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
+    findings = [NodeProblem(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
     digests = {node: f.digest for node, f in facts.items() if f.digest}
     for node, value in digests.items():
         if value != (common := most_common(digests)):
             others = sum(other == common for other in digests.values())
             text = f"{model}: not the names, sizes or configuration of {others} of {len(digests)} nodes; copy it again"
-            findings.append(Finding(node, "model", "bad", text))
+            findings.append(NodeProblem(node, "model", "bad", text))
     return findings

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from skyrl_mega.preflight.finding import Finding, Status, main_group
+from skyrl_mega.preflight.finding import NodeProblem, Status, main_group
 
 CONNECT_S = 5.0
 """Time limit of a connection in seconds."""
@@ -28,7 +28,7 @@ PROBES = 64
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class NodeAddress:
     """Address of a node's listener, and the expected answer."""
 
     address: str
@@ -41,7 +41,7 @@ class Listener:
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))
-        self.endpoint = Endpoint(address, self._socket.getsockname()[1], secrets.token_hex(8))
+        self.endpoint = NodeAddress(address, self._socket.getsockname()[1], secrets.token_hex(8))
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
@@ -60,10 +60,10 @@ class Listener:
                     return
 
 
-def connect(endpoints: Mapping[str, Endpoint], timeout_s: float = CONNECT_S) -> dict[str, str]:
+def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) -> dict[str, str]:
     """Connects to the nodes' listeners and returns the reason for each unreachable node."""
 
-    def failure(endpoint: Endpoint) -> str | None:
+    def failure(endpoint: NodeAddress) -> str | None:
         try:
             with socket.create_connection((endpoint.address, endpoint.port), timeout=timeout_s) as connection:
                 answer = connection.makefile("rb").read(len(endpoint.reply))
@@ -75,7 +75,7 @@ def connect(endpoints: Mapping[str, Endpoint], timeout_s: float = CONNECT_S) -> 
         return {node: why for node, why in zip(endpoints, pool.map(failure, endpoints.values()), strict=True) if why}
 
 
-def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[NodeProblem]:
     """Returns findings for nodes outside the main group. If all nodes are linked, at least through others, returns
     findings for both ends of each failed connection.
 
@@ -92,7 +92,7 @@ def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]
             for name in blamed:
                 failures.setdefault(name, []).append(f"{node} does not reach {other}: {why}")
     return [
-        Finding(node, "network", "bad", texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""))
+        NodeProblem(node, "network", "bad", texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""))
         for node, texts in failures.items()
     ]
 
@@ -192,7 +192,7 @@ class ExpectedRate:
     nothing about the network."""
 
 
-def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[Finding]:
+def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[NodeProblem]:
     """Returns findings about the links between nodes, at most one per node.
 
     A link is bad if broken or slower than half the median. If all links of a node (at least two) are bad, only that
@@ -211,11 +211,11 @@ def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | Non
         for node in (pair.first, pair.second):
             by_node.setdefault(node, []).append(pair)
     slow_nodes = [node for node, links in by_node.items() if len(links) > 1 and all(p in bad_pairs for p in links)]
-    findings: dict[str, Finding] = {}
+    findings: dict[str, NodeProblem] = {}
     for pair in bad_pairs:
         rate = pair.error if pair.gb_s is None else f"{pair.gb_s:.2f} GB/s, the median is {median:.2f}"
         for node in [n for n in (pair.first, pair.second) if n in slow_nodes] or (pair.first, pair.second):
-            findings.setdefault(node, Finding(node, "network", "bad", f"{pair.first} ⇄ {pair.second}: {rate}"))
+            findings.setdefault(node, NodeProblem(node, "network", "bad", f"{pair.first} ⇄ {pair.second}: {rate}"))
     if expected and not bad_pairs and median < SLOW * expected.gb_s:
         text = f"{median:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {expected.gb_s:g}"
         over_tcp = expected.is_reliable and median < TCP * expected.gb_s
@@ -227,7 +227,7 @@ def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | Non
         elif not expected.is_reliable:
             text += ", its default; no node shows InfiniBand or RoCE adapters; plans count with what you give there"
         status: Status = "bad" if over_tcp else "warn"
-        findings |= {node: Finding(node, "network", status, text) for node in by_node}
+        findings |= {node: NodeProblem(node, "network", status, text) for node in by_node}
     return list(findings.values())
 
 

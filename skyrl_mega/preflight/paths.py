@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_mega.preflight.finding import Finding, gib, main_group
+from skyrl_mega.preflight.finding import NodeProblem, gib, main_group
 
 SCRATCH_BYTES = 5 << 30
 """Recommended free bytes in a node's /tmp: Ray's session and compiled kernels."""
@@ -81,7 +81,7 @@ def _mark(run: Path, token: str, name: str) -> Path:
     return run / f".preflight-{token}.{name}"
 
 
-def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[str]], run: Path) -> list[Finding]:
+def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[str]], run: Path) -> list[NodeProblem]:
     """Returns findings for missing, unwritable and unequal folders.
 
     Args:
@@ -89,18 +89,18 @@ def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[s
         unseen: For each node, the nodes with invisible files.
         run: The run's folder.
     """
-    findings = [Finding(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
+    findings = [NodeProblem(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
     writers = [node for node, f in facts.items() if not f.errors]
     connected = main_group(writers, lambda a, b: b not in unseen.get(a, ()))
     for node in writers:
         if node not in connected:
             others = ", ".join([n for n in writers if n in connected][:4])
             text = f"{run} is another folder than on {others}; mount the same one on all nodes"
-            findings.append(Finding(node, "paths", "bad", text))
+            findings.append(NodeProblem(node, "paths", "bad", text))
     return findings
 
 
-def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[Finding]:
+def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[NodeProblem]:
     """Returns findings about free space: too little for the checkpoints, and little in /tmp and /dev/shm.
 
     Args:
@@ -112,7 +112,7 @@ def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[F
     for node, f in facts.items():
         if f.free_bytes is not None and f.free_bytes < needed:
             findings.append(
-                Finding(
+                NodeProblem(
                     node,
                     "disk",
                     "bad",
@@ -123,6 +123,8 @@ def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[F
         for place, least in (("/tmp", SCRATCH_BYTES), ("/dev/shm", SHM_BYTES)):
             if f.local_free.get(place, least) < least:
                 findings.append(
-                    Finding(node, "disk", "warn", f"{place} has {gib(f.local_free[place])}, {gib(least)} are advised")
+                    NodeProblem(
+                        node, "disk", "warn", f"{place} has {gib(f.local_free[place])}, {gib(least)} are advised"
+                    )
                 )
     return findings

@@ -19,9 +19,9 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.host_memory import disk
 from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
-from skyrl_mega.preflight.finding import Finding
+from skyrl_mega.preflight.finding import NodeProblem
 from skyrl_mega.preflight.probe import Probe, ProbeSettings
-from skyrl_mega.preflight.report import COLUMNS, Report
+from skyrl_mega.preflight.report import COLUMNS, PreflightReport
 from skyrl_mega.preflight.run_inputs import model_config
 from skyrl_mega.telemetry.console import Console
 
@@ -72,7 +72,7 @@ def before_run(config: Config, path: Path, folder: Path, console: Console) -> No
         raise ClusterError(f"{report.summary()}: {worst.node}: {worst.text}")
 
 
-def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
+def preflight(config: Config, path: Path, folder: Path, device: str) -> PreflightReport:
     """Checks all nodes at once. Ends within a few times `cluster.preflight_timeout_s`, even if a check hangs.
 
     Args:
@@ -93,11 +93,11 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     rates: list[network.PairRate] = []
     try:
         gathered, errors = probes.call("gather", dict.fromkeys(names, ()), timeout + START_S)
-        findings = [Finding(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
+        findings = [NodeProblem(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
         needed = needed_nodes(nodes, config, device)
         if len(needed) < config.cluster.nodes:
             text = f"{len(needed)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
-            findings.insert(0, Finding("cluster", "answers", "bad", text))
+            findings.insert(0, NodeProblem("cluster", "answers", "bad", text))
         facts = _by_kind(gathered, findings)
         findings += versions.check(facts["versions"])
         findings += model.check(facts["model"], path)
@@ -124,7 +124,7 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     enabled = {"gpus": device == "cuda", "network": len(nodes) > 1, "model": has_model}
     checks = tuple(check for check in COLUMNS if enabled.get(check, True))
     speeds = tuple(pair.gb_s for pair in rates if pair.gb_s is not None)
-    return Report(names, checks, tuple(findings), time.perf_counter() - start, speeds)
+    return PreflightReport(names, checks, tuple(findings), time.perf_counter() - start, speeds)
 
 
 def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> set[str]:
@@ -208,13 +208,13 @@ class _Probes:
             ray.kill(actor)
 
 
-def _by_kind(gathered: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
+def _by_kind(gathered: Mapping[str, Mapping[str, Any]], findings: list[NodeProblem]) -> dict[str, dict[str, Any]]:
     """Returns the facts by kind and node; adds a finding for each kind a node could not determine."""
     facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}, "fabric": {}}
     for node, kinds in gathered.items():
         for kind, fact in kinds.items():
             if isinstance(fact, Exception):
-                findings.append(Finding(node, kind, "bad", _text(fact)))
+                findings.append(NodeProblem(node, kind, "bad", _text(fact)))
             else:
                 facts[kind][node] = fact
     return facts
@@ -222,7 +222,7 @@ def _by_kind(gathered: Mapping[str, Mapping[str, Any]], findings: list[Finding])
 
 def _network(
     probes: _Probes, names: list[str], needed: Collection[str], settings: ProbeSettings
-) -> tuple[list[Finding], list[network.PairRate]]:
+) -> tuple[list[NodeProblem], list[network.PairRate]]:
     """Checks that all nodes reach each other; then measures the exchange between neighbours among the nodes of ranks
     and engines."""
     if len(names) < 2:
@@ -232,7 +232,7 @@ def _network(
     unreached, late_errors = probes.call(
         "connect", {n: ({o: b for o, b in endpoints.items() if o != n},) for n in endpoints}, timeout_s
     )
-    findings = [Finding(n, "network", "bad", _text(e)) for n, e in (errors | late_errors).items()]
+    findings = [NodeProblem(n, "network", "bad", _text(e)) for n, e in (errors | late_errors).items()]
     findings += network.check_reach(list(endpoints), unreached)
     if findings:
         return findings, []

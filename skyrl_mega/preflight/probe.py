@@ -54,12 +54,12 @@ class Probe:
         """Returns the nodes whose file in the run's folder is not visible here."""
         return paths.unseen(self.settings.run, self.settings.token, names)
 
-    def start_listener(self) -> network.Endpoint:
+    def start_listener(self) -> network.NodeAddress:
         """Starts a listener at this node's address and returns its address and answer."""
         self._listener = network.Listener(self.address)
         return self._listener.endpoint
 
-    def connect(self, endpoints: Mapping[str, network.Endpoint]) -> dict[str, str]:
+    def connect(self, endpoints: Mapping[str, network.NodeAddress]) -> dict[str, str]:
         """Returns the nodes unreachable from this node, with the reason."""
         return network.connect(endpoints)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyrl_mega.preflight.finding import Finding
+from skyrl_mega.preflight.finding import NodeProblem
 
 COLUMNS = ("answers", "gpus", "versions", "paths", "disk", "model", "network")
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """Results of a preflight."""
 
     nodes: tuple[str, ...]
     checks: tuple[str, ...]
     """Performed checks, a subset of `COLUMNS`."""
-    findings: tuple[Finding, ...]
+    findings: tuple[NodeProblem, ...]
     seconds: float
     gb_s: tuple[float, ...] = ()
     """Rates of the successful pairs of nodes."""

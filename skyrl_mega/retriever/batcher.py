@@ -19,7 +19,7 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """Limits of batching."""
 
     batch: int = 64
@@ -46,7 +46,7 @@ class Batcher:
         limits: Limits of batching.
     """
 
-    def __init__(self, search: Search, limits: Limits) -> None:
+    def __init__(self, search: Search, limits: BatchLimits) -> None:
         self.search, self.limits = search, limits
         self._queue: asyncio.Queue[_PendingQuery] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")

@@ -37,7 +37,7 @@ class RetrievalError(Exception):
     """A search failed or was rejected. Names the URL and the cause."""
 
 
-class Client:
+class SearchClient:
     """Sends searches to a service. Thread-safe; connections are kept and reused.
 
     The machine's proxies are ignored, because the service runs nearby. Requests run in an event loop in a separate
@@ -123,9 +123,9 @@ class Client:
 
 
 @lru_cache(maxsize=16)
-def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
+def shared_client(url: str, token: str | None, timeout_s: float) -> SearchClient:
     """Returns this process's shared client for these settings: environments are created all the time."""
-    return Client(url, token, timeout_s)
+    return SearchClient(url, token, timeout_s)
 
 
 def _hit(answer: Any) -> Hit:

@@ -11,7 +11,7 @@ from pathlib import Path
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.terminal import printable
 from skyrl_mega.config.command import MOST, Parser, integer, path_of, real
-from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, RetrievalError, SearchClient
 
 METHODS = ("dense", "bm25")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -136,7 +136,7 @@ def _build(args: argparse.Namespace, say: Callable[[str], None] = _say) -> bool:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from skyrl_mega.retriever.batcher import Limits
+    from skyrl_mega.retriever.batcher import BatchLimits
     from skyrl_mega.retriever.service import Service, check_address, serve
 
     token = os.environ.get(TOKEN_VARIABLE) or None
@@ -146,7 +146,7 @@ def _serve(args: argparse.Namespace) -> None:
         topk=args.topk,
         method=args.method,
         token=token,
-        limits=Limits(args.batch, args.wait_ms / 1000, args.waiting),
+        limits=BatchLimits(args.batch, args.wait_ms / 1000, args.waiting),
         device=args.device,
         threads=args.threads,
         faiss_search=args.faiss_search,
@@ -155,7 +155,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _query(args: argparse.Namespace) -> None:
-    client = Client(args.url, os.environ.get(TOKEN_VARIABLE), args.timeout)
+    client = SearchClient(args.url, os.environ.get(TOKEN_VARIABLE), args.timeout)
     try:
         for query, hits in zip(args.queries, client.search(args.queries, args.topk, args.method), strict=True):
             print(printable(query))

@@ -33,7 +33,7 @@ from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import is_unicode
 from skyrl_mega.common.terminal import one_line
-from skyrl_mega.retriever.batcher import Batcher, Limits, QueueFull
+from skyrl_mega.retriever.batcher import Batcher, BatchLimits, QueueFull
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Hit
 from skyrl_mega.retriever.connections import TimeLimitedProtocol
 from skyrl_mega.retriever.index import Index, read_recipe
@@ -58,7 +58,7 @@ def _text(query: str) -> str:
 Query = Annotated[str, Field(max_length=20_000), AfterValidator(_text)]
 
 
-class Question(BaseModel):
+class SearchRequest(BaseModel):
     """Body of `POST /retrieve`."""
 
     queries: list[Query]
@@ -89,7 +89,7 @@ class Service:
         topk: int = 3,
         method: str | None = None,
         token: str | None = None,
-        limits: Limits | None = None,
+        limits: BatchLimits | None = None,
         **opening: Any,
     ) -> None:
         recipe, self.size = read_recipe(folder)
@@ -98,7 +98,7 @@ class Service:
             raise UserError(f"allowed by {folder}: {', '.join(self.methods)}", key="--method", value=method)
         self.folder, self.topk, self.token, self.opening = folder, topk, token, opening
         self.method = method or self.methods[0]
-        self.limits = limits or Limits()
+        self.limits = limits or BatchLimits()
         self.batcher: Batcher | None = None
         """None until the index is loaded."""
         self.loaded = asyncio.Event()
@@ -124,7 +124,7 @@ class Service:
         headers = None if ready else {"Retry-After": str(RETRY_AFTER_S)}
         return JSONResponse({**state, "waiting": waiting}, 200 if ready else 503, headers)
 
-    async def retrieve(self, question: Question) -> dict[str, Any]:
+    async def retrieve(self, question: SearchRequest) -> dict[str, Any]:
         """Answers the queries of a request: `result` with a list of passages for each query.
 
         Raises:

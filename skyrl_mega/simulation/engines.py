@@ -230,13 +230,13 @@ class SimulatedFleet:
 def _actor(engine: SimulatedEngine) -> Any:
     """Returns a stand-in for an engine's Ray actor."""
 
-    def stream(requests: Sequence[Request], _: Sampling) -> _Stream:
-        return _Stream(engine, requests)
+    def stream(requests: Sequence[Request], _: Sampling) -> _AnswerStream:
+        return _AnswerStream(engine, requests)
 
     return SimpleNamespace(generate_many=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=stream)))
 
 
-class _Stream:
+class _AnswerStream:
     """Stream of answers in Ray's form: references, each to all answers since the last reference.
 
     Yields futures instead of coroutines, because a coroutine would become a task.
@@ -249,7 +249,7 @@ class _Stream:
         for request in requests:
             engine.submit(request).add_done_callback(self._take)
 
-    def __aiter__(self) -> _Stream:
+    def __aiter__(self) -> _AnswerStream:
         return self
 
     def __anext__(self) -> asyncio.Future[Any]:

@@ -14,7 +14,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.terminal import one_line, printable
 from skyrl_mega.telemetry.run_dir import by_step
 from skyrl_mega.trajectories import parquet
-from skyrl_mega.trajectories.trajectory import Kind, Step
+from skyrl_mega.trajectories.trajectory import Kind, TrajectoryStep
 
 SHOWN_CHARS = 40
 """Characters of an option shown in an error."""
@@ -202,7 +202,7 @@ class Recorded:
 Workload = Synthetic | Recorded
 
 
-def turns_of(steps: Sequence[Step]) -> list[Turn]:
+def turns_of(steps: Sequence[TrajectoryStep]) -> list[Turn]:
     """Returns a trajectory's answers as turns."""
     turns, read = [], 0
     for step in steps:

@@ -14,7 +14,7 @@ PEAK_OF_RSS = "5"
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemoryReading:
     """Bytes, or numbers of events, since the previous reading."""
 
     peak: int
@@ -43,11 +43,11 @@ class MemoryMeter:
         self.cuda, self.proc = device == "cuda", proc
         self._events = (0, 0)
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """Returns the values since the previous reading and resets the peaks."""
         node = self._node()
         if not self.cuda:
-            return Reading(self._resident(), node)
+            return MemoryReading(self._resident(), node)
         import torch
 
         stats = torch.cuda.memory_stats()
@@ -56,7 +56,7 @@ class MemoryMeter:
         events = stats.get("num_alloc_retries", 0), stats.get("num_device_alloc", 0)
         retries, allocations = (now - before for now, before in zip(events, self._events, strict=True))
         self._events = events
-        return Reading(
+        return MemoryReading(
             peak=stats.get("allocated_bytes.all.peak", 0),
             node=node,
             reserved=stats.get("reserved_bytes.all.peak", 0),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column: heading, displayed metric, and width."""
 
     title: str
@@ -18,18 +18,18 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", "reward/mean", 7),
-    Column("eval", "eval/*/mean", 7),
-    Column("loss", "policy/loss", 9),
-    Column("entropy", "policy/entropy"),
-    Column("grad", "policy/grad_norm"),
-    Column("mismatch", "mismatch/logprob_abs_mean", 9),
-    Column("tokens/s", "perf/tokens_per_s", 9),
-    Column("seconds", "time/step"),
-    Column("generate", "time/generate", 9),
-    Column("logprobs", "time/logprobs", 9),
-    Column("train", "time/train", 7),
-    Column("sync", "time/sync", 7),
+    TableColumn("reward", "reward/mean", 7),
+    TableColumn("eval", "eval/*/mean", 7),
+    TableColumn("loss", "policy/loss", 9),
+    TableColumn("entropy", "policy/entropy"),
+    TableColumn("grad", "policy/grad_norm"),
+    TableColumn("mismatch", "mismatch/logprob_abs_mean", 9),
+    TableColumn("tokens/s", "perf/tokens_per_s", 9),
+    TableColumn("seconds", "time/step"),
+    TableColumn("generate", "time/generate", 9),
+    TableColumn("logprobs", "time/logprobs", 9),
+    TableColumn("train", "time/train", 7),
+    TableColumn("sync", "time/sync", 7),
 )
 ABSENT = "·"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, Call, settle
-from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.cluster.group import ActorGroup, PendingCall, settle
+from skyrl_mega.telemetry.memory import MemoryReading
 
 GIB = 2**30
 ENGINE_PHASES = ("generate", "sync", "eval")
@@ -21,7 +21,7 @@ ENGINE_PHASES = ("generate", "sync", "eval")
 ANSWER_TIMEOUT_S = 30.0
 """Seconds to wait for a step's answers; an actor without an answer adds nothing to the step's row."""
 SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allocations"))
-"""Fields of `Reading` summed over a step."""
+"""Fields of `MemoryReading` summed over a step."""
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Meters:
     """The meters of a run's actors."""
 
     models: Mapping[str, ActorGroup]
-    """Megatron actors by role, each with `measured() -> Reading`."""
+    """Megatron actors by role, each with `measured() -> MemoryReading`."""
     fleet: Fleet
-    """Engines, each with `measured() -> [(Reading, steps)]` over the engine's workers."""
+    """Engines, each with `measured() -> [(MemoryReading, steps)]` over the engine's workers."""
     steps: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     """(engine, worker) → Counter of tokens → iterations, for phase `generate` of the last collected step."""
-    _pending: list[tuple[str, str, list[Call]]] = field(default_factory=list)
+    _pending: list[tuple[str, str, list[PendingCall]]] = field(default_factory=list)
     """(phase, role, calls) of the current step."""
 
     def begin(self, *, after_more: bool) -> None:
@@ -58,7 +58,7 @@ class Meters:
         """Returns the step's metrics, `memory/*`. Dead or hanging actors are skipped; the next call to such an actor
         will raise."""
         calls = [call for _, _, pending in self._pending for call in pending]
-        answers: Mapping[Call, Any] = settle(calls, ANSWER_TIMEOUT_S, after_failure=ANSWER_TIMEOUT_S).answers
+        answers: Mapping[PendingCall, Any] = settle(calls, ANSWER_TIMEOUT_S, after_failure=ANSWER_TIMEOUT_S).answers
         maxima: dict[str, float] = defaultdict(float)
         sums: Counter[str] = Counter()
         self.steps = {}
@@ -78,14 +78,14 @@ class Meters:
         self._pending.clear()
         return {**maxima, **{name: float(count) for name, count in sums.items()}}
 
-    def _count(self, by_rank: Mapping[int, list[tuple[Reading, dict[int, int]]]]) -> None:
+    def _count(self, by_rank: Mapping[int, list[tuple[MemoryReading, dict[int, int]]]]) -> None:
         """Adds up engine iterations, because dynamic sampling generates in several rounds."""
         for engine, workers in by_rank.items():
             for worker, (_, steps) in enumerate(workers):
                 self.steps.setdefault((engine, worker), Counter()).update(steps)
 
 
-def _metrics(phase: str, role: str, readings: list[Reading]) -> dict[str, float]:
+def _metrics(phase: str, role: str, readings: list[MemoryReading]) -> dict[str, float]:
     """Returns maxima over all processes of a role."""
     if not readings:
         return {}

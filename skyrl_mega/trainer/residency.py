@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import Call, gather
+from skyrl_mega.cluster.group import PendingCall, gather
 from skyrl_mega.config.residency import CRITIC, ENGINE, NEEDS, POLICY, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.megatron.group import TrainGroup
@@ -126,14 +126,14 @@ class Residency:
             self.fleet.wake(awake)
         return self._wait_all(calls)
 
-    def _begin(self, method: str, parts: Collection[str], *, every: bool = False) -> list[Call]:
+    def _begin(self, method: str, parts: Collection[str], *, every: bool = False) -> list[PendingCall]:
         """Calls `method` on each rank of the models owning these parts; with `every`, on all ranks."""
-        calls: list[Call] = []
+        calls: list[PendingCall] = []
         for model, model_parts in self.models:
             moved = [part for part in model_parts if part in parts]
             if moved or every:
                 calls += model.offload(moved) if method == "offload" else model.onload(moved)
         return calls
 
-    def _wait_all(self, calls: list[Call]) -> float:
+    def _wait_all(self, calls: list[PendingCall]) -> float:
         return float(max(gather(calls, self.timeout_s), default=0))

@@ -13,20 +13,20 @@ from skyrl_mega.config.derived import engine_data, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.decode import reads
-from skyrl_mega.planner.flops import Load, causal_pairs, flops
+from skyrl_mega.planner.flops import PassWork, causal_pairs, flops
 from skyrl_mega.trajectories.trajectory import Kind, Trajectory
 
 Steps = Mapping[int, int]
 """Tokens per iteration → number of iterations of an engine worker."""
 
 
-def forward_load(mini: Samples) -> Load:
+def forward_load(mini: Samples) -> PassWork:
     """Returns the work of a forward pass over a mini-batch: the real tokens, without padding."""
-    return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
+    return PassWork.of(mini.lengths.tolist(), float(mini.counts.sum()))
 
 
 def training_speed(
-    config: Config, model: Decoder, loads: Mapping[str, Load], seconds: Mapping[str, float]
+    config: Config, model: Decoder, loads: Mapping[str, PassWork], seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Returns `perf/train_tflops_per_rank` and, on GPUs, `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob
     pass.

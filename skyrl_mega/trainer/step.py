@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from skyrl_mega.planner.flops import Load
+from skyrl_mega.planner.flops import PassWork
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.trace import Span, day
 from skyrl_mega.trajectories.trajectory import Trajectory
@@ -33,7 +33,7 @@ class Step:
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
     """Spans of phases and of the moves before phases."""
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, PassWork] = field(default_factory=dict)
     """Work of the policy's ranks by phase, in forward passes; an optimizer step counts as three."""
 
     @contextmanager
@@ -61,9 +61,9 @@ class Step:
         self.spans.append(Span(name, day(start), day(end)))
         self.on_phase_end(name)
 
-    def add_load(self, phase: str, load: Load, passes: float = 1.0) -> None:
+    def add_load(self, phase: str, load: PassWork, passes: float = 1.0) -> None:
         """Counts `passes` forward passes of the policy's ranks over `load` in a phase."""
-        self.loads[phase] = self.loads.get(phase, Load()) + load * passes
+        self.loads[phase] = self.loads.get(phase, PassWork()) + load * passes
 
     def _accumulate(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

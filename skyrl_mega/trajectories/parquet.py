@@ -23,7 +23,7 @@ from skyrl_mega.common.safe_read import check_regular
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trajectories.by_reference import fetch_arrays
 from skyrl_mega.trajectories.remote_arrays import arrays_lost
-from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Trajectory, TrajectoryStep
 
 if TYPE_CHECKING:
     from skyrl_mega.trajectories.sequences import Column
@@ -46,7 +46,7 @@ STEPS = pa.list_(
         ]
     )
 )
-"""Fields of `trajectory.Step`; a tool call is JSON."""
+"""Fields of `trajectory.TrajectoryStep`; a tool call is JSON."""
 
 COLUMNS = pa.list_(
     pa.struct(
@@ -162,7 +162,7 @@ def _of_table(table: pa.Table) -> list[Trajectory]:
     return [_trajectory(*parts) for parts in zip(rows, *by_token, strict=True)]
 
 
-def read_steps(path: Path) -> list[list[list[Step]]]:
+def read_steps(path: Path) -> list[list[list[TrajectoryStep]]]:
     """Reads only the steps of each sample (spans and seconds), group by group.
 
     Raises:
@@ -179,7 +179,7 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
             rows = table["steps"].cast(STEPS).to_pylist()
     except pa.ArrowException as error:  # not all Arrow errors are ValueErrors
         raise ValueError(str(error)) from error
-    groups: dict[tuple[Any, int], list[list[Step]]] = {}
+    groups: dict[tuple[Any, int], list[list[TrajectoryStep]]] = {}
     seen: Counter[tuple[Any, Any]] = Counter()  # a batch across an epoch's end may contain a prompt twice
     for (uid, sample), steps in zip(names, rows, strict=True):
         if sample != GREEDY:
@@ -188,7 +188,7 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
     return [*groups.values()]
 
 
-def _checked(row: dict[str, Any] | None) -> Step:
+def _checked(row: dict[str, Any] | None) -> TrajectoryStep:
     """Returns a step of an untrusted file. Raises ValueError if a field is invalid."""
     try:
         step = _step(row or {})
@@ -277,12 +277,14 @@ def _column(row: dict[str, Any]) -> Column:
     return Column(torch.from_numpy(values.copy()), row["aligned"])
 
 
-def _step_row(step: Step) -> dict[str, Any]:
+def _step_row(step: TrajectoryStep) -> dict[str, Any]:
     return {**vars(step), "kind": step.kind.value, "tool_calls": [plain_json(call) for call in step.tool_calls]}
 
 
-def _step(row: dict[str, Any]) -> Step:
-    return Step(**{**row, "kind": Kind(row["kind"]), "tool_calls": [json.loads(call) for call in row["tool_calls"]]})
+def _step(row: dict[str, Any]) -> TrajectoryStep:
+    return TrajectoryStep(
+        **{**row, "kind": Kind(row["kind"]), "tool_calls": [json.loads(call) for call in row["tool_calls"]]}
+    )
 
 
 def texts(t: Trajectory) -> tuple[str, str]:

@@ -21,8 +21,8 @@ __all__ = [
     "Kind",
     "Prompt",
     "Status",
-    "Step",
     "Trajectory",
+    "TrajectoryStep",
     "new_trajectory",
     "policy_texts",
 ]
@@ -85,7 +85,7 @@ class Kind(str, Enum):
 
 
 @dataclass
-class Step:
+class TrajectoryStep:
     """A part of a trajectory, in chronological order. The spans of all steps tile `Trajectory.tokens`."""
 
     kind: Kind
@@ -151,7 +151,7 @@ class Trajectory:
     """Seconds in `generate` and `env`, and in `slot` waiting to open the environment if `environment.slots` is set."""
     retries: int = 0
     """Number of retries after infrastructure faults."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrajectoryStep] = field(default_factory=list)
     """The steps, in chronological order."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
     """Further values of each token, shape [T, …], carried along by the batch."""
@@ -229,7 +229,7 @@ def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:
         status=Status.TRUNCATED_TURNS,
         turns=0,
         seconds={"generate": 0.0, "env": 0.0},
-        steps=[Step(Kind.PROMPT, 0, 0)],
+        steps=[TrajectoryStep(Kind.PROMPT, 0, 0)],
     )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup, Call, Outcomes, cause_of, describe, gather, settle
+from skyrl_mega.cluster.group import ActorGroup, Outcomes, PendingCall, cause_of, describe, gather, settle
 from skyrl_mega.cluster.run_placement import RunPlacement, actual_placement, differences, plan_placement
 from skyrl_mega.config.schema import Config
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.exchange.executor import Report
+from skyrl_mega.weights.exchange.executor import ExchangeReport
 from skyrl_mega.weights.plan.cost import cost
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import SyncInputs, sync_plan
@@ -60,7 +60,8 @@ class WeightSync:
     """The weight sync from the policy to the engines.
 
     Args:
-        policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> Report`, `disconnect_weights()`.
+        policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> ExchangeReport`,
+            `disconnect_weights()`.
         fleet: The engines.
         hf: The model's config.json.
         config: The run's settings, with the device decided.
@@ -205,10 +206,10 @@ class WeightSync:
         paused = time.perf_counter()
         sends = self.policy.submit_all("send_weights", checksums)
         receives = self.fleet.submit(self.members, "update_weights", checksums)
-        sent: list[Report] = self._await_all([*sends, *receives], limit)[: len(sends)]
+        sent: list[ExchangeReport] = self._await_all([*sends, *receives], limit)[: len(sends)]
         moved = time.perf_counter()
         worker_reports = self._await_all(self.fleet.submit(self.members, "end_update", version), limit)
-        received = [Report(**report) for workers in worker_reports for report in workers]
+        received = [ExchangeReport(**report) for workers in worker_reports for report in workers]
         reports = [*sent, *received]
         return {
             "time/sync/pause": paused - start + time.perf_counter() - moved,
@@ -240,7 +241,7 @@ class WeightSync:
             for worker, comparison in enumerate(workers)
         ]
 
-    def _await_all(self, calls: list[Call], limit: float) -> list[Any]:
+    def _await_all(self, calls: list[PendingCall], limit: float) -> list[Any]:
         def failed(error: BaseException) -> None:
             if self.store is not None:
                 call_off(self.store, self.group_name, describe(error))

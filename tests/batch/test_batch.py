@@ -12,7 +12,7 @@ from skyrl_mega.batch.make_batch import Batch
 from skyrl_mega.batch.samples import read_samples
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.trajectories.sequences import Column
-from skyrl_mega.trajectories.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Group, Kind, Prompt, Status, Trajectory, TrajectoryStep
 from tests.support.batches import make_batch, mini_batches, teaches, token_advantages
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
@@ -157,7 +157,7 @@ def test_a_column_of_a_trajectory_is_cut_and_carried_with_its_tokens(step_wise: 
     for t in (first, second):
         half = len(t.tokens) - 2
         kinds = [(Kind.PROMPT, 0, 3), (Kind.RESPONSE, 3, half), (Kind.PROMPT, half, half + 1)]
-        t.steps = [Step(*span) for span in (*kinds, (Kind.RESPONSE, half + 1, half + 2))]
+        t.steps = [TrajectoryStep(*span) for span in (*kinds, (Kind.RESPONSE, half + 1, half + 2))]
         t.mask[half] = 0
         values = 10 * torch.tensor(t.tokens)[:, None, None] + torch.arange(6).reshape(3, 2)
         t.columns["routes"] = Column(values.to(torch.uint8), aligned="input")

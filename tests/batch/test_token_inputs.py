@@ -16,7 +16,7 @@ from skyrl_mega.batch.rewards import UNNAMED
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
 from tests.support.batches import make_batch, token_advantages
 
 OWN = """
@@ -39,14 +39,14 @@ def played(rng: random.Random, number: int, sample: int, rewrites: bool) -> Traj
     """Returns a trajectory of up to four answers, some empty, with observations between; each token equals its
     position."""
     prompt = Prompt(number, [], "mine", {})
-    tokens, mask, steps = 3, [0] * 3, [Step(Kind.PROMPT, 0, 3)]
+    tokens, mask, steps = 3, [0] * 3, [TrajectoryStep(Kind.PROMPT, 0, 3)]
     for turn in range(rng.randint(0, 4)):
         length = rng.choice([0, 1, 2, 5])
         reward = rng.choice([None, -1.0, 0.25, 2.0])
-        steps.append(Step(Kind.RESPONSE, tokens, tokens + length, reward=reward))
+        steps.append(TrajectoryStep(Kind.RESPONSE, tokens, tokens + length, reward=reward))
         seen = rng.randint(1, 3)
         kind = Kind.PROMPT if rewrites and turn % 2 else Kind.OBSERVATION
-        steps.append(Step(kind, tokens + length, tokens + length + seen))
+        steps.append(TrajectoryStep(kind, tokens + length, tokens + length + seen))
         mask += [1] * length + [0] * seen
         tokens += length + seen
     status = rng.choice([Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED_TOKENS, Status.ERROR_ENV])
@@ -152,7 +152,8 @@ def test_a_mask_that_is_not_the_answers_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     algorithm = AlgorithmConfig(advantage=f"{tmp_path / 'own.py'}:short")
     t = Trajectory(Prompt(0, [], "m", {}), 0, array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, 0.0]), 1, 1.0,
-                   Status.COMPLETED, 1, steps=[Step(Kind.PROMPT, 0, 0), Step(Kind.RESPONSE, 0, 2)])  # fmt: skip
+                   Status.COMPLETED, 1,
+                   steps=[TrajectoryStep(Kind.PROMPT, 0, 0), TrajectoryStep(Kind.RESPONSE, 0, 2)])  # fmt: skip
     batch = make_batch([Group(t.prompt, [t])], algorithm, RolloutConfig())
     with pytest.raises(ValueError, match="not as many tokens as its mask"):
         token_advantages(batch, algorithm)
@@ -162,8 +163,8 @@ def test_equal_answers_of_any_reward_are_no_signal() -> None:
     """Sums rewards of 0.1, inexact in binary; rounding leaves no learning signal."""
     prompt = Prompt(0, [], "mine", {})
     for turns in (2, 3, 7):
-        steps = [Step(Kind.PROMPT, 0, 1)]
-        steps += [Step(Kind.RESPONSE, 1 + 2 * i, 2 + 2 * i, reward=0.1) for i in range(turns)]
+        steps = [TrajectoryStep(Kind.PROMPT, 0, 1)]
+        steps += [TrajectoryStep(Kind.RESPONSE, 1 + 2 * i, 2 + 2 * i, reward=0.1) for i in range(turns)]
         mask = [0] + [1, 0] * turns
         parts = array("i", range(len(mask))), array("b", mask), array("f", [0.0] * len(mask))
         total = 0.1 * turns  # rounds differently from the sum

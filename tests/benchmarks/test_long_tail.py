@@ -34,7 +34,7 @@ from skyrl_mega.envs.base import BaseTextEnvStepOutput
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.simulation.workload import LogNormal
 from skyrl_mega.trajectories import parquet
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 
 TAIL = Tail(LogNormal(2.5, 0.7), LogNormal(0.3, 1.0))
 
@@ -94,9 +94,9 @@ def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
 def test_how_many_answers_were_under_way() -> None:
     """Computes answers in flight: the first alone for 2 s and with the second for 1 s; the second with the first for
     1 s and alone for 1 s."""
-    first = Step(Kind.RESPONSE, 0, 5, at_s=0.0, generate_s=3.0)
-    second = Step(Kind.RESPONSE, 9, 10, at_s=2.0, generate_s=2.0)
-    prompt = Step(Kind.PROMPT, 0, 9)
+    first = TrajectoryStep(Kind.RESPONSE, 0, 5, at_s=0.0, generate_s=3.0)
+    second = TrajectoryStep(Kind.RESPONSE, 9, 10, at_s=2.0, generate_s=2.0)
+    prompt = TrajectoryStep(Kind.PROMPT, 0, 9)
     under_way, seconds, tokens = answers([[first], [prompt, second]])
     assert under_way.tolist() == pytest.approx([4 / 3, 3 / 2])
     assert (seconds.tolist(), tokens.tolist()) == ([3.0, 2.0], [5, 1])
@@ -105,8 +105,8 @@ def test_how_many_answers_were_under_way() -> None:
 def test_an_engine_is_as_fast_as_it_was_with_so_many_sequences() -> None:
     """Computes the speed by sequences in flight: 0.1 s per token for 2 sequences, 0.2 s for 8."""
 
-    def together(count: int, token_s: float) -> list[list[Step]]:
-        return [[Step(Kind.RESPONSE, 0, 10, at_s=0.0, generate_s=10 * token_s)] for _ in range(count)]
+    def together(count: int, token_s: float) -> list[list[TrajectoryStep]]:
+        return [[TrajectoryStep(Kind.RESPONSE, 0, 10, at_s=0.0, generate_s=10 * token_s)] for _ in range(count)]
 
     speed = speed_of([together(2, 0.1), together(8, 0.2)])
     assert [speed[n] for n in (1, 2, 5, 8, 512)] == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.2])
@@ -129,10 +129,10 @@ def test_a_process_gets_a_core_of_its_own() -> None:
 def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
     work = Work(steps=SWING + 4, staleness=2, tail=TAIL)
     steps = [
-        Step(Kind.PROMPT, 0, 6),
-        Step(Kind.RESPONSE, 6, 10, generate_s=0.4, env_s=2.0),
-        Step(Kind.OBSERVATION, 10, 14),
-        Step(Kind.RESPONSE, 14, 20, at_s=2.4, generate_s=0.8, env_s=1.0),
+        TrajectoryStep(Kind.PROMPT, 0, 6),
+        TrajectoryStep(Kind.RESPONSE, 6, 10, generate_s=0.4, env_s=2.0),
+        TrajectoryStep(Kind.OBSERVATION, 10, 14),
+        TrajectoryStep(Kind.RESPONSE, 14, 20, at_s=2.4, generate_s=0.8, env_s=1.0),
     ]
     whole = array("i", [0] * 20), array("b", [0] * 20), array("f", [0.0] * 20)
     trajectory = Trajectory(Prompt(0, [], "sums", {}), 0, *whole, 6, 0.0, Status.COMPLETED, 2, steps=steps)

@@ -23,7 +23,7 @@ from skyrl_mega.cli.weights_logprobs import (
     ENGINE,
     POLICY,
     TRANSFORMERS,
-    Comparison,
+    LogprobComparison,
     _transformers,
     aligned,
     pairs_of,
@@ -93,7 +93,7 @@ def test_the_worst_tokens_are_named_with_their_place() -> None:
     counts = torch.tensor([False, True, True, False, True, True, True])
     worst = worst_of(batch, {ENGINE: engine, POLICY: policy}, counts, 2, lambda tokens: f"{tokens}")
     assert [(w.sample, w.position, w.text) for w in worst] == [(1, 2, "'[4, 5, 6]'"), (0, 2, "'[1, 2, 3]'")]
-    lines = table(Comparison([], worst, "they differ", False)).splitlines()
+    lines = table(LogprobComparison([], worst, "they differ", False)).splitlines()
     assert lines[3].split() == ["1", "2", "-3.0000", "-1.0000", "'[4,", "5,", "6]'"] and lines[-1] == "they differ"
 
 

@@ -14,7 +14,7 @@ import torch
 from skyrl_mega.cluster.temporary_files import partial_file
 from skyrl_mega.config.command import FAULT, guarded
 from skyrl_mega.hf_checkpoint import box_files
-from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, write_boxes
+from skyrl_mega.hf_checkpoint.box_files import MASTER, LocalBox, write_boxes
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
@@ -39,7 +39,7 @@ def log(file: Path) -> None:
 
 
 def weights(file: Path) -> None:
-    write_boxes(file, [Part("w", Box((0,), (4,)), MASTER, torch.zeros(4))])
+    write_boxes(file, [LocalBox("w", Box((0,), (4,)), MASTER, torch.zeros(4))])
 
 
 def whole_file(file: Path) -> None:

@@ -49,7 +49,7 @@ def main() -> None:
     from skyrl_mega.cluster import slurm_node
 
     python, *_, folder = sys.argv[1:5]
-    job = slurm_node.Job.of(Path(folder), os.environ)
+    job = slurm_node.Allocation.of(Path(folder), os.environ)
     node = slurm_node.RayNode(job, slurm_node.HEAD if job.rank == 0 else ["--address=10.0.0.1:1"])
     settings = {
         "python": python,

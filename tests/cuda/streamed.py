@@ -17,7 +17,7 @@ from skyrl_mega.weights.exchange.executor import ChecksumError
 from skyrl_mega.weights.fp8.format import Wire, quantised, with_scales
 from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.group import TransportError
-from skyrl_mega.weights.transports.ipc import Buffers
+from skyrl_mega.weights.transports.ipc import SharedBuffers
 from tests.cuda import streams
 from tests.support.ranks import Server, run_ranks
 from tests.weights.grids import LAYOUTS, cut, empty, global_tensors
@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-class Counted(Buffers):
+class Counted(SharedBuffers):
     made = 0
 
     def __init__(self, *args: Any) -> None:
@@ -74,7 +74,7 @@ def sync(rank: int, address: str, case: Case) -> dict[str, int]:
     ranks = case.parallel.ranks
     is_source = rank < ranks
     mine = source.shards[rank] if is_source else target.shards[rank - ranks]
-    execute.Buffers = Counted  # type: ignore[misc]
+    execute.SharedBuffers = Counted  # type: ignore[misc]
     streams.Stream.made.clear()
     with streams.pretended() as kernels:
         built, transfer_plan, _kept = exchange(rank, address, case, source, target, Wire(case.dtype))
@@ -170,13 +170,13 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
     with streams.pretended():
         built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype))
         if how == "a wrong byte" and rank == 0:
-            pack = executor.Run.pack
+            pack = executor.ExchangeRun.pack
 
             def wrong(self: Any, bucket: Any, flat: Tensor) -> None:
                 pack(self, bucket, flat)
                 flat[bucket.items[-1].offset] ^= 1
 
-            executor.Run.pack = wrong  # type: ignore[method-assign]
+            executor.ExchangeRun.pack = wrong  # type: ignore[method-assign]
         if how != "a wrong byte" and rank == 0:
             streams.Event.hang = True
         params = empty(source.shards[rank] if rank < ranks else target.shards[rank - ranks], case.dtype)

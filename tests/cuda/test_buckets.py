@@ -189,7 +189,7 @@ def test_parameters_that_lie_elsewhere_are_copied_one_by_one(kernels: dict[str, 
     parts = []
     for i, (owner, param) in enumerate(((0, weight), (1, on_gpu), (0, weight))):
         at = views_of.region(owner, param, (i, 0), (0, 0), (1, 8), 16 * i)
-        parts.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
+        parts.append(views_of.BucketView(at, torch.bfloat16, None, (0, 0)))
     params = [weight, on_gpu]
     views = views_of.BucketViews(parts, ["whole", "here"], params, CUDA)
     assert views.copies == [parts[0], parts[2]]
@@ -210,13 +210,13 @@ def test_views_are_told_apart_without_comparing_them(
     def compared(*_: object) -> bool:
         raise AssertionError("views are compared")
 
-    monkeypatch.setattr(views_of.View, "__eq__", compared)
+    monkeypatch.setattr(views_of.BucketView, "__eq__", compared)
     weight, other = (torch.empty(200, 200, dtype=t, device=CUDA) for t in (torch.bfloat16, torch.float32))
     parts = []
     for i in range(20_000):
         owner, param = (i % 2, (weight, other)[i % 2])
         at = views_of.region(owner, param, (i % 200, i // 200), (0, 0), (1, 1), 16 * i)
-        parts.append(views_of.View(at, torch.bfloat16, None, (0, 0)))
+        parts.append(views_of.BucketView(at, torch.bfloat16, None, (0, 0)))
     start = time.process_time()
     views = views_of.BucketViews(parts, ["a", "b"], [weight, other], CUDA)
     assert time.process_time() - start < 5

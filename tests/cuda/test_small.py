@@ -59,7 +59,7 @@ def test_a_checkpoint_of_a_gpus_memory_goes_through_pinned_buffers(monkeypatch: 
     monkeypatch.setattr(torch, "empty", recorded)
     box = Box((0, 0), (4, 8))
     with FakeTensorMode():
-        box_files._buffers([box_files.Part("x", box, "master", torch.zeros(4, 8, device="cuda"))])
+        box_files._buffers([box_files.LocalBox("x", box, "master", torch.zeros(4, 8, device="cuda"))])
     assert pinned.count(True) == box_files.THREADS
 
 

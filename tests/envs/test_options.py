@@ -12,7 +12,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.options import Option, choice, filled, group, mapping, number, switch, text, texts, whole
 from skyrl_mega.envs.registry import BUILT_IN, check, resolve
-from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 
 NEVER: list[Any] = [math.nan, math.inf, -math.inf, "x\0y", "\ud800", "a" * 5000, [1], [["a"]], {1: {}}, b"x", object()]
 """Values invalid for every option of a number, a text, a choice, a switch or a list."""
@@ -88,7 +88,7 @@ def test_what_is_said(name: str, options: Any, said: str) -> None:
 
 
 def test_limits_under_which_python_does_not_run_are_refused() -> None:
-    for limits in (Limits(memory_mib=1), Limits(open_files=1)):
+    for limits in (CommandLimits(memory_mib=1), CommandLimits(open_files=1)):
         with pytest.raises(UserError, match="not even an empty Python program runs"):
             Sandbox(limits).check("environment.options.python.sandbox")
 

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.evaluate.results import Sample, row_of
+from skyrl_mega.evaluate.results import ScoredSample, row_of
 from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets, set_scores
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 
 
-def samples_of(rights: list[list[float]]) -> dict[tuple[int, int], Sample]:
+def samples_of(rights: list[list[float]]) -> dict[tuple[int, int], ScoredSample]:
     """Returns samples by (prompt, sample): a reward of ±1, an accuracy of 0 or 1, an F1 in between."""
     return {
-        (uid, n): Sample(2 * right - 1, right, {"exact_match": right, "f1": right / 2}, Status.COMPLETED, 10 * n, 0)
+        (uid, n): ScoredSample(
+            2 * right - 1, right, {"exact_match": right, "f1": right / 2}, Status.COMPLETED, 10 * n, 0
+        )
         for uid, group in enumerate(rights)
         for n, right in enumerate(group)
     }

@@ -24,9 +24,9 @@ from skyrl_mega.cli.export import main
 from skyrl_mega.export import job
 from skyrl_mega.export.export import export
 from skyrl_mega.export.pool import WorkerDied
-from skyrl_mega.export.progress import Phase, Progress
+from skyrl_mega.export.progress import ExportPhase, Progress
 from skyrl_mega.export.source import find
-from skyrl_mega.export.work import Worker
+from skyrl_mega.export.work import ExportWorker
 from skyrl_mega.hf_checkpoint.box_files import read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
 from tests.export import saved
@@ -230,7 +230,7 @@ def test_a_disk_that_fails_leaves_nothing(
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Worker, "flush", full)
+    monkeypatch.setattr(ExportWorker, "flush", full)
     code, _, err = command(capsys, run, "--output", tmp_path / "out")
     assert code == 1 and err == "fault: [Errno 28] No space left on device\n"
     assert list(tmp_path.iterdir()) == []
@@ -280,11 +280,11 @@ class Killing(Progress):
     """A progress display that kills the workers after the first answer."""
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
+    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[ExportPhase]:
         yield KillingPhase(name, total, unit, None)
 
 
-class KillingPhase(Phase):
+class KillingPhase(ExportPhase):
     def advance(self, amount: int) -> None:
         if self.name == "write":
             for process in psutil.Process().children(recursive=True):
@@ -317,7 +317,7 @@ def pause(phase, amount):
         time.sleep(100)
 
 job.SLAB_BYTES = 3000
-progress.Phase.advance = pause
+progress.ExportPhase.advance = pause
 driver.run(lambda: cli.main(sys.argv[1:]))
 """
 """A program with the command, paused forever after the first write."""

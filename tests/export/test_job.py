@@ -17,8 +17,8 @@ from torch import Tensor
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.export import job
-from skyrl_mega.export.work import ExportMismatch, Worker
-from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, Part, read_entries, write_boxes
+from skyrl_mega.export.work import ExportMismatch, ExportWorker
+from skyrl_mega.hf_checkpoint.box_files import MASTER, BoxEntry, LocalBox, read_entries, write_boxes
 from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
@@ -38,7 +38,7 @@ def model(hf: dict[str, Any], seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in architecture(hf).tensors(hf).items()}
 
 
-def saved(folder: Path, parts: dict[str, list[Part]], dtype: str = "float32") -> tuple[Header, list[Entry]]:
+def saved(folder: Path, parts: dict[str, list[LocalBox]], dtype: str = "float32") -> tuple[Header, list[BoxEntry]]:
     """Writes a checkpoint of these files."""
     sizes = {name: write_boxes(folder / name, some) for name, some in parts.items()}
     tensors: dict[str, list[Box]] = {}
@@ -50,21 +50,21 @@ def saved(folder: Path, parts: dict[str, list[Part]], dtype: str = "float32") ->
     return header, read_entries(folder, header, header.tensors)
 
 
-def whole(tensors: dict[str, Tensor]) -> list[Part]:
+def whole(tensors: dict[str, Tensor]) -> list[LocalBox]:
     """Returns every tensor as a single part."""
-    return [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in tensors.items()]
+    return [LocalBox(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in tensors.items()]
 
 
-def cut(tensors: dict[str, Tensor], draw: Any) -> dict[str, list[Part]]:
+def cut(tensors: dict[str, Tensor], draw: Any) -> dict[str, list[LocalBox]]:
     """Cuts every tensor into a random grid and deals the boxes to two files."""
-    parts: dict[str, list[Part]] = {"a.safetensors": [], "b.safetensors": []}
+    parts: dict[str, list[LocalBox]] = {"a.safetensors": [], "b.safetensors": []}
     for name, tensor in tensors.items():
         edges = [sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=2))}) for n in tensor.shape]
         for at in np.ndindex(*(len(edge) - 1 for edge in edges)):
             start = tuple(edge[i] for edge, i in zip(edges, at, strict=True))
             stop = tuple(edge[i + 1] for edge, i in zip(edges, at, strict=True))
             box = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-            parts[draw(st.sampled_from(sorted(parts)))].append(Part(name, box, MASTER, tensor[box.slices()]))
+            parts[draw(st.sampled_from(sorted(parts)))].append(LocalBox(name, box, MASTER, tensor[box.slices()]))
     return parts
 
 
@@ -83,7 +83,7 @@ def test_any_cut(kind: str, tmp_path_factory: pytest.TempPathFactory, data: st.D
         planned = job.plan_job(hf, header, entries, dtype=None, origin="weights", file_bytes=size)
     for file in planned.files:
         (folder / "out" / file.name).write_bytes(file.header)
-    worker = Worker(planned, folder / "out")
+    worker = ExportWorker(planned, folder / "out")
     assert sum(worker.write(index)[0] for index in range(len(planned.batches))) == planned.nbytes
     assert same(tensors_of(folder / "out"), expected)
 
@@ -92,7 +92,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     hf = hf_config(KINDS["MoE"])
     header, entries = saved(tmp_path, {"a": whole(model(hf, seed=1))})
 
-    def planned(header: Header, entries: list[Entry], **changes: Any) -> job.Job:
+    def planned(header: Header, entries: list[BoxEntry], **changes: Any) -> job.ExportJob:
         return job.plan_job(
             hf, header, entries, **{"dtype": None, "origin": "weights", "file_bytes": 1 << 30, **changes}
         )
@@ -118,7 +118,7 @@ def test_a_tensor_that_was_written_wrong_is_found(tmp_path: Path) -> None:
     planned = job.plan_job(hf, header, entries, dtype=None, origin="weights", file_bytes=1 << 30)
     out = tmp_path / "out" / planned.files[0].name
     out.write_bytes(planned.files[0].header)
-    worker = Worker(planned, tmp_path / "out")
+    worker = ExportWorker(planned, tmp_path / "out")
     for index in range(len(planned.batches)):
         worker.write(index)
     assert sum(worker.compare(index) for index in range(len(planned.entries))) * 4 == planned.nbytes

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import objectives
 from skyrl_mega.models.registry import architecture as blocks_of
 from skyrl_mega.models.tiny import build
-from skyrl_mega.planner.flops import BACKWARD, Load, flops
+from skyrl_mega.planner.flops import BACKWARD, PassWork, flops
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
     weights[::3] = 0.0  # positions without a request for log-probs
     batch["weights"] = weights
     [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
-    load = Load.of(batch.lengths.tolist(), float((weights != 0).sum()))
+    load = PassWork.of(batch.lengths.tolist(), float((weights != 0).sum()))
     products = model.forward(replace(load, pairs=0.0))
     assert forward == {"aten.mm": products}
     assert step == {"aten.mm": BACKWARD * products + model.head * load.logprob_tokens}
@@ -63,4 +63,4 @@ def test_attention_is_every_pair_of_a_token_and_one_not_after_it() -> None:
             for i in range(length):
                 shares = torch.bmm(q[:, i : i + 1], k[:, : i + 1].transpose(1, 2)).softmax(-1)
                 torch.bmm(shares, v[:, : i + 1])
-    assert counter.get_total_flops() * decoder.layers == flops(decoder).attention * Load.of(lengths, 0).pairs
+    assert counter.get_total_flops() * decoder.layers == flops(decoder).attention * PassWork.of(lengths, 0).pairs

@@ -16,7 +16,7 @@ import torch
 
 from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
-from skyrl_mega.hf_checkpoint.box_files import Part, file_name, read_entries
+from skyrl_mega.hf_checkpoint.box_files import LocalBox, file_name, read_entries
 from skyrl_mega.hf_checkpoint.box_header import Header, SavedFile
 from skyrl_mega.models import dist_checkpoint, huggingface, megatron
 from skyrl_mega.models.decoder import Decoder
@@ -138,7 +138,7 @@ def test_the_index_of_thirty_billion_parameters_is_small_and_read_at_once(tmp_pa
     for rank in range(32):
         nothing = torch.empty((), device="meta")
         parts = [
-            Part(piece.tensor, piece.box, kind, nothing.expand(piece.box.shape))
+            LocalBox(piece.tensor, piece.box, kind, nothing.expand(piece.box.shape))
             for piece in plan(d, parallel, rank, "te", False)[0]
             for kind in (box_files.MASTER, box_files.EXP_AVG, box_files.EXP_AVG_SQ)
         ]

@@ -20,18 +20,18 @@ from skyrl_mega.cli.train import main as launch
 from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig, TopologyConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions
-from skyrl_mega.preflight.finding import Finding, main_group, most_common
+from skyrl_mega.preflight.finding import NodeProblem, main_group, most_common
 from skyrl_mega.preflight.network import ExpectedRate, Listener, PairRate
 from skyrl_mega.preflight.preflight import ClusterNode, needed_nodes
 from skyrl_mega.preflight.probe import Probe, ProbeSettings, bounded
-from skyrl_mega.preflight.report import Report
+from skyrl_mega.preflight.report import PreflightReport
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 MEANT = ExpectedRate(50.0, True)
 
 
-def texts(found: list[Finding]) -> list[tuple[str, str]]:
+def texts(found: list[NodeProblem]) -> list[tuple[str, str]]:
     return [(f.node, f.text) for f in found]
 
 
@@ -135,7 +135,7 @@ def test_model_files(tmp_path: Path) -> None:
 
 def test_doors() -> None:
     door, deaf = Listener("127.0.0.1"), Listener("127.0.0.1")
-    stranger = network.Endpoint("127.0.0.1", door.endpoint.port, "0" * 16)
+    stranger = network.NodeAddress("127.0.0.1", door.endpoint.port, "0" * 16)
     deaf.close()
     answers = network.connect({"a": door.endpoint, "b": deaf.endpoint, "c": stranger}, timeout_s=60)
     door.close()
@@ -198,7 +198,7 @@ def test_plain_ethernet_stops_no_run_that_never_said_otherwise() -> None:
     pair, nobody = [PairRate("a", "b", 1.1)], {"a": fabric.FabricFacts((), 0), "b": fabric.FabricFacts((), 0)}
     some = nobody | {"b": fabric.FabricFacts(("mlx5_0",), 0)}
 
-    def found(adapters: dict[str, fabric.FabricFacts], **topology: float) -> list[Finding]:
+    def found(adapters: dict[str, fabric.FabricFacts], **topology: float) -> list[NodeProblem]:
         config = Config(cluster=ClusterConfig(topology=TopologyConfig(**topology)))
         return network.check_rates(pair, preflight._expected_rate(config, adapters))
 
@@ -266,11 +266,13 @@ def test_one_question_that_hangs_does_not_hide_the_others() -> None:
 
 def test_the_report() -> None:
     findings = (
-        Finding("10.0.0.1", "disk", "warn", "/tmp is small"),
-        Finding("10.0.0.12", "gpus", "bad", "GPU 3: 1 uncorrected ECC errors"),
-        Finding("10.0.0.13", "answers", "bad", "no answer within 60 s"),
+        NodeProblem("10.0.0.1", "disk", "warn", "/tmp is small"),
+        NodeProblem("10.0.0.12", "gpus", "bad", "GPU 3: 1 uncorrected ECC errors"),
+        NodeProblem("10.0.0.13", "answers", "bad", "no answer within 60 s"),
     )
-    report = Report(("10.0.0.1", "10.0.0.12", "10.0.0.13"), ("answers", "gpus", "disk"), findings, 1.25, (39.0, 41.0))
+    report = PreflightReport(
+        ("10.0.0.1", "10.0.0.12", "10.0.0.13"), ("answers", "gpus", "disk"), findings, 1.25, (39.0, 41.0)
+    )
     assert report.table() == (
         "node       answers   gpus      disk\n"
         "10.0.0.1   ok        ok        warn\n"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from skyrl_mega.retriever.batcher import Batcher, Limits, QueueFull
+from skyrl_mega.retriever.batcher import Batcher, BatchLimits, QueueFull
 from skyrl_mega.retriever.client import Hit
 
 
@@ -31,7 +31,7 @@ class Searcher:
 def test_requests_share_batches_and_get_their_own_answers() -> None:
     async def scenario() -> None:
         searcher = Searcher()
-        batcher = Batcher(searcher, Limits(batch=8, wait_s=0.05))
+        batcher = Batcher(searcher, BatchLimits(batch=8, wait_s=0.05))
         loop = asyncio.create_task(batcher.run())
         asked = [batcher.ask([f"a{i}", f"b{i}"], 1 + i % 3, "dense" if i % 2 else "bm25") for i in range(10)]
         for i, answer in enumerate(await asyncio.gather(*asked)):
@@ -49,7 +49,7 @@ def test_a_full_queue_takes_nothing_and_empties_again() -> None:
     async def scenario() -> None:
         searcher = Searcher()
         searcher.gate.clear()
-        batcher = Batcher(searcher, Limits(batch=1, wait_s=0, waiting=3))
+        batcher = Batcher(searcher, BatchLimits(batch=1, wait_s=0, waiting=3))
         loop = asyncio.create_task(batcher.run())
         first = asyncio.create_task(batcher.ask(["in work"], 1, "dense"))
         await asyncio.sleep(0.05)
@@ -68,7 +68,7 @@ def test_a_full_queue_takes_nothing_and_empties_again() -> None:
 
 def test_an_error_is_its_own_batch_s_answer() -> None:
     async def scenario() -> None:
-        batcher = Batcher(Searcher(), Limits(batch=1, wait_s=0))
+        batcher = Batcher(Searcher(), BatchLimits(batch=1, wait_s=0))
         loop = asyncio.create_task(batcher.run())
         with pytest.raises(RuntimeError, match="bad query"):
             await batcher.ask(["bad"], 1, "dense")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.retriever.client import Client, RetrievalError
+from skyrl_mega.retriever.client import RetrievalError, SearchClient
 from tests.retriever.services import Running
 
 
@@ -59,7 +59,7 @@ def test_nobody_there() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     start = time.monotonic()
     with pytest.raises(RetrievalError) as caught:
-        Client(url, timeout_s=1.0).search(["x"])
+        SearchClient(url, timeout_s=1.0).search(["x"])
     assert 0.3 < time.monotonic() - start < 15
     assert f"{url}/retrieve gave no answer in 1 s" in str(caught.value) and "ConnectError" in str(caught.value)
 
@@ -68,13 +68,13 @@ def test_one_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()
         with pytest.raises(RetrievalError, match="no complete answer in"):
-            Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=2.0).search(["x"])
+            SearchClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=2.0).search(["x"])
     assert time.monotonic() - start < 15
 
 
 def test_trouble_is_tried_again_with_growing_pauses() -> None:
     with answering(*[(500, {}, b"boom")] * 4, (200, {}, FOUND)) as (url, asked):
-        (hit,) = Client(f"{url}/retrieve").search(["x"])[0]
+        (hit,) = SearchClient(f"{url}/retrieve").search(["x"])[0]
     assert (hit.id, hit.contents, hit.score) == ("7", '"t"\nx', 0.5)
     pauses = [b - a for a, b in itertools.pairwise(asked)]
     for n, pause in enumerate(pauses):
@@ -83,7 +83,7 @@ def test_trouble_is_tried_again_with_growing_pauses() -> None:
 
 def test_it_comes_back_when_it_is_asked_to() -> None:
     with answering((503, {"Retry-After": "1"}, b"full"), (200, {}, FOUND)) as (url, asked):
-        Client(url).search(["x"])
+        SearchClient(url).search(["x"])
     assert 1.0 <= asked[1] - asked[0] < 10
 
 
@@ -98,7 +98,7 @@ def test_it_comes_back_when_it_is_asked_to() -> None:
 def test_a_refusal_is_not_tried_again(reply: tuple[int, dict[str, str], bytes], said: str) -> None:
     with answering(reply) as (url, asked):
         with pytest.raises(RetrievalError) as caught:
-            Client(url).search(["x"])
+            SearchClient(url).search(["x"])
         assert said in str(caught.value) and url in str(caught.value) and len(asked) == 1
 
 
@@ -141,7 +141,7 @@ def test_a_reply_that_trickles_ends_with_the_time_of_the_search(start: bytes) ->
 
     def search(url: str) -> None:
         with pytest.raises(RetrievalError) as caught:
-            Client(url, timeout_s=1.0).search(["x"])
+            SearchClient(url, timeout_s=1.0).search(["x"])
         raised.append(caught.value)
 
     with trickling(start) as url:
@@ -168,12 +168,12 @@ def packed(text: bytes, times: int) -> bytes:
 )
 def test_a_reply_is_bounded_after_unpacking(reply: tuple[dict[str, str], bytes], said: str) -> None:
     with answering((200, *reply)) as (url, _), pytest.raises(RetrievalError, match=said):
-        Client(url).search(["x"])
+        SearchClient(url).search(["x"])
 
 
 def test_a_packed_reply_is_read() -> None:
     with answering((200, {"Content-Encoding": "gzip"}, packed(FOUND, 1))) as (url, _):
-        assert Client(url).search(["x"])[0][0].id == "7"
+        assert SearchClient(url).search(["x"])[0][0].id == "7"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_packed_reply_is_read() -> None:
 )  # fmt: skip
 def test_a_hit_of_another_form_is_named(old: bytes, new: bytes, said: str) -> None:
     with answering((200, {}, FOUND.replace(old, new))) as (url, _), pytest.raises(RetrievalError, match=said):
-        Client(url).search(["x"], topk=1)
+        SearchClient(url).search(["x"], topk=1)
 
 
 def connections_to(url: str) -> int:
@@ -203,7 +203,7 @@ def connections_to(url: str) -> int:
 
 
 def test_connections_are_used_again(service: Running) -> None:
-    client = Client(service.url)
+    client = SearchClient(service.url)
     client.search(["Budapest"])
     before = connections_to(service.url)
     for _ in range(20):

@@ -13,7 +13,7 @@ import pytest
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever import commands
 from skyrl_mega.retriever.build import build
-from skyrl_mega.retriever.client import Client, Hit
+from skyrl_mega.retriever.client import Hit, SearchClient
 from skyrl_mega.retriever.index import Index
 from tests.retriever.services import ROOT
 
@@ -89,7 +89,7 @@ def test_the_commands_end_with_one_line_and_2(bm25_index: Path, tmp_path: Path) 
 
 def test_no_passage_steers_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     hit = Hit("\x1b[2J1", "title\x1b]0;mine\x07\ntext\x9b1m\u202e", 0.5)
-    monkeypatch.setattr(Client, "search", lambda *_: [[hit]])
+    monkeypatch.setattr(SearchClient, "search", lambda *_: [[hit]])
     commands.main(["query", "what\x1b[31m"])
     out = capsys.readouterr().out
     assert (

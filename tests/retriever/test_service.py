@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, RetrievalError, SearchClient
 from tests.retriever.services import ROOT, Running, running
 
 
@@ -86,7 +86,7 @@ def test_a_body_without_a_length_is_not_read(http: httpx.Client) -> None:
 
 def test_dense_service_batches_many_clients(index: Path, tmp_path: Path) -> None:
     with running(index, tmp_path) as up, ThreadPoolExecutor(16) as threads:
-        client = Client(up.url)
+        client = SearchClient(up.url)
         cities = ["Budapest", "Paris", "Lisbon", "Hanoi"] * 8
         titles = list(threads.map(lambda city: client.search([f"{city} is the capital of"], 1)[0][0], cities))
         assert [hit.contents.partition("\n")[0].strip('"') for hit in titles] == cities
@@ -102,8 +102,8 @@ def test_a_token_is_asked_for(bm25_index: Path, tmp_path: Path) -> None:
             assert response.status_code == 401
         assert httpx.get(f"{url}/health", trust_env=False).json()["ready"]
         with pytest.raises(RetrievalError, match=f"{url}/retrieve refused: HTTP 401"):
-            Client(url, "wrong").search(["Budapest"])
-        assert Client(url, "s3cret").search(["Budapest"])[0]
+            SearchClient(url, "wrong").search(["Budapest"])
+        assert SearchClient(url, "s3cret").search(["Budapest"])[0]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_full_queue_says_when_to_come_back_and_the_client_does(bm25_index: Pat
             turned_away = [r for r in replies if r.status_code == 503]
             assert turned_away and all(r.headers["Retry-After"] == "1" for r in turned_away)
             assert all(len(r.json()["result"]) == 4 for r in replies if r.status_code != 503)
-            client = Client(up.url, timeout_s=240)
+            client = SearchClient(up.url, timeout_s=240)
             results = list(threads.map(lambda _: client.search(body["queries"], 1), range(48)))
         assert all(len(hits) == 4 for hits in results)
 
@@ -171,7 +171,7 @@ def test_what_it_has_taken_is_answered_when_it_is_told_to_stop(bm25_index: Path,
 def test_a_steady_load(service: Running) -> None:
     """Sends 25 requests a second for 4 s, each at its time even if earlier requests are unanswered."""
     rate, seconds = 25, 4
-    client, start = Client(service.url), time.monotonic() + 0.1
+    client, start = SearchClient(service.url), time.monotonic() + 0.1
 
     def ask(i: int) -> float:
         due = start + i / rate

@@ -16,7 +16,7 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
-from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, RetrievalError, SearchClient
 from skyrl_mega.retriever.session import running_service
 from tests.retriever.services import ROOT
 
@@ -48,7 +48,7 @@ def gone(url: str) -> bool:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
-            Client(url, timeout_s=0.3).health()
+            SearchClient(url, timeout_s=0.3).health()
         except RetrievalError:
             return True
         time.sleep(0.1)
@@ -62,9 +62,9 @@ def test_it_is_built_served_and_ended(corpus: Path, tmp_path: Path) -> None:
         with running_service(config, tmp_path / "logs", lines.append) as given:
             assert given == replace(config, retriever=replace(config.retriever, url=given.retriever.url))
             url = given.retriever.url
-            assert url is not None and len(Client(url, token()).search(["capital of Hungary"])[0]) == 2
+            assert url is not None and len(SearchClient(url, token()).search(["capital of Hungary"])[0]) == 2
             with pytest.raises(RetrievalError, match="a bearer token is needed"):
-                Client(url).search(["capital of Hungary"])
+                SearchClient(url).search(["capital of Hungary"])
         assert gone(url)
     assert "164 passages" in lines[-2] and lines[-1].endswith("up to date")
     assert "ready, 164 passages" in (tmp_path / "logs" / "retriever.log").read_text()
@@ -96,7 +96,7 @@ def test_no_request_is_lost_when_it_is_killed(bm25_index: Path, tmp_path: Path) 
     with running_service(own(bm25_index), tmp_path / "logs", lines.append) as given, ThreadPoolExecutor(8) as threads:
         url = given.retriever.url
         assert url is not None
-        client, end, enough = Client(url, token(), timeout_s=240), time.monotonic() + 240, threading.Event()
+        client, end, enough = SearchClient(url, token(), timeout_s=240), time.monotonic() + 240, threading.Event()
         answered = [0] * 8
 
         def ask(i: int) -> None:
@@ -142,6 +142,6 @@ with running_service(config, Path({str(tmp_path)!r})) as given:
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         url = run.stdout.readline().strip()
-        assert Client(url).health()["ready"]
+        assert SearchClient(url).health()["ready"]
         run.kill()
     assert gone(url)

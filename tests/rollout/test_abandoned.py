@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import EnvironmentConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
@@ -88,7 +88,7 @@ class Played(Generator):
         self.router: Any = Mute() if lines is None else Scripted(chat, lines)
 
     def player(self, sampling: SamplingConfig, *, service: bool = False) -> Agent:
-        limits = Limits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
+        limits = TrajectoryLimits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
         return Agent(self.router, self.chat, self.environments, limits, EnvPool(self.threads))
 
 

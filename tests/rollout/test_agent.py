@@ -16,7 +16,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.char_tokenizer import EOS
-from skyrl_mega.rollout.agent.agent_loop import Limits
+from skyrl_mega.rollout.agent.agent_loop import TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.run import rollout_metrics
 from skyrl_mega.trajectories import parquet
@@ -178,8 +178,8 @@ def test_time_ends_a_trajectory_and_what_it_has_is_kept(characters_chat: Rendere
     assert quick.status is Status.TRUNCATED_TURNS
     metrics = rollout_metrics([t, quick])
     assert (metrics["rollout/timed_out_fraction"], metrics["rollout/truncated_fraction"]) == (0.5, 1.0)
-    assert Limits.of(RolloutConfig()).trajectory_timeout_s is None
-    assert Limits.of(RolloutConfig(trajectory_timeout_s=7.0)).trajectory_timeout_s == 7.0
+    assert TrajectoryLimits.of(RolloutConfig()).trajectory_timeout_s is None
+    assert TrajectoryLimits.of(RolloutConfig(trajectory_timeout_s=7.0)).trajectory_timeout_s == 7.0
 
 
 def test_a_response_that_time_cut_is_judged_and_an_empty_one_is_not(characters_chat: Renderer) -> None:

@@ -13,7 +13,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, VOCABULARY
 from skyrl_mega.rollout.agent import renderer
-from skyrl_mega.rollout.agent.renderer import BREAK, Refused, Renderer
+from skyrl_mega.rollout.agent.renderer import BREAK, Renderer, TemplateError
 from tests.support.chats import CHATML, characters, qwen
 
 END = VOCABULARY[EOS]
@@ -118,7 +118,7 @@ def test_what_the_policy_spells_stays_text(characters_chat: Renderer) -> None:
 
 def test_a_template_that_refuses_says_so(tmp_path: Path) -> None:
     chat = characters(tmp_path / "strict", "{{ raise_exception('only one') if messages|length > 1 }}x")
-    with pytest.raises(Refused, match=re.escape("the chat template refuses messages of user, user: only one")):
+    with pytest.raises(TemplateError, match=re.escape("the chat template refuses messages of user, user: only one")):
         chat.first([user("a"), user("b")])
 
 

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.rollout.workers import crash_isolation
 from skyrl_mega.rollout.workers.client import Answer, WorkerClient, WorkerLink
 from skyrl_mega.rollout.workers.crash_isolation import EXPLAINED_PER_RESTART
-from skyrl_mega.rollout.workers.messages import Job
+from skyrl_mega.rollout.workers.messages import TrajectoryJob
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
 from tests.support.mortal_workers import PROMPT, player_of
@@ -287,7 +287,7 @@ def test_what_a_worker_has_not_heard_of_is_not_what_it_died_of() -> None:
     async def deaths() -> list[bool]:
         answers: list[Answer] = [asyncio.Future() for _ in range(2)]
         line.waiting = dict(enumerate(answers))
-        line.jobs = [Job(0, PROMPT, 0, "", False)]
+        line.jobs = [TrajectoryJob(0, PROMPT, 0, "", False)]
         line.report_crash("it died")
         lost: list[Any] = [answer.exception() for answer in answers]
         return [one.received for one in lost]

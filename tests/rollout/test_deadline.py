@@ -16,7 +16,7 @@ from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
@@ -52,7 +52,7 @@ def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
     environments = EnvironmentConfig(classes={"judge": "tests.rollout.test_deadline:Judge"})
     row = {"reward_spec": {"ground_truth": "1"}, "extra_info": info}
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "judge", row)
-    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=env_timeout_s, trajectory_timeout_s=TIME_S)
+    limits = TrajectoryLimits(100, 1000, 1000, turns=4, env_timeout_s=env_timeout_s, trajectory_timeout_s=TIME_S)
     policy: Any = SlowSpeaker(chat, ["a word"], finish="timeout")
 
     async def one() -> Trajectory:
@@ -112,7 +112,7 @@ def late(chat: Renderer, policy: Any, **info: Any) -> Trajectory:
     environments = EnvironmentConfig(classes={"at_the_end": "tests.rollout.test_deadline:AtTheEnd"})
     row = {"reward_spec": {"ground_truth": "1"}, "extra_info": info}
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "at_the_end", row)
-    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0, trajectory_timeout_s=TIME_S)
+    limits = TrajectoryLimits(100, 1000, 1000, turns=4, env_timeout_s=60.0, trajectory_timeout_s=TIME_S)
 
     async def one() -> Trajectory:
         agent = Agent(policy, chat, environments, limits, EnvPool(2))

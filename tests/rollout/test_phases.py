@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_mega.config.schema import Config, EnvironmentConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.generator import Generator
@@ -38,7 +38,7 @@ class Phases(Generator):
 
     def player(self, sampling: SamplingConfig, *, service: bool = False) -> Agent:
         self.loops.append(asyncio.get_running_loop())
-        limits = Limits(turn=10, response=10, length=1000, turns=1, env_timeout_s=60.0)
+        limits = TrajectoryLimits(turn=10, response=10, length=1000, turns=1, env_timeout_s=60.0)
         policy: Any = Scripted(self.chat, ["1"] * 100)
         return Agent(policy, self.chat, self.environments, limits, self.threads)
 

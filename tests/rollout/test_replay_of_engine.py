@@ -20,7 +20,7 @@ from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.routes import COLUMN, WrongRoutes
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.replay import check_routes
@@ -77,7 +77,7 @@ def play(rank: int, address: str, model: Path) -> list[Trajectory]:
             engine.llm.shutdown()  # the core process would outlive this process, which is killed after its answer
 
     async def played(engine: VllmEngine) -> list[Trajectory]:
-        agent = Agent(Direct(engine), Renderer(str(model)), users, Limits.of(ROLLOUT), EnvPool(8))  # type: ignore[arg-type]
+        agent = Agent(Direct(engine), Renderer(str(model)), users, TrajectoryLimits.of(ROLLOUT), EnvPool(8))  # type: ignore[arg-type]
         asked = [(prompt, sample) for prompt in prompts for sample in range(4)]
         trajectories = list(await asyncio.gather(*(agent.play(*one, str(i)) for i, one in enumerate(asked))))
         await engine.workers("routes_version", 5)  # simulates a sync without dropping the cached prefixes

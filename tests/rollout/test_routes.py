@@ -23,7 +23,7 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.rollout.agent.routes import TurnRoutes
 from skyrl_mega.trainer.replay import check_routes, replay_metrics
 from skyrl_mega.trajectories.sequences import Column, Sequences
-from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory, TrajectoryStep
 from tests.support.batches import make_batch
 
 SHAPE = RouteShape(layers=(0, 2), experts=4, per_token=2)
@@ -56,7 +56,7 @@ def empty() -> Trajectory:
 
 def say(t: Trajectory, kind: Kind, tokens: list[int]) -> None:
     is_policy = int(kind is Kind.RESPONSE)
-    t.steps.append(Step(kind, len(t.tokens), len(t.tokens) + len(tokens)))
+    t.steps.append(TrajectoryStep(kind, len(t.tokens), len(t.tokens) + len(tokens)))
     t.tokens.extend(tokens)
     t.mask.extend([is_policy] * len(tokens))
     t.logprobs.extend([-1.0 * is_policy] * len(tokens))

@@ -15,7 +15,7 @@ from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import agent_loop
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.gate import Start
@@ -158,7 +158,7 @@ def play_flaky(chat: Renderer, retries: int, **info: Any) -> tuple[Trajectory, S
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "flaky", row)
     environments = EnvironmentConfig(classes={"flaky": "tests.rollout.test_slots:Flaky"})
     policy: Any = Scripted(chat, ["one", "two"] * 10)
-    limits = Limits(turn=100, response=1000, length=1000, turns=4, env_timeout_s=60.0)
+    limits = TrajectoryLimits(turn=100, response=1000, length=1000, turns=4, env_timeout_s=60.0)
 
     async def one() -> Trajectory:
         return await Agent(policy, chat, environments, limits, EnvPool(2), retries=retries).play(prompt, 0, "0/1")

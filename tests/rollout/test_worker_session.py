@@ -12,14 +12,14 @@ import pytest
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.rollout.workers import worker
-from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Job
-from skyrl_mega.rollout.workers.worker import KnownEngines, Session
+from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, TrajectoryJob
+from skyrl_mega.rollout.workers.worker import KnownEngines, PhaseSession
 from skyrl_mega.trajectories.trajectory import Status
 from tests.support.chats import characters
 
@@ -36,8 +36,8 @@ class Waits:
         await asyncio.sleep(60)
 
 
-def order(key: int) -> Job:
-    return Job(key, Prompt(0, [], "", {}), key, str(key), False)
+def order(key: int) -> TrajectoryJob:
+    return TrajectoryJob(key, Prompt(0, [], "", {}), key, str(key), False)
 
 
 def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
@@ -46,7 +46,7 @@ def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
     sampling: Any = None
 
     async def everything() -> list[Any]:
-        session = Session(equipment, sampling, False, EngineView("engine", [], [], [], 0))
+        session = PhaseSession(equipment, sampling, False, EngineView("engine", [], [], [], 0))
         session.abandon(7)
         session.play(order(7))
         session.play(order(3))
@@ -72,7 +72,7 @@ def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
     sampling: Any = None
 
     async def everything() -> list[tuple[list[int], int]]:
-        session = Session(equipment, sampling, True, now([0, 1], 3))
+        session = PhaseSession(equipment, sampling, True, now([0, 1], 3))
         known = []
         for serving, syncs in (([0], 2), ([0], 3), ([1], 4), ([0, 1], 3)):
             session.rejoin(now(serving, syncs))
@@ -85,7 +85,7 @@ def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
 
 def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_chat: Renderer) -> None:
     """Fails the job without opening the environment, as opening may crash the process."""
-    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
+    limits = TrajectoryLimits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {"reward_spec": {}})
     router: Any = SimpleNamespace(close=lambda: None, journal=Journal())
     agent = Agent(router, characters_chat, EnvironmentConfig(), limits, EnvPool(1))
@@ -93,8 +93,8 @@ def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_ch
     sampling: Any = None
 
     async def everything() -> tuple[list[Any], Any]:
-        session = Session(equipment, sampling, False, EngineView("engine", [], [], [], 0))
-        session.play(Job(3, prompt, 1, "0/1", False, fault="4 processes died with it"))
+        session = PhaseSession(equipment, sampling, False, EngineView("engine", [], [], [], 0))
+        session.play(TrajectoryJob(3, prompt, 1, "0/1", False, fault="4 processes died with it"))
         news = await session.events()
         return news, session.hand_over(3)
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path:
     """Fails a trajectory without playing, and a trajectory with a failing environment, under a template refusing the
     prompt."""
     chat = characters(tmp_path / "refuses", "{{ raise_exception('no') }}")
-    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
+    limits = TrajectoryLimits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
     router: Any = SimpleNamespace()
     agent = Agent(router, chat, EnvironmentConfig(), limits, EnvPool(1))
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {})

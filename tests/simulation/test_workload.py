@@ -16,18 +16,18 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.simulation.simulate import UNITS_PER_ANSWER, UnitCounter, grain_of
 from skyrl_mega.simulation.workload import Length, LogNormal, Recorded, Synthetic, Turn
 from skyrl_mega.trajectories import parquet
-from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import GREEDY, Kind, Status, Trajectory, TrajectoryStep
 
 STEPS = [
-    Step(Kind.PROMPT, 0, 3, env_s=9.0),
-    Step(Kind.RESPONSE, 3, 5, env_s=1.5),
-    Step(Kind.OBSERVATION, 5, 8),
-    Step(Kind.RESPONSE, 8, 10, env_s=0.5),
-    Step(Kind.OBSERVATION, 10, 10),
+    TrajectoryStep(Kind.PROMPT, 0, 3, env_s=9.0),
+    TrajectoryStep(Kind.RESPONSE, 3, 5, env_s=1.5),
+    TrajectoryStep(Kind.OBSERVATION, 5, 8),
+    TrajectoryStep(Kind.RESPONSE, 8, 10, env_s=0.5),
+    TrajectoryStep(Kind.OBSERVATION, 10, 10),
 ]
 
 
-def trajectory(uid: int = 0, sample: int = 0, steps: list[Step] = STEPS) -> Trajectory:
+def trajectory(uid: int = 0, sample: int = 0, steps: list[TrajectoryStep] = STEPS) -> Trajectory:
     tokens = array("i", [0] * 10)
     return Trajectory(
         Prompt(uid, [], "mine", {}), sample, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0,
@@ -55,7 +55,7 @@ def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path
     """Reads groups with a repeated prompt and with greedy answers."""
 
     def of(seconds: float, uid: int, sample: int) -> Trajectory:
-        return trajectory(uid, sample, [Step(Kind.RESPONSE, 3, 5, env_s=seconds)])
+        return trajectory(uid, sample, [TrajectoryStep(Kind.RESPONSE, 3, 5, env_s=seconds)])
 
     played = [of(10 * group + sample, max(1, group), sample) for group in range(3) for sample in range(2)]
     parquet.write(tmp_path / "trajectories" / "step_000001.parquet", [*played, of(99, 1, GREEDY)])

@@ -20,7 +20,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.workers.client import WorkerClient
 from skyrl_mega.rollout.workers.group import Workers
-from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Finished, Job, WorkerEvent
+from skyrl_mega.rollout.workers.messages import Cancelled, EngineView, Finished, TrajectoryJob, WorkerEvent
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from skyrl_mega.trajectories.by_reference import detach_arrays
 from skyrl_mega.trajectories.trajectory import Status, Trajectory
@@ -84,7 +84,7 @@ class Worker:
         self.engines.append(engines)
         self.queues[session] = asyncio.Queue() if self.queues else self.said
 
-    async def _play(self, session: str, jobs: list[Job]) -> None:
+    async def _play(self, session: str, jobs: list[TrajectoryJob]) -> None:
         assert session in self.queues
         for job in jobs:
             self.names.append(job.name)
@@ -93,7 +93,7 @@ class Worker:
                 continue
             self.tasks[job.key] = asyncio.create_task(self._one(job, self.queues[session]))
 
-    async def _one(self, job: Job, said: asyncio.Queue[WorkerEvent]) -> None:
+    async def _one(self, job: TrajectoryJob, said: asyncio.Queue[WorkerEvent]) -> None:
         try:
             await asyncio.sleep(self.random.uniform(*self.lasts_s))
             if job.sample in self.dies_of and not job.fault:

@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.trajectory import Trajectory
@@ -56,7 +56,9 @@ def play(
     **limits: Any,
 ) -> list[Trajectory]:
     """Plays all scripts at once, each with a separate policy."""
-    given = Limits(**{**dict(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60.0), **limits})
+    given = TrajectoryLimits(
+        **{**dict(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60.0), **limits}
+    )
 
     async def everything() -> list[Trajectory]:
         rooms = EnvPool(threads)

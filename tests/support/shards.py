@@ -15,7 +15,7 @@ from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.exchange.exchange import Report
+from skyrl_mega.weights.exchange.exchange import ExchangeReport
 
 REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
 """Requests to engines after a sync."""
@@ -44,7 +44,7 @@ class ShardHolder:
     def disconnect_weights(self) -> None:
         del self.exchange
 
-    def send_weights(self, checksums: bool) -> Report:
+    def send_weights(self, checksums: bool) -> ExchangeReport:
         return self.exchange.run(source=self.params, checksums=checksums)
 
 

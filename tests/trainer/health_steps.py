@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trainer.health.watch import Health
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 
 HERE = Path(__file__).parent
 COUNTS = {"stuck_steps", "stuck_groups"}
@@ -58,7 +58,10 @@ def said(uid: int, text: str, reward: float, **other: Any) -> Trajectory:
         turns=1,
         messages=[{"role": "user", "content": f"q{uid}"}, {"role": "assistant", "content": text}],
         metadata={"guess": len(text), "error": None},
-        steps=[Step(Kind.PROMPT, 0, 2, messages=1), Step(Kind.RESPONSE, 2, len(tokens), messages=1, finish="stop")],
+        steps=[
+            TrajectoryStep(Kind.PROMPT, 0, 2, messages=1),
+            TrajectoryStep(Kind.RESPONSE, 2, len(tokens), messages=1, finish="stop"),
+        ],
     )
     return Trajectory(Prompt(uid, [], "guess", {}), **{**values, **other})
 

@@ -15,7 +15,7 @@ import torch
 
 import skyrl_mega
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, file_name, read_entries, write_boxes
+from skyrl_mega.hf_checkpoint.box_files import MASTER, LocalBox, file_name, read_entries, write_boxes
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, SavedFile, read_header, write_header
 from skyrl_mega.parallel.box import Box
 from skyrl_mega.trainer.checkpoints import (
@@ -91,7 +91,7 @@ def boxes(step: int) -> Any:
     def save(folder: Path) -> None:
         files = {}
         for rank in range(2):
-            part = Part(f"w{rank}", Box((0,), (1000,)), MASTER, torch.full((1000,), float(10 * step + rank)))
+            part = LocalBox(f"w{rank}", Box((0,), (1000,)), MASTER, torch.full((1000,), float(10 * step + rank)))
             files[file_name(rank)] = write_boxes(folder / file_name(rank), [part])
         write_header(folder, Header("float32", step, {}, {}, {f"w{rank}": (1000,) for rank in range(2)}, files))
 

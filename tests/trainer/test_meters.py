@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.group import Call, Outcomes
-from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.cluster.group import Outcomes, PendingCall
+from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.trainer import meters
 from skyrl_mega.trainer.meters import GIB, Meters
 
@@ -24,17 +24,17 @@ class Actors:
         self.answers: list[Iterator[Any]] = [iter(of_rank) for of_rank in answers]
         self.asked = 0
 
-    def submit_all(self, method: str) -> list[Call]:
+    def submit_all(self, method: str) -> list[PendingCall]:
         return self.submit(self.up, method)
 
-    def submit(self, ranks: list[int], method: str) -> list[Call]:
+    def submit(self, ranks: list[int], method: str) -> list[PendingCall]:
         assert method == "measured"
         calls = []
         for rank in ranks:
             self.asked += 1
             reference = f"{self.name}: {self.asked}"
             ANSWERS[reference] = next(self.answers[rank])
-            calls.append(Call(self.name, rank, method, reference))
+            calls.append(PendingCall(self.name, rank, method, reference))
         return calls
 
 
@@ -47,14 +47,14 @@ def meters_of(models: dict[str, Any], engines: Any) -> Meters:
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `settle` return the prepared answers."""
 
-    def settle(calls: list[Call], timeout: float, after_failure: float) -> Outcomes:
+    def settle(calls: list[PendingCall], timeout: float, after_failure: float) -> Outcomes:
         return Outcomes(timeout, {call: ANSWERS[call.ref] for call in calls if ANSWERS[call.ref]}, [], [])
 
     monkeypatch.setattr(meters, "settle", settle)
 
 
-def host(peak: float, node: float = 1.0, **cuda: int) -> Reading:
-    return Reading(int(peak * GIB), int(node * GIB), **cuda)
+def host(peak: float, node: float = 1.0, **cuda: int) -> MemoryReading:
+    return MemoryReading(int(peak * GIB), int(node * GIB), **cuda)
 
 
 def test_memory_is_the_most_of_all_ranks_by_phase() -> None:

@@ -24,7 +24,7 @@ from skyrl_mega.trainer.health.watch import CannotLearn, Health
 from skyrl_mega.trainer.loop import train_on
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import Group, Kind, Status, Trajectory
-from skyrl_mega.trajectories.trajectory import Step as Part
+from skyrl_mega.trajectories.trajectory import TrajectoryStep as Part
 from tests.support.batches import make_batch, token_advantages
 from tests.trainer.test_loop import CriticNotes, Notes
 

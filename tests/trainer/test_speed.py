@@ -12,9 +12,9 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.decode import reads
-from skyrl_mega.planner.flops import Load
+from skyrl_mega.planner.flops import PassWork
 from skyrl_mega.trainer.speed import decoding_speed, forward_load, response_tokens, training_speed
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 from tests.support.batches import samples_of_tokens
 from tests.weights.grids import MODELS
 
@@ -45,7 +45,7 @@ def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
     attention = HF["num_hidden_layers"] * 4 * HF["num_attention_heads"] * HF["head_dim"] * pairs
     head = 2 * HF["hidden_size"] * HF["vocab_size"] * asked
     forward = 2 * parameters(HF) * 10 + attention + head
-    loads = {"train": Load.of(lengths, asked) * 3, "logprobs": Load.of(lengths, asked)}
+    loads = {"train": PassWork.of(lengths, asked) * 3, "logprobs": PassWork.of(lengths, asked)}
     seconds = {"time/train": 2.0, "time/logprobs": 0.5}
     figures = training_speed(config(tflops=0.001), MODEL, loads, seconds)
     assert figures["perf/mfu"] == pytest.approx(3 * forward / 2.0 / 4 / 1e9)
@@ -54,7 +54,7 @@ def test_mfu_is_six_operations_for_every_parameter_and_attention() -> None:
 
 
 def test_a_cpus_peak_is_not_known() -> None:
-    loads = {"train": Load.of([7], 3), "logprobs": Load.of([7], 3)}
+    loads = {"train": PassWork.of([7], 3), "logprobs": PassWork.of([7], 3)}
     figures = training_speed(config("cpu"), MODEL, loads, {"time/train": 1.0, "time/logprobs": 1.0})
     assert [*figures] == ["perf/train_tflops_per_rank"]
     assert training_speed(config(), MODEL, {}, {"time/train": 1.0}) == {}, "a step that trains nothing"
@@ -65,7 +65,7 @@ def test_a_cpus_peak_is_not_known() -> None:
 def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
     mini = samples_of_tokens([[1] * 4, [2] * 3])
     mini.counts = torch.tensor([2, 2])
-    assert forward_load(mini) == Load(7, 10 + 6, 4)
+    assert forward_load(mini) == PassWork(7, 10 + 6, 4)
 
 
 def trajectory() -> Trajectory:
@@ -75,7 +75,7 @@ def trajectory() -> Trajectory:
         *((Kind.PROMPT, 11, 13), (Kind.RESPONSE, 13, 14)),
     ]
     parts = array("i", [0] * 14), array("b", [0] * 14), array("f", [0.0] * 14)
-    steps = [Step(*kind) for kind in kinds]
+    steps = [TrajectoryStep(*kind) for kind in kinds]
     return Trajectory(Prompt(0, [], "mine", {}), 0, *parts, 4, 0.0, Status.COMPLETED, 3, steps=steps)
 
 

@@ -18,7 +18,7 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.multiply.env import MultiplyEnv
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.sft_warmup import encode
@@ -91,7 +91,7 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -
             return Completion(request.id, tokens, [-1.0] * len(tokens), "stop", ((0, 0),))
 
     async def play() -> tuple[list[int], list[int]]:
-        limits = Limits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
+        limits = TrajectoryLimits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
         agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, EnvPool(1))  # type: ignore[arg-type]
         prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
         t = await agent.play(prompt, 0, "0")

@@ -12,7 +12,7 @@ import torch
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.sequences import Column
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 
 
 def trajectory() -> Trajectory:
@@ -32,8 +32,8 @@ def trajectory() -> Trajectory:
         metadata={"parsed": 6, "why": ["a", "b"]},
         seconds={"generate": 0.5, "env": 0.25},
         steps=[
-            Step(Kind.PROMPT, 0, 2, env_s=0.125, messages=1),
-            Step(
+            TrajectoryStep(Kind.PROMPT, 0, 2, env_s=0.125, messages=1),
+            TrajectoryStep(
                 Kind.RESPONSE,
                 2,
                 4,
@@ -45,7 +45,7 @@ def trajectory() -> Trajectory:
                 finish="stop",
                 tool_calls=[{"name": "search", "arguments": {"query": "ü", "topk": 3}}, "plain"],
             ),
-            Step(Kind.OBSERVATION, 4, 4, at_s=0.875, messages=1),
+            TrajectoryStep(Kind.OBSERVATION, 4, 4, at_s=0.875, messages=1),
         ],
     )
 

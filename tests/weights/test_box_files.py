@@ -21,7 +21,7 @@ from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import (
     MASTER,
     WEIGHT,
-    Part,
+    LocalBox,
     check_entries,
     read_boxes,
     read_entries,
@@ -44,7 +44,7 @@ def grid(tensor: Tensor, draw: Any) -> list[Box]:
     return boxes
 
 
-def save(folder: Path, parts: dict[str, list[Part]]) -> Header:
+def save(folder: Path, parts: dict[str, list[LocalBox]]) -> Header:
     """Writes a checkpoint of box files and returns the header."""
     sizes = {name: write_boxes(folder / name, some) for name, some in parts.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in (TENSORS | FROZEN).items()}
@@ -60,10 +60,10 @@ def test_any_cut_is_read_back_in_any_other(tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("boxes")
     everything = {name: (tensor, MASTER) for name, tensor in TENSORS.items()}
     everything |= {name: (tensor, WEIGHT) for name, tensor in FROZEN.items()}
-    parts: dict[str, list[Part]] = {"a": [], "b": [], "c": []}
+    parts: dict[str, list[LocalBox]] = {"a": [], "b": [], "c": []}
     for name, (tensor, kind) in everything.items():
         for box in grid(tensor, data.draw):
-            parts[data.draw(st.sampled_from("abc"))].append(Part(name, box, kind, tensor[box.slices()]))
+            parts[data.draw(st.sampled_from("abc"))].append(LocalBox(name, box, kind, tensor[box.slices()]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_files, "CHUNK_BYTES", data.draw(st.integers(1, 200)))
         header = save(folder, parts)
@@ -73,7 +73,7 @@ def test_any_cut_is_read_back_in_any_other(tmp_path_factory: pytest.TempPathFact
             assert all(torch.equal(seen[part.name], part.values) for part in some)
         wanted, actual = [], {name: torch.zeros(tensor.shape) for name, (tensor, _) in everything.items()}
         for name, (tensor, kind) in everything.items():
-            wanted += [Part(name, box, kind, actual[name][box.slices()]) for box in grid(tensor, data.draw)]
+            wanted += [LocalBox(name, box, kind, actual[name][box.slices()]) for box in grid(tensor, data.draw)]
         read_boxes(read_entries(folder, header, actual), wanted)
     for name, (tensor, _) in everything.items():
         assert torch.equal(actual[name], tensor.float())
@@ -81,7 +81,7 @@ def test_any_cut_is_read_back_in_any_other(tmp_path_factory: pytest.TempPathFact
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts the bytes of each preadv call: only those of the box, in as few calls as the box has runs."""
-    whole = [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in TENSORS.items()]
+    whole = [LocalBox(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in TENSORS.items()]
     header = save(tmp_path, {"a": whole})
     entries = read_entries(tmp_path, header, {"matrix"})
     reads: list[int] = []
@@ -95,20 +95,20 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     for box, runs in ((Box((2, 0), (3, 7)), [84]), (Box((2, 1), (3, 2)), [8, 8, 8]), (Box((4, 3), (1, 4)), [16])):
         into = torch.zeros(box.shape)
         reads.clear()
-        read_boxes(entries, [Part("matrix", box, MASTER, into)])
+        read_boxes(entries, [LocalBox("matrix", box, MASTER, into)])
         assert reads == runs and torch.equal(into, TENSORS["matrix"][box.slices()])
 
 
 def test_an_entry_that_was_read_in_part_is_not_compared_until_it_is_read(tmp_path: Path) -> None:
     matrix = TENSORS["matrix"]
-    header = save(tmp_path, {"a": [Part("matrix", Box((0, 0), (9, 7)), MASTER, matrix)]})
+    header = save(tmp_path, {"a": [LocalBox("matrix", Box((0, 0), (9, 7)), MASTER, matrix)]})
     entries = read_entries(tmp_path, header, {"matrix"})
-    assert read_boxes(entries, [Part("matrix", Box((0, 0), (9, 7)), MASTER, torch.zeros(9, 7))])
+    assert read_boxes(entries, [LocalBox("matrix", Box((0, 0), (9, 7)), MASTER, torch.zeros(9, 7))])
     check_entries(entries)
     data = bytearray((tmp_path / "a").read_bytes())
     data[-400:] = bytes(400)
     (tmp_path / "a").write_bytes(data)
-    assert not read_boxes(entries, [Part("matrix", Box((0, 0), (5, 7)), MASTER, torch.zeros(5, 7))])
+    assert not read_boxes(entries, [LocalBox("matrix", Box((0, 0), (5, 7)), MASTER, torch.zeros(5, 7))])
     with pytest.raises(Damaged, match=r"a: matrix\[0:9,0:7\]\.master: its CRC-32"):
         check_entries(entries)
 
@@ -122,13 +122,13 @@ def test_check_sums_of_pieces_make_that_of_the_whole(data: bytes, cuts: list[int
 
 def test_an_element_that_nobody_wrote_or_two_did_is_named(tmp_path: Path) -> None:
     matrix = TENSORS["matrix"]
-    half = [Part("matrix", Box((0, 0), (5, 7)), MASTER, matrix[:5])]
+    half = [LocalBox("matrix", Box((0, 0), (5, 7)), MASTER, matrix[:5])]
     header = save(tmp_path, {"a": half})
-    wanted = [Part("matrix", Box((0, 0), (9, 7)), MASTER, torch.zeros(9, 7))]
+    wanted = [LocalBox("matrix", Box((0, 0), (9, 7)), MASTER, torch.zeros(9, 7))]
     with pytest.raises(UserError, match=r"matrix\[0:9,0:7\].master: the checkpoint has 35 of its 63 elements"):
         read_boxes(read_entries(tmp_path, header, {"matrix"}), wanted)
     (tmp_path / "twice").mkdir()
-    more = [Part("matrix", Box((3, 0), (6, 7)), MASTER, matrix[3:])]
+    more = [LocalBox("matrix", Box((3, 0), (6, 7)), MASTER, matrix[3:])]
     header = save(tmp_path / "twice", {"a": half, "b": more})
     with pytest.raises(UserError, match="has 77 of its 63 elements"):
         read_boxes(read_entries(tmp_path / "twice", header, {"matrix"}), wanted)
@@ -144,7 +144,7 @@ def test_a_file_whose_writing_was_broken_off_is_none(tmp_path: Path, monkeypatch
         write(*arguments)
 
     monkeypatch.setattr(box_files, "_pwrite", full)
-    parts = [Part(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in TENSORS.items()]
+    parts = [LocalBox(name, Box((0,) * t.dim(), tuple(t.shape)), MASTER, t) for name, t in TENSORS.items()]
     with pytest.raises(OSError, match="No space left"):
         write_boxes(tmp_path / "a", parts)
     with pytest.raises(SafetensorError):

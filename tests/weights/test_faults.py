@@ -167,14 +167,14 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
     built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype), hosted=True)
     ranks = case.parallel.ranks
     last = case.size - 1
-    ends_unpack, run_pack = executor.BucketViews.unpack, executor.Run.pack
+    ends_unpack, run_pack = executor.BucketViews.unpack, executor.ExchangeRun.pack
     if how == "on the wire" and rank == 0:
 
         def pack(self: Any, bucket: Any, flat: torch.Tensor) -> None:
             run_pack(self, bucket, flat)
             flat[bucket.items[-1].offset] ^= 1
 
-        executor.Run.pack = pack  # type: ignore[method-assign]
+        executor.ExchangeRun.pack = pack  # type: ignore[method-assign]
     if how == "wrong place" and rank == last:
 
         def unpack(self: Any, params: list[torch.Tensor], flat: torch.Tensor) -> None:

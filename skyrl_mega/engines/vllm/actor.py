@@ -22,7 +22,7 @@ from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
-from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.telemetry.memory import MemoryReading
 from skyrl_mega.telemetry.trace import Span
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class VllmEngine:
     async def end_update(self, version: int) -> list[dict[str, float]]:
         """Installs the received weights as version `version` and resumes computing.
 
-        Returns each worker's `executor.Report` as a dict.
+        Returns each worker's `executor.ExchangeReport` as a dict.
         """
         await self._await_vllm(self.llm.finish_weight_update(str(version)))
         self.version = version
@@ -440,10 +440,10 @@ class VllmEngine:
         """
         await self.workers("transfer_report")
 
-    async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
+    async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
         """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
         previous call."""
-        return [(Reading(**memory), steps) for memory, steps in await self.workers("measured")]
+        return [(MemoryReading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def record_spans(self, on: bool) -> list[Span]:
         """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""

@@ -198,7 +198,7 @@ def _live_tensors() -> list[Tensor]:
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
-class HostMemory:
+class ProcessMemory:
     """The memory of this process, for a model on the CPU.
 
     Args:

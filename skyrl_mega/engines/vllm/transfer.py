@@ -22,7 +22,7 @@ from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
-from skyrl_mega.engines.vllm.sleep import CudaMemory, HostMemory, MemoryParts, trim
+from skyrl_mega.engines.vllm.sleep import CudaMemory, MemoryParts, ProcessMemory, trim
 from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
@@ -141,11 +141,11 @@ class WorkerExtension:
     """The worker's memory in parts; None before the first drop."""
 
     def transfer_report(self) -> dict[str, float]:
-        """Returns seconds and bytes of the last sync, by the names of `executor.Report`."""
+        """Returns seconds and bytes of the last sync, by the names of `executor.ExchangeReport`."""
         return self.weight_transfer_engine.report
 
     def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
-        """Returns the fields of a memory `Reading`, and the number of model steps by tokens in the step, since the
+        """Returns the fields of a `MemoryReading`, and the number of model steps by tokens in the step, since the
         previous call."""
         if self.meters is None:
             device = self.weight_transfer_engine.device.type
@@ -181,9 +181,9 @@ class WorkerExtension:
         if engine.device.type == "cuda":
             from vllm.device_allocator import get_mem_allocator_instance
 
-            memory: CudaMemory | HostMemory = CudaMemory(get_mem_allocator_instance())
+            memory: CudaMemory | ProcessMemory = CudaMemory(get_mem_allocator_instance())
         else:
-            memory = HostMemory(engine.model)
+            memory = ProcessMemory(engine.model)
         return MemoryParts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:

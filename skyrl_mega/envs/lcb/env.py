@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.lcb.judge import cases, code_of, run_tests
 from skyrl_mega.envs.options import Option, choice, group, number, whole
-from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
 
 BOX = "environment.options.lcb.sandbox"
-LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
+LIMITS = CommandLimits(wall_s=12, cpu_s=6, output_kib=4096)
 
 
 class LcbEnv(BaseTextEnv):

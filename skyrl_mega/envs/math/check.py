@@ -48,7 +48,7 @@ LONGEST = 500
 
 Waiting = Callable[[], AbstractContextManager[object]]
 """Context of a wait for a free process, such as a clock that stops meanwhile."""
-Pool = queue.LifoQueue["Worker"]
+Pool = queue.LifoQueue["MathWorker"]
 """The free workers; callers wait for a worker."""
 
 
@@ -127,7 +127,7 @@ def _ask_worker(
     return result, time.monotonic() - start
 
 
-def _start_worker(worker: Worker) -> None:
+def _start_worker(worker: MathWorker) -> None:
     try:
         worker.ready()
     except OSError as error:
@@ -135,7 +135,7 @@ def _start_worker(worker: Worker) -> None:
         raise CheckerFailed(f"the checker of mathematics does not start: {error!r}") from error
 
 
-class Worker:
+class MathWorker:
     """A process running `worker.py`, started on first use and restarted after a kill."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ def new_pool(size: int) -> Pool:
     """Returns a pool of this number of workers."""
     pool: Pool = queue.LifoQueue()
     for _ in range(size):
-        pool.put(Worker())
+        pool.put(MathWorker())
     return pool
 
 

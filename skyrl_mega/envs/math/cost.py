@@ -40,7 +40,7 @@ class TooMuch(Exception):
 
 
 @dataclass(frozen=True)
-class Size:
+class ExpressionSize:
     """Upper bounds for a part of an expression."""
 
     top: float = 1
@@ -71,19 +71,19 @@ def too_expensive(text: str) -> bool:
         return True
 
 
-def _checked(size: Size) -> Size:
+def _checked(size: ExpressionSize) -> ExpressionSize:
     if max(size.top, size.bottom) > TERMS or size.bits > BITS or size.degree > DEGREE:
         raise TooMuch
     return replace(size, top=1.0, bottom=1.0) if size.rational else size
 
 
-def _exact(size: Size, value: Fraction | None) -> Size:
+def _exact(size: ExpressionSize, value: Fraction | None) -> ExpressionSize:
     small = value is not None and abs(value.numerator) <= SMALL and value.denominator <= SMALL
     return _checked(replace(size, value=value if small else None))
 
 
-def _added(one: Size, other: Size) -> Size:
-    size = Size(
+def _added(one: ExpressionSize, other: ExpressionSize) -> ExpressionSize:
+    size = ExpressionSize(
         one.top * other.bottom + other.top * one.bottom,
         one.bottom * other.bottom,
         one.bits + other.bits,
@@ -93,8 +93,8 @@ def _added(one: Size, other: Size) -> Size:
     return _exact(size, None if one.value is None or other.value is None else one.value + other.value)
 
 
-def _multiplied(one: Size, other: Size) -> Size:
-    size = Size(
+def _multiplied(one: ExpressionSize, other: ExpressionSize) -> ExpressionSize:
+    size = ExpressionSize(
         one.top * other.top,
         one.bottom * other.bottom,
         one.bits + other.bits,
@@ -104,22 +104,22 @@ def _multiplied(one: Size, other: Size) -> Size:
     return _exact(size, None if one.value is None or other.value is None else one.value * other.value)
 
 
-def _signed(size: Size, sign: int) -> Size:
+def _signed(size: ExpressionSize, sign: int) -> ExpressionSize:
     return replace(size, value=None if size.value is None else sign * size.value)
 
 
-def _reciprocal(size: Size) -> Size:
+def _reciprocal(size: ExpressionSize) -> ExpressionSize:
     """Returns the size of the reciprocal."""
     value = 1 / size.value if size.value else None
     return replace(size, top=size.bottom, bottom=size.top, value=value)
 
 
-def _power(base: Size, exponent: Size) -> Size:
+def _power(base: ExpressionSize, exponent: ExpressionSize) -> ExpressionSize:
     value = exponent.value
     times = _largest(exponent)
     if max(base.bits, 1) * times > BITS or base.degree * times > DEGREE:
         raise TooMuch
-    size = Size(
+    size = ExpressionSize(
         _terms(base.top, times),
         _terms(base.bottom, times),
         base.bits * times,
@@ -131,7 +131,7 @@ def _power(base: Size, exponent: Size) -> Size:
     return _reciprocal(size) if value is not None and value < 0 else size
 
 
-def _largest(size: Size) -> int:
+def _largest(size: ExpressionSize) -> int:
     """Returns an upper bound of the magnitude. Letters may cancel, so only the numbers count: `n-n+9` is 9."""
     if size.value is not None:
         return math.ceil(abs(size.value))
@@ -149,7 +149,7 @@ def _terms(count: float, times: int) -> float:
     return math.comb(int(count) + times - 1, times)
 
 
-def _factorial(size: Size) -> Size:
+def _factorial(size: ExpressionSize) -> ExpressionSize:
     largest = _largest(size)
     if largest > FACTORIAL or size.top * size.bottom > 4:
         raise TooMuch
@@ -157,10 +157,10 @@ def _factorial(size: Size) -> Size:
     return _checked(replace(size, top=1, bottom=1, bits=bits, value=None))
 
 
-def _binomial(over: Size, under: Size) -> Size:
+def _binomial(over: ExpressionSize, under: ExpressionSize) -> ExpressionSize:
     if over.value is not None and under.value is not None:
         bits = max(0.0, float(under.value)) * math.log2(max(2.0, abs(float(over.value))))
-        return _checked(Size(bits=bits, rational=True))
+        return _checked(ExpressionSize(bits=bits, rational=True))
     if _largest(under) > BINOMIAL_K:
         raise TooMuch
     size = _multiplied(over, under)
@@ -191,21 +191,21 @@ class _Reader:
         self.at += 1
         return token
 
-    def sum(self, depth: int) -> Size:
+    def sum(self, depth: int) -> ExpressionSize:
         """Parses terms between signs."""
         size = self.term(depth)
         while self.next() in SIGNS:
             size = _added(size, self.term(depth))
         return size
 
-    def term(self, depth: int) -> Size:
+    def term(self, depth: int) -> ExpressionSize:
         """Parses a product with leading signs."""
         sign = 1
         while self.next() in SIGNS:
             sign = -sign if self.take() == "-" else sign
         return _signed(self.product(depth), sign)
 
-    def product(self, depth: int) -> Size:
+    def product(self, depth: int) -> ExpressionSize:
         """Parses factors, with or without an operator in between."""
         size = self.factor(depth)
         while self.left() and self.next() not in (*ENDS, *SIGNS) and not (self.next() == "|" and self.bars):
@@ -215,7 +215,7 @@ class _Reader:
             size = _multiplied(size, _reciprocal(other) if sign == "/" else other)
         return size
 
-    def factor(self, depth: int) -> Size:
+    def factor(self, depth: int) -> ExpressionSize:
         """Parses an atom with powers, factorials and indices."""
         size = self.atom(depth)
         while self.next() in ("^", "!", "_", "'"):
@@ -232,7 +232,7 @@ class _Reader:
                 self.argument(depth)
         return size
 
-    def argument(self, depth: int) -> Size:
+    def argument(self, depth: int) -> ExpressionSize:
         """Parses an argument, for example after `^` or `_`: a group, or a single atom. Bare towers of powers are
         invalid.
         """
@@ -241,13 +241,13 @@ class _Reader:
             return _signed(self.atom(depth), -1)
         return self.atom(depth)
 
-    def atom(self, depth: int) -> Size:
+    def atom(self, depth: int) -> ExpressionSize:
         if depth > DEPTH:
             raise TooMuch
         token = self.take()
         if token.isdigit():
             value = Fraction(int(token)) if len(token) <= 18 else None
-            return Size(bits=len(token) * 3.33, value=value, rational=True)
+            return ExpressionSize(bits=len(token) * 3.33, value=value, rational=True)
         if token in CLOSING:
             return self.group(token, depth)
         if token == "\\frac":
@@ -261,24 +261,24 @@ class _Reader:
             return self.function(depth)
         if token.isalpha() or (token[0] == "\\" and len(token) > 1):
             self.letters.add(token)
-            return Size(degree=1)
+            return ExpressionSize(degree=1)
         raise TooMuch
 
-    def group(self, opening: str, depth: int) -> Size:
+    def group(self, opening: str, depth: int) -> ExpressionSize:
         outside, self.bars = self.bars, int(opening == "|")
         size = self.sum(depth + 1)
         self.take(CLOSING[opening])
         self.bars = outside
         return _signed(size, -1) if opening == "|" and size.value is not None and size.value < 0 else size
 
-    def root(self, depth: int) -> Size:
+    def root(self, depth: int) -> ExpressionSize:
         self.roots += 1
         if self.next() == "[":
             self.group(self.take(), depth)
         inside = self.argument(depth + 1)
         return replace(inside, value=None, rational=False)
 
-    def function(self, depth: int) -> Size:
+    def function(self, depth: int) -> ExpressionSize:
         self.functions += 1
         while self.next() in ("^", "_"):
             self.take()

@@ -53,7 +53,7 @@ NEEDS = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class CommandLimits:
     """Resource limits of one command."""
 
     wall_s: float = 10.0
@@ -79,7 +79,7 @@ PID_NAMESPACE = "PID namespace"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """Result of a command. All processes of the command are dead."""
 
     status: str
@@ -109,14 +109,14 @@ class Sandbox:
         name: Name of the shared budget: commands of all sandboxes of one name share `total_mib`.
     """
 
-    limits: Limits = Limits()
+    limits: CommandLimits = CommandLimits()
     without: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
     name: str = "sandbox"
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
+    def from_options(cls, options: Mapping[str, Any] | None, key: str, default: CommandLimits | None = None) -> Sandbox:
         """Creates a sandbox from settings declared by `settings`.
 
         Args:
@@ -127,9 +127,9 @@ class Sandbox:
         Raises:
             UserError: A setting does not exist, or a value is not allowed.
         """
-        values = filled(key, options, settings(default or Limits()))
+        values = filled(key, options, settings(default or CommandLimits()))
         without = tuple(values.pop("without"))
-        return cls(Limits(**values), without, name=key)
+        return cls(CommandLimits(**values), without, name=key)
 
     def check(self, key: str = "sandbox") -> None:
         """Checks the confinements and limits by running an empty program on this machine.
@@ -164,8 +164,8 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str] | None = None,
         workspace: Workspace | None = None,
-        limits: Limits | None = None,
-    ) -> Outcome:
+        limits: CommandLimits | None = None,
+    ) -> CommandResult:
         """Runs a command and waits for its end; all its processes are dead on return.
 
         Args:
@@ -193,9 +193,9 @@ class Sandbox:
         return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
 
 
-def settings(default: Limits) -> dict[str, Option]:
+def settings(default: CommandLimits) -> dict[str, Option]:
     """Returns the options of a sandbox with these default limits."""
-    kinds = get_type_hints(Limits)
+    kinds = get_type_hints(CommandLimits)
     limits = {
         name: (whole(usual, "", low=1, high=MOST) if kinds[name] is int else number(usual, "", above=0, high=MOST))
         for name, usual in asdict(default).items()
@@ -204,7 +204,7 @@ def settings(default: Limits) -> dict[str, Option]:
 
 
 def _usual() -> str:
-    return ", ".join(f"{name}={value:g}" for name, value in asdict(Limits()).items())
+    return ", ".join(f"{name}={value:g}" for name, value in asdict(CommandLimits()).items())
 
 
 def python(script: str = "main.py", *arguments: str) -> list[str]:
@@ -230,7 +230,7 @@ def _request(
     files: Mapping[str, str],
     workspace: Workspace | None,
     *,
-    limits: Limits,
+    limits: CommandLimits,
     scratch: str,
 ) -> dict[str, Any]:
     path_env = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
@@ -287,7 +287,7 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _execute(request: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
+def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budget) -> CommandResult:
     request["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
@@ -333,7 +333,7 @@ def _execute(request: dict[str, Any], limits: Limits, shared: budget.Budget) -> 
 
 
 def _collect(
-    process: subprocess.Popen[bytes], report: int, limits: Limits, start: float, too_much: Callable[[int], bool]
+    process: subprocess.Popen[bytes], report: int, limits: CommandLimits, start: float, too_much: Callable[[int], bool]
 ) -> tuple[str | None, dict[str, list[bytes]]]:
     """Reads all three streams to the end; ends the jail at the deadline, or if the command prints or holds too much.
     Returns the reason of an early end, or None, and the pieces of each stream.
@@ -379,12 +379,12 @@ def _memory(piece: bytes) -> Iterator[int]:
 
 def _outcome(
     request: dict[str, Any],
-    limits: Limits,
+    limits: CommandLimits,
     report: dict[str, Any],
     ended: str | None,
     pieces: dict[str, list[bytes]],
     seconds: float,
-) -> Outcome:
+) -> CommandResult:
     if "missing" in report:
         raise UserError(_missing_text(report["missing"], "sandbox"))
     if "broken" in report:
@@ -399,7 +399,7 @@ def _outcome(
         ended = "timeout"
     stdout, stderr = (b"".join(pieces[name]).decode(errors="replace") for name in ("stdout", "stderr"))
     status = ended or ("ok" if code == 0 else "failed")  # code is None if the command killed its own init
-    return Outcome(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
+    return CommandResult(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
 
 
 def _missing_text(missing: Iterable[str], key: str) -> str:

@@ -17,7 +17,7 @@ DEEPEST = 64
 """Maximum nesting of folders entered by `measure`; each level keeps a descriptor open."""
 
 
-class Size(NamedTuple):
+class TreeSize(NamedTuple):
     """Size of the content below a folder."""
 
     bytes: int
@@ -28,7 +28,7 @@ class Size(NamedTuple):
     """True if folders nest deeper than `DEEPEST`; the rest is not counted."""
 
 
-def measure(folder: str, max_bytes: int, max_entries: int) -> Size:
+def measure(folder: str, max_bytes: int, max_entries: int) -> TreeSize:
     """Counts the content below a folder, while programs change it; stops above `max_bytes` or `max_entries`."""
     total = entries = 0
     linked: set[int] = set()
@@ -51,12 +51,12 @@ def measure(folder: str, max_bytes: int, max_entries: int) -> Size:
                             if stat.S_ISDIR(info.st_mode):
                                 names.append(entry.name)
                         if total > max_bytes or entries > max_entries:
-                            return Size(total, entries, False)
+                            return TreeSize(total, entries, False)
             fresh = False
             if not names:
                 os.close(pending.pop()[0])
             elif len(pending) > DEEPEST:
-                return Size(total, entries, True)
+                return TreeSize(total, entries, True)
             else:
                 with contextlib.suppress(OSError):  # removed, or a link by now
                     pending.append((enter(names.pop(), fd), []))
@@ -64,7 +64,7 @@ def measure(folder: str, max_bytes: int, max_entries: int) -> Size:
     finally:
         for fd, _ in pending:
             os.close(fd)
-    return Size(total, entries, False)
+    return TreeSize(total, entries, False)
 
 
 def enter(name: str, parent: int | None = None) -> int:

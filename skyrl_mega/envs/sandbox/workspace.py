@@ -59,11 +59,11 @@ class Workspace:
             raise RuntimeError("the workspace was given back")
         return Path(self.place if self._top is None else f"/proc/{os.getpid()}/fd/{self._top}")
 
-    def used(self) -> tree.Size:
+    def used(self) -> tree.TreeSize:
         """Returns the bytes and entries in use."""
         if self._top is not None:
             held = os.fstatvfs(self._top)
-            return tree.Size((held.f_blocks - held.f_bfree) * held.f_frsize, held.f_files - held.f_ffree, False)
+            return tree.TreeSize((held.f_blocks - held.f_bfree) * held.f_frsize, held.f_files - held.f_ffree, False)
         return tree.measure(str(self.folder), self.disk, inodes(self.disk))
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ def _fact_rows(
         yield _row("facts", question.text, question.answers, split, index, titles=list(question.chain), earlier=earlier)
 
 
-def _worked(question: facts.Question) -> Iterator[Message]:
+def _worked(question: facts.FactQuestion) -> Iterator[Message]:
     """Yields the messages of two searches and an answer, with the results of the searches."""
     corpus = facts.passages()
     first = question.chain[0]

@@ -48,7 +48,7 @@ class Country:
 
 
 @dataclass(frozen=True)
-class Question:
+class FactQuestion:
     """A question and the two passages that answer the question."""
 
     text: str
@@ -82,17 +82,17 @@ def river_title(river: str) -> str:
     return river if river.startswith("Río") or river.endswith("River") else f"{river} River"
 
 
-def questions(subjects: Iterable[Country]) -> Iterator[Question]:
+def questions(subjects: Iterable[Country]) -> Iterator[FactQuestion]:
     """Yields all questions about the given countries."""
     for c in subjects:
         whose = f"the country whose capital is {c.capital}"
         chain = (c.capital, c.name)
-        yield Question(f"What is the currency of {whose}?", (c.currency,), chain, c.name)
-        yield Question(f"On which continent is {whose}?", (c.continent,), chain, c.name)
+        yield FactQuestion(f"What is the currency of {whose}?", (c.currency,), chain, c.name)
+        yield FactQuestion(f"On which continent is {whose}?", (c.continent,), chain, c.name)
         if c.language:
-            yield Question(f"What is the official language of {whose}?", (c.language,), chain, c.name)
+            yield FactQuestion(f"What is the official language of {whose}?", (c.language,), chain, c.name)
         if c.river:
             title = river_title(c.river)
             answers = tuple(dict.fromkeys((c.river, title)))
             text = f"On which river does the capital of {c.name_in_sentence} lie?"
-            yield Question(text, answers, (c.capital, title), c.name)
+            yield FactQuestion(text, answers, (c.capital, title), c.name)

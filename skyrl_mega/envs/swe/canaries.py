@@ -77,7 +77,7 @@ class Function:
 
 
 @dataclass(eq=False)
-class Source:
+class TestSource:
     """A test file parsed as Python.
 
     Args:
@@ -269,7 +269,7 @@ def _mark(words: str) -> ast.stmt:
 
 
 def canary_candidates(
-    sources: list[Source], marks: Iterable[str], failed: bool, names: frozenset[str]
+    sources: list[TestSource], marks: Iterable[str], failed: bool, names: frozenset[str]
 ) -> list[Assertion]:
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
@@ -278,7 +278,7 @@ def canary_candidates(
 
     Args:
         sources: The test files, in the order of their numbers.
-        marks: Marks written by the tests, see `Source.marked`.
+        marks: Marks written by the tests, see `TestSource.marked`.
         failed: True if the test command failed there.
         names: Functions to prefer; empty for all.
     """

@@ -14,7 +14,7 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.judge import Judge, Verdict, refuse_outside_link, required_tests
+from skyrl_mega.envs.swe.judge import Judge, TestVerdict, refuse_outside_link, required_tests
 from skyrl_mega.envs.swe.session import BOX, CommandResult, LocalSession, Session, UnfitError
 from skyrl_mega.envs.tags import first_tag
 
@@ -185,7 +185,7 @@ class SweEnv(BaseTextEnv):
         try:
             verdict = judge.verdict(self.session.changes(float(self.options["command_timeout_s"])), deadline)
         except UnfitError as error:
-            verdict = Verdict(CommandResult("failed", None, ""), str(error))
+            verdict = TestVerdict(CommandResult("failed", None, ""), str(error))
         metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.reason, "canaries": verdict.canaries}
         metadata["tests_output"] = verdict.ran.output[-2000:]
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)

@@ -26,7 +26,7 @@ from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
-from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, canary_candidates, with_edit
+from skyrl_mega.envs.swe.canaries import Assertion, Edit, TestSource, canary_candidates, with_edit
 from skyrl_mega.envs.swe.session import CommandResult, File, Files, Session, UnfitError, entries
 
 TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
@@ -45,7 +45,7 @@ export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYT
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TestVerdict:
     """Result of judging the tests."""
 
     ran: CommandResult
@@ -79,7 +79,7 @@ class Judge:
     options: Mapping[str, Any]
     session: Callable[[], Session]
 
-    def verdict(self, changes: Files, deadline: float) -> Verdict:
+    def verdict(self, changes: Files, deadline: float) -> TestVerdict:
         """Runs the tests on the policy's changes.
 
         Args:
@@ -90,22 +90,22 @@ class Judge:
         try:
             edits = self._edits(tests, deadline)
         except TimeoutError:
-            return Verdict(LATE, "the untouched repository's tests took too long: raise test_timeout_s")
+            return TestVerdict(LATE, "the untouched repository's tests took too long: raise test_timeout_s")
         if self.options["proof"] == "canaries" and not edits:
-            return Verdict(CommandResult("failed", None, ""), "no assertion of the tests can be made wrong")
+            return TestVerdict(CommandResult("failed", None, ""), "no assertion of the tests can be made wrong")
         work = {path: file for path, file in changes.items() if not self._protects(path)}
         last, failed_canaries = LATE, 0
         for canary in self._plan(tests, edits):
             try:
                 ran = run_with_retries(partial(self._run, work, {**tests, **canary}), self._seconds_left(deadline))
             except UnfitError as error:
-                return Verdict(CommandResult("failed", None, ""), str(error))
+                return TestVerdict(CommandResult("failed", None, ""), str(error))
             if canary and ran.status == "ok":
-                return Verdict(ran, f"the tests pass with a wrong {min(canary)} too", failed_canaries)
+                return TestVerdict(ran, f"the tests pass with a wrong {min(canary)} too", failed_canaries)
             if ran.status not in (("failed", "output") if canary else ("ok",)):
-                return Verdict(ran, None, failed_canaries)
+                return TestVerdict(ran, None, failed_canaries)
             last, failed_canaries = (last, failed_canaries + 1) if canary else (ran, failed_canaries)
-        return Verdict(last, None, failed_canaries)
+        return TestVerdict(last, None, failed_canaries)
 
     def _plan(self, tests: Mapping[str, File], edits: Sequence[tuple[str, Edit]]) -> list[Files]:
         """Returns the canary of each run, empty for the tests as they are; in random order, so time reveals nothing."""
@@ -216,7 +216,7 @@ def refuse_outside_link(path: Path, tasks: Path) -> None:
         )
 
 
-def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[Source]:
+def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[TestSource]:
     """Yields the test files in Python; with `functions`, only files that define at least one."""
     for path, file in sorted(files.items()):
         if path.endswith(".py") and not file.link:
@@ -224,7 +224,7 @@ def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[S
             if functions and not named:
                 continue
             with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-                yield Source(path, file.data)
+                yield TestSource(path, file.data)
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:

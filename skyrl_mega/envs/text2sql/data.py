@@ -14,7 +14,7 @@ from skyrl_mega.common.records import records
 from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 from skyrl_mega.envs.text2sql import small
 from skyrl_mega.envs.text2sql.database import Database, schema
 from skyrl_mega.envs.text2sql.env import observation
@@ -154,7 +154,7 @@ def _example(record: dict[str, Any], folder: Path, args: argparse.Namespace) -> 
     file = folder / name / f"{name}.sqlite"
     if not file.is_file():
         raise UserError(f"{file} does not exist; another --seed draws others", key="--shots", value=args.shots)
-    table = Database(file, Sandbox(Limits(processes=4)), shown=5).query(query, 30.0)
+    table = Database(file, Sandbox(CommandLimits(processes=4)), shown=5).query(query, 30.0)
     return [
         _question(record, schema(file, args.schema), args.turns),
         {"role": "assistant", "content": f"<think>I try a query.</think>\n<sql>{query}</sql>"},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.sandbox import Outcome, Sandbox
+from skyrl_mega.envs.sandbox import CommandResult, Sandbox
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.ordering import orders_rows
@@ -31,7 +31,7 @@ START_S = 10.0
 
 
 @dataclass(frozen=True)
-class Table:
+class QueryResult:
     """Result of a query."""
 
     columns: list[str]
@@ -74,11 +74,11 @@ class Database:
     width: int = 200
     compare: str = "set"
 
-    def query(self, sql: str, seconds: float) -> Table:
+    def query(self, sql: str, seconds: float) -> QueryResult:
         """Runs a single query within `seconds` seconds; any failure is reported in the table's `error`."""
         return _table(self._run([sql], seconds)[0][0])
 
-    def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, Table, Table]:
+    def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, QueryResult, QueryResult]:
         """Runs two queries, and compares the results.
 
         Args:
@@ -109,7 +109,7 @@ class Database:
         total_s = len(queries) * seconds
         limits = replace(box.limits, wall_s=total_s + START_S, cpu_s=int(total_s + START_S), output_kib=64 * 1024)
 
-        def run(seconds_left: float) -> Outcome:
+        def run(seconds_left: float) -> CommandResult:
             return box.run(
                 [os.path.abspath(sys.executable), "-I", "-S", "-B", "query.py"],
                 stdin=json.dumps(request),
@@ -129,10 +129,10 @@ class Database:
         return [*results, *failures][: len(queries)], reason
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: dict[str, Any]) -> QueryResult:
     if "error" in result:
-        return Table([], [], 0, result["error"])
-    return Table(result["columns"], result["rows"], result["count"])
+        return QueryResult([], [], 0, result["error"])
+    return QueryResult(result["columns"], result["rows"], result["count"])
 
 
 def refuse_unmerged(file: Path) -> None:

@@ -11,7 +11,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, group, number, text, whole
-from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
 from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.text2sql.database import Database, refuse_unmerged, wrong_query
@@ -22,7 +22,7 @@ FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird
 """Data set in a row's `data` → folder of the databases below `db_path`, in the layout of SkyRL's users."""
 
 BOX = "environment.options.text2sql.sandbox"
-LIMITS = Limits(processes=4)
+LIMITS = CommandLimits(processes=4)
 INVALID = "Your previous action is invalid: think inside <think>…</think>, then give one query inside <sql>…</sql>."
 
 

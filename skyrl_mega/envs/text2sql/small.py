@@ -33,7 +33,7 @@ _CHANGES = 3
 """Number of changes to a database made by `write`, as counted in the header."""
 
 
-class Question(NamedTuple):
+class DatabaseQuestion(NamedTuple):
     """A question about a database, and the query that answers the question."""
 
     db_id: str
@@ -68,38 +68,38 @@ def _is_ours(file: Path) -> bool:
     return head[68:72] == _ID and int.from_bytes(head[24:28]) == _CHANGES
 
 
-def questions(name: str) -> Iterator[Question]:
+def questions(name: str) -> Iterator[DatabaseQuestion]:
     """Yields all questions about a database."""
     table, label, group, groups, number, (low, high) = THEMES[name]
-    yield Question(name, f"How many {table}s are there?", f"SELECT count(*) FROM {table}")
+    yield DatabaseQuestion(name, f"How many {table}s are there?", f"SELECT count(*) FROM {table}")
     for word, function in (("average", "avg"), ("largest", "max"), ("smallest", "min"), ("total", "sum")):
-        yield Question(name, f"What is the {word} {number}?", f"SELECT {function}({number}) FROM {table}")
-        yield Question(
+        yield DatabaseQuestion(name, f"What is the {word} {number}?", f"SELECT {function}({number}) FROM {table}")
+        yield DatabaseQuestion(
             name,
             f"What is the {word} {number} for each {group}?",
             f"SELECT {group}, {function}({number}) FROM {table} GROUP BY {group}",
         )
         for value in groups:
-            yield Question(
+            yield DatabaseQuestion(
                 name,
                 f"What is the {word} {number} where the {group} is {value}?",
                 f"SELECT {function}({number}) FROM {table} WHERE {group} = '{value}'",
             )
     for value in groups:
-        yield Question(
+        yield DatabaseQuestion(
             name,
             f"List the {label} of every {table} whose {group} is {value}.",
             f"SELECT {label} FROM {table} WHERE {group} = '{value}'",
         )
     for word, order in (("largest", "DESC"), ("smallest", "ASC")):
-        yield Question(
+        yield DatabaseQuestion(
             name,
             f"Which {table} has the {word} {number}? Give its {label}.",
             f"SELECT {label} FROM {table} ORDER BY {number} {order} LIMIT 1",
         )
     for share in (0.2, 0.4, 0.6, 0.8):
         bound = int(low + share * (high - low))
-        yield Question(
+        yield DatabaseQuestion(
             name,
             f"How many {table}s have a {number} above {bound}?",
             f"SELECT count(*) FROM {table} WHERE {number} > {bound}",

@@ -24,7 +24,7 @@ MEGATRON_VALUE = "value_head.weight"
 
 
 @dataclass(frozen=True)
-class ValueHead(Block):
+class ValueHeadBlock(Block):
     """The last norm, and a linear layer without bias from hidden state to value, replicated on every tensor rank."""
 
     hidden: int
@@ -32,7 +32,7 @@ class ValueHead(Block):
     """Always False: the value head never shares weights with the embedding."""
 
     @classmethod
-    def of(cls, hidden: int) -> ValueHead:
+    def of(cls, hidden: int) -> ValueHeadBlock:
         """Returns the value head for a model of width `hidden`."""
         return cls(hidden)
 

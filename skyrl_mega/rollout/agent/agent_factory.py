@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Sampling
-from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.routing.lockstep import FixedEngines, in_lockstep
@@ -65,7 +65,7 @@ class AgentFactory:
             router,
             self.chat,
             self.environments,
-            replace(Limits.of(self.rollout), turn=sampling.max_tokens),
+            replace(TrajectoryLimits.of(self.rollout), turn=sampling.max_tokens),
             self.threads,
             reward_weights=self.reward_weights,
             retries=self.environments.retries,

@@ -19,13 +19,13 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
 from skyrl_mega.rollout.agent.environment import Environment, EnvironmentFault
-from skyrl_mega.rollout.agent.renderer import Refused, Renderer, TooLong
+from skyrl_mega.rollout.agent.renderer import Renderer, TemplateError, TooLong
 from skyrl_mega.rollout.agent.routes import TurnRoutes
 from skyrl_mega.rollout.agent.token_rewards import TokenRewards
 from skyrl_mega.rollout.gate import Start
 from skyrl_mega.rollout.routing.router import Router
 from skyrl_mega.telemetry.trace import Span
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory, new_trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep, new_trajectory
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first retry and before any retry: the pause doubles with each retry, as the service under the
@@ -37,7 +37,7 @@ CUT_STATUS = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIM
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrajectoryLimits:
     """Token, turn and time limits of a trajectory, and permissions of the environment."""
 
     turn: int
@@ -56,7 +56,7 @@ class Limits:
     """True if an environment may replace the conversation."""
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> Limits:
+    def of(cls, rollout: RolloutConfig) -> TrajectoryLimits:
         """Returns the limits set by the configuration, with defaults filled in."""
         return cls(
             turn=rollout.sampling.max_tokens,
@@ -129,7 +129,7 @@ class Agent:
         router: Router,
         chat: Renderer,
         environments: EnvironmentConfig,
-        limits: Limits,
+        limits: TrajectoryLimits,
         threads: EnvPool,
         *,
         reward_weights: Mapping[str, float] | None = None,
@@ -216,7 +216,7 @@ class Agent:
         """Returns a prompt's tokens for a trajectory that never runs; an end token if the template rejects it."""
         try:
             return self.first(prompt.messages)
-        except Refused:
+        except TemplateError:
             return [self.chat.end]
 
     async def _run(self, opened: Opened, name: str, start: Start | None) -> None:
@@ -265,7 +265,7 @@ class Agent:
         edits.add_reward(t, step, answer)
         t.metadata = answer.metadata
 
-        t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
+        t.steps.append(TrajectoryStep(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
         edits.append_messages(t, answer.messages or answer.observations)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
@@ -312,7 +312,7 @@ class Agent:
         opened.routes.add(t, completion)
         end = len(t.tokens)
         spent = opened.seconds - start
-        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
+        t.steps.append(TrajectoryStep(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
         t.versions += [(version, end + first) for version, first in completion.versions]
         edits.append(t, completion.tokens, 1, completion.logprobs)
         return PolicyTurn(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
@@ -358,7 +358,7 @@ class Agent:
         """Returns the tokens of an environment's messages; raises the environment's fault for rejected messages."""
         try:
             return render(*args)
-        except Refused as error:
+        except TemplateError as error:
             raise opened.env.fault(Status.ERROR_ENV, f"{what}: {error}") from error
         except TooLong as error:
             return range(error.tokens)  # longer than every limit, so rejected by the caller

@@ -14,7 +14,7 @@ REPEATS = 8
 """Number of times a template may repeat the input."""
 
 
-class Refused(UserError):
+class TemplateError(UserError):
     """The chat template rejects the messages, for example two of the same role in a row."""
 
 
@@ -41,7 +41,7 @@ class ChatTemplate:
             generation: Ends the text at the point at which the policy generates.
 
         Raises:
-            Refused: The template rejects the messages or writes far too much text.
+            TemplateError: The template rejects the messages or writes far too much text.
         """
         most = MOST_CHARACTERS + REPEATS * (_characters(messages) + _characters(tools))
         pieces, size = [], 0
@@ -60,7 +60,9 @@ class ChatTemplate:
                 pieces.append(piece)
         except Exception as error:  # a template is a program: it may even divide by zero
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise Refused(f"model.path={self.path}: the chat template refuses messages of {roles}: {error}") from error
+            raise TemplateError(
+                f"model.path={self.path}: the chat template refuses messages of {roles}: {error}"
+            ) from error
         return "".join(pieces)
 
 

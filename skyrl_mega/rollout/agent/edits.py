@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.validate import StepOutput
-from skyrl_mega.trajectories.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.trajectories.trajectory import Kind, Status, Trajectory, TrajectoryStep
 
 
 def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
@@ -68,7 +68,7 @@ def end_message(t: Trajectory, end: int, stop_tokens: Collection[int]) -> None:
         step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
 
 
-def add_reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
+def add_reward(t: Trajectory, step: TrajectoryStep, answer: StepOutput) -> None:
     """Adds the environment's reward for the policy's answer in a step."""
     step.reward = (step.reward or 0.0) + answer.reward
     t.reward += answer.reward
@@ -76,7 +76,7 @@ def add_reward(t: Trajectory, step: Step, answer: StepOutput) -> None:
         t.rewards[name] = t.rewards.get(name, 0.0) + value
 
 
-def last_response(t: Trajectory) -> Step | None:
+def last_response(t: Trajectory) -> TrajectoryStep | None:
     """Returns the latest step in which the policy produced tokens, or None."""
     return next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE and step.end > step.start), None)
 

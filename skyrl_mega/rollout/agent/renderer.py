@@ -24,7 +24,7 @@ from skyrl_mega.config.derived import length_limit
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.envs.tool_calls import PARSERS, AssistantMessage, calls_of, form_of
 from skyrl_mega.hf_checkpoint.tokenizer import load
-from skyrl_mega.rollout.agent.chat_template import ChatTemplate, Refused
+from skyrl_mega.rollout.agent.chat_template import ChatTemplate, TemplateError
 from skyrl_mega.rollout.agent.end_of_turn import control_tokens, ends_of
 
 MARK = "0assistant0turn0"
@@ -211,7 +211,7 @@ class Renderer:
             tools: Tools offered to the policy, in the format of chat templates.
 
         Raises:
-            Refused: The template rejects the messages.
+            TemplateError: The template rejects the messages.
             TooLong: No sequence is long enough.
         """
         conversation = json.dumps([messages, list(tools)])
@@ -262,7 +262,7 @@ class Renderer:
         messages."""
         try:
             text = self.template.render(SPOKEN, generation=False)
-        except Refused:
+        except TemplateError:
             return ""
         return text.partition(MARK)[2]
 
@@ -284,7 +284,7 @@ class Renderer:
             tools: Tools given to `render`.
 
         Raises:
-            Refused: The template rejects the messages.
+            TemplateError: The template rejects the messages.
         """
         if self.one_message:
             return [token for message in observations for token in self._words(message["content"])]
@@ -348,7 +348,7 @@ class Renderer:
             try:
                 calls = calls_of(message)
             except Malformed as error:
-                raise Refused(f"a message of role {message['role']} has invalid tool_calls: {error}") from error
+                raise TemplateError(f"a message of role {message['role']} has invalid tool_calls: {error}") from error
             readable = {**message, "tool_calls": calls} if calls else message
             return {**self._broken_in(readable, by_letters), "role": message["role"]}
 

@@ -54,7 +54,7 @@ class QueuedRequest:
 
 
 @dataclass(eq=False)
-class Load:
+class EngineLoad:
     """The requests given to an engine."""
 
     room: float
@@ -245,11 +245,11 @@ class Router:
         for task in self.tasks:
             task.cancel()
 
-    def _new_load(self, engine: int) -> Load:
+    def _new_load(self, engine: int) -> EngineLoad:
         """Returns the load of an engine without requests. The token limit comes from the cache size, as if every
         request grew to the largest length."""
         facts = None if math.isinf(self.limit) else self.fleet.facts[engine]
-        return Load(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
+        return EngineLoad(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
 
     def _schedule(self) -> None:
         if not self.scheduled:
@@ -343,7 +343,7 @@ class Router:
         finally:
             self.count(engine, -len(batch))
 
-    def _postpone(self, engine: int, load: Load | None, batch: dict[str, QueuedRequest], began: int) -> None:
+    def _postpone(self, engine: int, load: EngineLoad | None, batch: dict[str, QueuedRequest], began: int) -> None:
         """Queues the requests of an engine whose weights are only partly updated. The weight sync with the rest calls
         `rejoin`, or did so since the request was sent."""
         if began == self.rejoins:
@@ -352,7 +352,9 @@ class Router:
         if engine in self.awaiting_sync:
             self.on_refusal(engine)
 
-    def _retire(self, engine: int, actor: Any, load: Load | None, batch: dict[str, QueuedRequest], cause: str) -> None:
+    def _retire(
+        self, engine: int, actor: Any, load: EngineLoad | None, batch: dict[str, QueuedRequest], cause: str
+    ) -> None:
         """Takes an engine out of service, unless another actor already took the rank. The requests move to other
         engines."""
         if self.fleet.group.actors[engine] is not actor:
@@ -367,7 +369,7 @@ class Router:
             return
         self._requeue(load, batch)
 
-    def _requeue(self, load: Load | None, batch: dict[str, QueuedRequest]) -> None:
+    def _requeue(self, load: EngineLoad | None, batch: dict[str, QueuedRequest]) -> None:
         """Puts an engine's requests back at the front of the queue."""
         for waiting in batch.values():
             if load is not None:

@@ -30,10 +30,10 @@ from skyrl_mega.rollout.workers.messages import (
     EngineDead,
     EngineView,
     Finished,
-    Job,
     KilledForMemory,
     RolloutFailed,
     TimelineCounts,
+    TrajectoryJob,
     WorkerEvent,
 )
 from skyrl_mega.telemetry.events import Event
@@ -73,7 +73,7 @@ class WorkerLink:
     actor: Any
     waiting: dict[int, Answer] = field(default_factory=dict)
     """Trajectories in progress, by job key."""
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[TrajectoryJob] = field(default_factory=list)
     """Jobs not sent yet."""
     abandoned: list[int] = field(default_factory=list)
     """Keys of abandoned jobs, not sent yet."""
@@ -156,7 +156,9 @@ class WorkerClient:
             while True:
                 link = await self._link(history, None if fault else prompt)
                 recorded = self._recorded.get(name, ())
-                job = Job(next(self._keys), prompt, sample, name, self.spans() is not None, recorded, fault=fault)
+                job = TrajectoryJob(
+                    next(self._keys), prompt, sample, name, self.spans() is not None, recorded, fault=fault
+                )
                 try:
                     trajectory = await self._run_job(link, job, history)
                 except _WorkerLost as lost:
@@ -266,7 +268,7 @@ class WorkerClient:
         facts = [_worker_share(facts, len(self.workers.group)) for facts in fleet.facts]
         return EngineView(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
-    async def _run_job(self, link: WorkerLink, job: Job, history: CrashHistory) -> Trajectory:
+    async def _run_job(self, link: WorkerLink, job: TrajectoryJob, history: CrashHistory) -> Trajectory:
         answer = link.waiting[job.key] = asyncio.get_running_loop().create_future()
         link.jobs.append(job)
         self._send()

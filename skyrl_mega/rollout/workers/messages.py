@@ -33,7 +33,7 @@ class EngineView:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrajectoryJob:
     """A trajectory to run."""
 
     key: int

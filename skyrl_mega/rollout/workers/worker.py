@@ -34,10 +34,10 @@ from skyrl_mega.rollout.workers.messages import (
     EngineDead,
     EngineView,
     Finished,
-    Job,
     KilledForMemory,
     RolloutFailed,
     TimelineCounts,
+    TrajectoryJob,
     WorkerEvent,
 )
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
@@ -84,7 +84,7 @@ class RolloutWorker:
         self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.factory = AgentFactory(chat, rollout, environments, reward_weights, threads)
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, PhaseSession] = {}
         self.reported_kills = 0
         """Programs killed for memory, as last reported to the driver."""
         self.sandboxes_reported = False
@@ -99,10 +99,10 @@ class RolloutWorker:
             service: True for a service: requests without an engine wait instead of failing.
             engines: The driver's view of the engines.
         """
-        new_session = self.sessions[session] = Session(self.factory, sampling, service, engines)
+        new_session = self.sessions[session] = PhaseSession(self.factory, sampling, service, engines)
         new_session.router.count = self.timeline.requests
 
-    async def play(self, session: str, jobs: Sequence[Job]) -> None:
+    async def play(self, session: str, jobs: Sequence[TrajectoryJob]) -> None:
         """Starts the trajectories of these jobs and returns at once; `events` returns the outcomes.
 
         A job abandoned before its start is reported as cancelled.
@@ -118,8 +118,8 @@ class RolloutWorker:
             self.sessions[session].play(job)
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
-        """Cancels the jobs with these keys (`Job.key`). An event confirms the end of each. Does nothing if the session
-        has ended."""
+        """Cancels the jobs with these keys (`TrajectoryJob.key`). An event confirms the end of each. Does nothing if
+        the session has ended."""
         if (known := self.sessions.get(session)) is not None:  # the session may have ended
             for key in keys:
                 known.abandon(key)
@@ -147,7 +147,7 @@ class RolloutWorker:
 
         Args:
             session: Name of the session.
-            keys: The jobs' keys (`Job.key`).
+            keys: The jobs' keys (`TrajectoryJob.key`).
         """
         return [*map(self.sessions[session].hand_over, keys), None]
 
@@ -163,7 +163,7 @@ class RolloutWorker:
         return self.timeline.take()
 
 
-class Session:
+class PhaseSession:
     """A phase or a service on this worker."""
 
     def __init__(self, factory: AgentFactory, sampling: SamplingConfig, service: bool, engines: EngineView) -> None:
@@ -197,7 +197,7 @@ class Session:
         events, self._events = self._events, []
         return events
 
-    def play(self, job: Job) -> None:
+    def play(self, job: TrajectoryJob) -> None:
         """Starts a trajectory, unless already abandoned."""
         if job.key in self._abandoned:
             self._abandoned.discard(job.key)
@@ -235,7 +235,7 @@ class Session:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.router.close()
 
-    async def _play(self, job: Job) -> None:
+    async def _play(self, job: TrajectoryJob) -> None:
         spans: list[Span] | None = [] if job.traced else None
         agent = copy(self.agent)
         agent.spans = lambda: spans
@@ -249,7 +249,7 @@ class Session:
         self.arrays[job.key] = job.name, arrays
         self.report(Finished(job.key, small, spans or ()))
 
-    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+    def _ended(self, job: TrajectoryJob, task: asyncio.Task[None]) -> None:
         del self.tasks[job.key]
         self._abandoned.discard(job.key)
         if task.cancelled() or task.exception() is not None:
@@ -260,7 +260,7 @@ class Session:
             self.report(_failed(job, error))
 
 
-def _failed(job: Job, error: BaseException) -> RolloutFailed:
+def _failed(job: TrajectoryJob, error: BaseException) -> RolloutFailed:
     failure = error if isinstance(error, ActorFailed) else ActorFailed("rollout", None, "play", describe(error))
     return RolloutFailed(job.key, failure)
 

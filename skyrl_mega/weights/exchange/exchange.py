@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skyrl_mega.common.limits import SYNC_BUCKETS
 from skyrl_mega.parallel.box import Layout, Shard
-from skyrl_mega.weights.exchange.executor import ChecksumError, Member, Report, Run, read_from_owner
+from skyrl_mega.weights.exchange.executor import ChecksumError, ExchangeReport, ExchangeRun, Member, read_from_owner
 from skyrl_mega.weights.exchange.pack import local_view
 from skyrl_mega.weights.exchange.rank_program import Role, rank_program
 from skyrl_mega.weights.exchange.tensors import BucketViewCache
@@ -25,9 +25,9 @@ from skyrl_mega.weights.fp8.format import Wire
 from skyrl_mega.weights.fp8.scales import Agree, Scales
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.transports.group import Deadline, Transport
-from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer, connect, device_owners
+from skyrl_mega.weights.transports.ipc import SharedBuffers, ToOwner, ToPeer, connect, device_owners
 
-__all__ = ["ChecksumError", "Exchange", "Report", "Staging", "copy", "local_view"]
+__all__ = ["ChecksumError", "Exchange", "ExchangeReport", "Staging", "copy", "local_view"]
 
 Params = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ class Staging:
         self._stream = torch.cuda.Stream(transport.device) if transport.on_streams else None
         self._size = self._count = 0
         self._shared = False
-        self._allocated: Buffers | None = None
+        self._allocated: SharedBuffers | None = None
         self.device = torch.empty(0, device=transport.device).device
         """The transport's device, with an index."""
 
@@ -60,11 +60,11 @@ class Staging:
         self._shared = shared or self._shared
 
     @property
-    def buffers(self) -> Buffers:
+    def buffers(self) -> SharedBuffers:
         """All buffers, allocated on first access."""
         if self._allocated is None:
             with self.on_stream():
-                self._allocated = Buffers(self._size, self._count, self._transport_device, self._shared)
+                self._allocated = SharedBuffers(self._size, self._count, self._transport_device, self._shared)
         return self._allocated
 
     @contextmanager
@@ -181,7 +181,7 @@ class Exchange:
         *,
         checksums: bool = False,
         loaded: Callable[[str], None] | None = None,
-    ) -> Report:
+    ) -> ExchangeReport:
         """Moves every box from the sources' parameters to the targets'. A collective of all processes in the plan.
 
         Args:
@@ -226,7 +226,7 @@ class Exchange:
 
     def _begin(
         self, source_params: Params, target_params: Params, loaded: Callable[[str], None], *, checksums: bool
-    ) -> Run:
+    ) -> ExchangeRun:
         """Returns a new run between these parameters and the tables of scales."""
 
         def source_param(name: str) -> Tensor:
@@ -239,10 +239,10 @@ class Exchange:
             if name not in self._target_scales:
                 loaded(name)
 
-        return Run(
+        return ExchangeRun(
             self.transport,
             Deadline(self.transport.timeout_s),
-            Report(),
+            ExchangeReport(),
             checksums,
             sources=lambda bucket: self._sources.of(bucket, source_param),
             targets=lambda bucket: self._targets.of(bucket, target_param),
@@ -250,7 +250,7 @@ class Exchange:
             loaded=notify_loaded,
         )
 
-    def _prepare(self, run: Run, source_params: Params, target_params: Params) -> None:
+    def _prepare(self, run: ExchangeRun, source_params: Params, target_params: Params) -> None:
         """Computes scales and, in the first run, looks up every source parameter, so missing parameters fail before
         the first message.
         """
@@ -264,7 +264,7 @@ class Exchange:
             with run.report.timed("quantise_s"):
                 self._scales.compute(source_params)
 
-    def _execute(self, run: Run) -> None:
+    def _execute(self, run: ExchangeRun) -> None:
         if self._owner is None:
             Member(run, self._steps, self._staging.buffers, self._device_peers, self.in_flight).run_steps()
         else:

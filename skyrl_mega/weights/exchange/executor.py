@@ -18,9 +18,9 @@ from torch import Tensor
 
 from skyrl_mega.kernels.boxes import upload
 from skyrl_mega.weights.exchange.pack import BucketViews
-from skyrl_mega.weights.exchange.rank_program import RankBucket, Step
+from skyrl_mega.weights.exchange.rank_program import ProgramStep, RankBucket
 from skyrl_mega.weights.transports.group import Deadline, Message, Transport
-from skyrl_mega.weights.transports.ipc import Buffers, ToOwner, ToPeer
+from skyrl_mega.weights.transports.ipc import SharedBuffers, ToOwner, ToPeer
 
 CHECK_S = 0.5
 """Seconds between checks for departed processes while waiting for the GPU."""
@@ -38,7 +38,7 @@ class ChecksumError(RuntimeError):
 
 
 @dataclass
-class Report:
+class ExchangeReport:
     """Times and bytes of a run in a process. Seconds are host time; on a GPU, to launch work, except `wire_s`."""
 
     pack_s: float = 0.0
@@ -76,12 +76,12 @@ Bound = Callable[[RankBucket], tuple[BucketViews, list[Tensor]]]
 
 
 @dataclass
-class Run:
+class ExchangeRun:
     """The inputs and the progress of a run."""
 
     transport: Transport
     deadline: Deadline
-    report: Report
+    report: ExchangeReport
     with_checksums: bool
     sources: Bound
     """Function for the packing side of a bucket."""
@@ -173,7 +173,7 @@ def _trailer(bucket: RankBucket, flat: Tensor) -> Tensor:
 class _Started:
     """A step in progress."""
 
-    step: Step
+    step: ProgramStep
     incoming: int | None
     outgoing: int | None
     delivered: bool = False
@@ -183,16 +183,16 @@ class _Started:
 class Member:
     """A member of the process group: sends, receives, forwards, and serves device peers."""
 
-    run: Run
-    steps: Sequence[Step]
-    buffers: Buffers
+    run: ExchangeRun
+    steps: Sequence[ProgramStep]
+    buffers: SharedBuffers
     device_peers: Mapping[int, ToPeer]
     in_flight: int
     _free: list[int] = field(default_factory=list)
     _slots: dict[int, int] = field(default_factory=dict)
     _arriving: dict[int, int] = field(default_factory=dict)
     _started: deque[_Started] = field(default_factory=deque)
-    _marks: list[tuple[torch.cuda.Event, Step]] = field(default_factory=list)
+    _marks: list[tuple[torch.cuda.Event, ProgramStep]] = field(default_factory=list)
 
     def run_steps(self) -> None:
         """Executes all steps: packs, sends, receives, forwards and loads the buckets of this process.
@@ -217,7 +217,7 @@ class Member:
     def _flat(self, bucket: RankBucket) -> Tensor:
         return self.buffers.slot(self._slots[bucket.number])[: bucket.size(self.run.with_checksums)]
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: ProgramStep) -> None:
         run, send = self.run, step.send
         receive = outgoing = None
         if step.receive is not None:
@@ -282,7 +282,7 @@ class Member:
             event.record()
             self._marks.append((event, started.step))
 
-    def _wait_for_gpu(self, step: Step) -> None:
+    def _wait_for_gpu(self, step: ProgramStep) -> None:
         """Waits for the GPU, because another process reads the buffers next."""
         if self.run.transport.on_streams:
             event = torch.cuda.Event()
@@ -293,7 +293,7 @@ class Member:
         for event, step in self._marks:
             self._wait_for_event(event, step)
 
-    def _wait_for_event(self, event: torch.cuda.Event, step: Step) -> None:
+    def _wait_for_event(self, event: torch.cuda.Event, step: ProgramStep) -> None:
         """Waits for an event of the current stream.
 
         Raises:
@@ -310,7 +310,7 @@ class Member:
                     raise transport.failed(peer, what, "", timed_out=deadline.passed, deadline=deadline)
                 last_check = time.monotonic() if due else last_check
 
-    def _awaited(self, step: Step) -> tuple[int, str]:
+    def _awaited(self, step: ProgramStep) -> tuple[int, str]:
         """Returns the peer and the tensors of a step, or of the oldest step in progress with a peer."""
         for at in (step, *(started.step for started in self._started)):
             if at.receive is not None:
@@ -320,7 +320,9 @@ class Member:
         return self.run.transport.rank, self.run.under_way
 
 
-def read_from_owner(run: Run, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int) -> None:
+def read_from_owner(
+    run: ExchangeRun, owner: ToOwner, buffers: Tensor, buckets: Sequence[RankBucket], owner_rank: int
+) -> None:
     """Executes a run as device peer: loads the buckets in place, without a copy of its own.
 
     Args:

@@ -54,7 +54,7 @@ def region(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class BucketView:
     """A part of a local parameter and its position in a bucket. Holds no memory."""
 
     region: Region
@@ -98,7 +98,7 @@ class BucketViews:
     """
 
     def __init__(
-        self, views: Sequence[View], names: Sequence[str], params: Sequence[Tensor], device: torch.device
+        self, views: Sequence[BucketView], names: Sequence[str], params: Sequence[Tensor], device: torch.device
     ) -> None:
         self.views, self.names = tuple(views), tuple(names)
         on_device = [param.device == device for param in params]
@@ -176,12 +176,12 @@ class BucketViews:
         return different | changed
 
 
-def _in_bucket(view: View, owner: int) -> Region:
+def _in_bucket(view: BucketView, owner: int) -> Region:
     """Returns a part's region in the bucket, with `owner` as the bucket's tensor number."""
     return Region(owner, view.region.offset, (view.nbytes,), (1,), torch.uint8, view.region.offset)
 
 
-def _differs(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:
+def _differs(view: BucketView, params: Sequence[Tensor], flat: Tensor) -> Tensor:
     """Returns True, as a tensor, if a parameter of another type than the wire's differs from the converted bucket
     values.
     """
@@ -194,13 +194,13 @@ def _differs(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:
     return (local.nan_to_num() != expected.nan_to_num()).any()
 
 
-def _dequantise(view: View, params: Sequence[Tensor], flat: Tensor, local: Tensor) -> None:
+def _dequantise(view: BucketView, params: Sequence[Tensor], flat: Tensor, local: Tensor) -> None:
     packed = view.packed(flat)
     for rows, scale, row, column in _strips(view, params):
         local[rows].copy_(dequantise(packed[rows], scale, row, column, local.dtype))
 
 
-def _strips(view: View, params: Sequence[Tensor]) -> list[tuple[slice, Tensor, int, int]]:
+def _strips(view: BucketView, params: Sequence[Tensor]) -> list[tuple[slice, Tensor, int, int]]:
     """Returns strips of whole block rows, each of bounded size: rows, scales, and the strip's start."""
     assert view.scale is not None
     scales = view.scale.of(params[view.scale.owner])

@@ -72,7 +72,7 @@ class RankBucket:
 
 
 @dataclass(slots=True)
-class Step:
+class ProgramStep:
     """The actions of this process in one round."""
 
     round: int
@@ -108,7 +108,7 @@ def rank_program(
     source_base: int,
     target_base: int,
     owners: dict[int, int],
-) -> tuple[list[Step], list[RankBucket]]:
+) -> tuple[list[ProgramStep], list[RankBucket]]:
     """Returns this process's steps in round order, and the buckets to read from the device owner.
 
     A device owner gets no buckets to read. A device peer gets no steps, only buckets in the owner's order.
@@ -127,7 +127,7 @@ def rank_program(
         buckets, wire, role, [n for n in touched if packed_by[n] == me], [n for n in touched if me in wanted_by[n]]
     )
     names = list(buckets.parts.tensors)
-    steps: dict[int, Step] = {}
+    steps: dict[int, ProgramStep] = {}
     for number in touched:
         chain, at = chains[number], schedule[number]
         bucket = _rank_bucket(
@@ -143,7 +143,7 @@ def rank_program(
         else:
             hops.append((at[chain.index(owner) - 1], chain[1], False))
         for t, peer, sends in hops:
-            step = steps.setdefault(t, Step(t))
+            step = steps.setdefault(t, ProgramStep(t))
             if sends:
                 step.send, step.receiver = bucket, peer
             else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.parallel.box import Piece
-from skyrl_mega.weights.exchange.pack import BucketViews, View, region
+from skyrl_mega.weights.exchange.pack import BucketView, BucketViews, region
 from skyrl_mega.weights.exchange.rank_program import Item, RankBucket
 from skyrl_mega.weights.fp8.format import FP8, scale_box
 from skyrl_mega.weights.plan.intersect import Place
@@ -80,7 +80,7 @@ def _form(param: Tensor) -> Form:
     return param.dtype, param.shape, param.stride(), param.device
 
 
-def _view(item: Item, place: Place, requested: _RequestedParams, scale: Piece | None) -> View:
+def _view(item: Item, place: Place, requested: _RequestedParams, scale: Piece | None) -> BucketView:
     """Returns the view of a part. Requests scales only if this end converts.
 
     Raises:
@@ -100,4 +100,4 @@ def _view(item: Item, place: Place, requested: _RequestedParams, scale: Piece | 
         wanted = scale_box(item.box)
         inside = tuple(a - b for a, b in zip(wanted.start, scale.box.start, strict=True))
         blocks = region(*requested(scale.param), scale.offset, inside, wanted.shape, 0)
-    return View(local, item.dtype, blocks, item.box.start)
+    return BucketView(local, item.dtype, blocks, item.box.start)

@@ -16,7 +16,7 @@ from skyrl_mega.weights.plan.topology import Topology
 
 
 @dataclass(frozen=True)
-class Engines:
+class EnginesLayout:
     """The engines' parallel layout."""
 
     count: int
@@ -52,7 +52,7 @@ class Endpoints:
 
 
 def lay_out(
-    hf: Mapping[str, Any], parallel: ParallelDims, spec: Spec, engines: Engines, topology: Topology
+    hf: Mapping[str, Any], parallel: ParallelDims, spec: Spec, engines: EnginesLayout, topology: Topology
 ) -> Endpoints:
     """Returns both ends for the model with the config.json `hf`.
 
@@ -71,7 +71,7 @@ def lay_out(
     return Endpoints(parallel, policy, engine_layout, topology)
 
 
-def engines_of(config: Config) -> Engines:
+def engines_of(config: Config) -> EnginesLayout:
     """Returns the engines' parallel layout in the settings."""
     rollout = config.rollout
-    return Engines(rollout.engines, rollout.tensor, engine_data(rollout), expert_parallel(rollout))
+    return EnginesLayout(rollout.engines, rollout.tensor, engine_data(rollout), expert_parallel(rollout))

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.fp8.format import Wire, quantised, scale_shapes, with_scales
-from skyrl_mega.weights.plan.endpoints import Endpoints, Engines, engines_of, lay_out
+from skyrl_mega.weights.plan.endpoints import Endpoints, EnginesLayout, engines_of, lay_out
 from skyrl_mega.weights.plan.plan import Plan, plan
 from skyrl_mega.weights.plan.topology import Links, Topology
 
@@ -31,7 +31,7 @@ class SyncInputs:
     spec: Spec
     """The policy's layer spec, the source of parameter names."""
     engines: dict[str, Any]
-    """Fields of `Engines`, for all engines of the run."""
+    """Fields of `EnginesLayout`, for all engines of the run."""
     members: tuple[int, ...]
     """Numbers of the participating engines in the run."""
     sources: tuple[int, ...]
@@ -65,7 +65,7 @@ class SyncInputs:
     @property
     def workers(self) -> int:
         """Number of workers per engine."""
-        return Engines(**self.engines).workers
+        return EnginesLayout(**self.engines).workers
 
     def endpoints(self) -> tuple[Endpoints, Wire]:
         """Returns both ends of the sync, scales included, and the types on the wire.
@@ -74,7 +74,7 @@ class SyncInputs:
             UserError: The model cannot be split into a layout.
         """
         topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links))
-        ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, Engines(**self.engines), topology)
+        ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, EnginesLayout(**self.engines), topology)
         ends = ends.only(self.members, self.workers)
         wire = wire_of(self.dtype, self.fp8, ends.engines.tensors)
         if not wire.quantised:

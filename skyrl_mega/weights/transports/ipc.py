@@ -62,7 +62,7 @@ def device_owners(topology: Topology, source_base: int, target_base: int) -> dic
     return owners
 
 
-class Channel:
+class PeerChannel:
     """An end of the connection between a device owner and a peer."""
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int) -> None:
@@ -108,11 +108,11 @@ class Channel:
         self._connection.close()
 
 
-class ToPeer(Channel):
+class ToPeer(PeerChannel):
     """The owner's end of a connection. Construction shares `buffers`, used by all runs, with the peer."""
 
     def __init__(
-        self, connection: socket.socket, transport: Transport, peer: int, buffers: Buffers, deadline: Deadline
+        self, connection: socket.socket, transport: Transport, peer: int, buffers: SharedBuffers, deadline: Deadline
     ) -> None:
         super().__init__(connection, transport, peer)
         self._read: set[int] = set()
@@ -153,7 +153,7 @@ class ToPeer(Channel):
         self._read.discard(bucket)
 
 
-class ToOwner(Channel):
+class ToOwner(PeerChannel):
     """The peer's end of a connection."""
 
     def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
@@ -210,7 +210,7 @@ class ToOwner(Channel):
         self._send(_DONE.pack(bucket), what, deadline)
 
 
-class Buffers:
+class SharedBuffers:
     """A process's buffers for all runs: `flat`, uint8 [count · size], on the transport's device.
 
     Args:
@@ -288,7 +288,9 @@ def _from_handle(fields: list[Any], device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (size,), (1,))
 
 
-def connect(transport: Transport, owners: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToPeer], ToOwner | None]:
+def connect(
+    transport: Transport, owners: dict[int, int], buffers: SharedBuffers
+) -> tuple[dict[int, ToPeer], ToOwner | None]:
     """Connects this process with device peers, giving access to `buffers`, or with the device owner.
 
     A collective of all processes of a device.
@@ -306,7 +308,9 @@ def connect(transport: Transport, owners: dict[int, int], buffers: Buffers) -> t
     return {}, None
 
 
-def _accept_peers(transport: Transport, peers: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToPeer]:
+def _accept_peers(
+    transport: Transport, peers: list[int], buffers: SharedBuffers, deadline: Deadline
+) -> dict[int, ToPeer]:
     store = transport.store
     assert store is not None
     folder = tempfile.mkdtemp(prefix="weights-")  # accessible to this user only

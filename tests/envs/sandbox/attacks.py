@@ -134,7 +134,7 @@ class Outside:
 
 def probes(work: Path, disabled: tuple[str, ...]) -> Results:
     """Runs the attacks of `probes.py` and checks the state outside."""
-    from skyrl_mega.envs.sandbox import Limits, Sandbox
+    from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 
     outside = Outside(work)
     try:
@@ -150,7 +150,7 @@ def probes(work: Path, disabled: tuple[str, ...]) -> Results:
             "queue": outside.queue,
             "semaphore": outside.semaphore,
         }
-        box = Sandbox(Limits(wall_s=60, cpu_s=60), read=(str(outside.given),), disabled=disabled)
+        box = Sandbox(CommandLimits(wall_s=60, cpu_s=60), read=(str(outside.given),), disabled=disabled)
         program = {"main.py": (HERE / "probes.py").read_text()}
         outcome = box.run([PYTHON, "-I", "main.py"], files=program, stdin=json.dumps(given))
         if outcome.status != "ok":
@@ -173,10 +173,10 @@ def disk(work: Path, disabled: tuple[str, ...]) -> Results:
     """Runs the disk hoards in a workspace."""
     from hoards import HOARDS, LIMIT_MIB
 
-    from skyrl_mega.envs.sandbox import Limits, Sandbox
+    from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 
     program = {"main.py": (HERE / "hoards.py").read_text()}
-    box = Sandbox(Limits(wall_s=20, disk_mib=LIMIT_MIB, file_mib=LIMIT_MIB, memory_mib=256), disabled=disabled)
+    box = Sandbox(CommandLimits(wall_s=20, disk_mib=LIMIT_MIB, file_mib=LIMIT_MIB, memory_mib=256), disabled=disabled)
 
     def play(name: str) -> str:
         workspace = box.workspace()
@@ -231,9 +231,9 @@ def trees(work: Path, disabled: tuple[str, ...]) -> Results:
 
 def memory(work: Path, disabled: tuple[str, ...]) -> Results:
     """Runs programs that exceed sums of memory, within one command and across several commands."""
-    from skyrl_mega.envs.sandbox import Limits, Sandbox
+    from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 
-    limits = Limits(wall_s=20, memory_mib=300, total_mib=200, processes=12)
+    limits = CommandLimits(wall_s=20, memory_mib=300, total_mib=200, processes=12)
     take = "data = bytearray(b'x') * (%d << 20)\ntime.sleep(6)\nprint('held')"
     alone = {
         "children": "import os, time\n[os.fork() for _ in range(2)]\n" + take % 100,
@@ -258,16 +258,16 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
 
 def killed(work: Path, disabled: tuple[str, ...]) -> Results:
     """Kills a driver and checks the next start: the killed driver's remains are removed, and nothing else."""
-    from skyrl_mega.envs.sandbox import Limits, Sandbox, folders
+    from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, folders
 
     script = (
         f"import sys, tempfile, time\nsys.path.insert(0, {sys.path[0]!r})\ntempfile.tempdir = {str(work)!r}\n"
-        "from skyrl_mega.envs.sandbox import Limits, Sandbox\n"
-        f"box = Sandbox(Limits(wall_s=30), disabled={disabled!r})\nworkspace = box.workspace()\n"
+        "from skyrl_mega.envs.sandbox import CommandLimits, Sandbox\n"
+        f"box = Sandbox(CommandLimits(wall_s=30), disabled={disabled!r})\nworkspace = box.workspace()\n"
         "(workspace.folder / 'x').write_text('x')\nprint(workspace.place, flush=True)\n"
         f"box.run(['/bin/sleep', '31.{os.getpid()}'], workspace=workspace)\n"
     )
-    new_workspace = Sandbox(Limits(), disabled=disabled).workspace()
+    new_workspace = Sandbox(CommandLimits(), disabled=disabled).workspace()
     driver = subprocess.Popen([PYTHON, "-I", "-c", script], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     home = Path(driver.stdout.readline().strip()).parents[1]

@@ -17,13 +17,21 @@ import yaml
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.sandboxes import default_total_mib, machine_mib
-from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements, folders
+from skyrl_mega.envs.sandbox import (
+    CONFINEMENTS,
+    CommandLimits,
+    CommandResult,
+    Sandbox,
+    Workspace,
+    confinements,
+    folders,
+)
 from skyrl_mega.envs.sandbox import budget as sandbox_budget
 from skyrl_mega.envs.sandbox.budget import Budget
 from skyrl_mega.envs.sandbox.run import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
-SMALL = Limits(wall_s=10, memory_mib=256, processes=8, disk_mib=16, file_mib=4, output_kib=64)
+SMALL = CommandLimits(wall_s=10, memory_mib=256, processes=8, disk_mib=16, file_mib=4, output_kib=64)
 SYSTEM = "/usr/bin/python3"
 
 
@@ -41,8 +49,8 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
 
 
 def play(
-    box: Sandbox, code: str, limits: Limits = SMALL, stdin: str = "", workspace: Workspace | None = None
-) -> Outcome:
+    box: Sandbox, code: str, limits: CommandLimits = SMALL, stdin: str = "", workspace: Workspace | None = None
+) -> CommandResult:
     command = [SYSTEM, *python()[1:]] if box.disabled else python()
     return box.run(command, files={"main.py": code}, limits=limits, stdin=stdin, workspace=workspace)
 
@@ -77,13 +85,13 @@ def test_the_folder_begins_empty_and_vanishes(box: Sandbox) -> None:
 
 def test_a_fork_bomb(box: Sandbox) -> None:
     code = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(0.01)"
-    outcome = play(box, "bomb_mark = 1\n" + code, Limits(wall_s=2, processes=8, memory_mib=128))
+    outcome = play(box, "bomb_mark = 1\n" + code, CommandLimits(wall_s=2, processes=8, memory_mib=128))
     assert outcome.status == "timeout"
     limit = play(
         box,
         "import os\nn = 0\ntry:\n  while os.fork():\n    n += 1\n  os.read(0, 1)\n  "
         "__import__('time').sleep(2)\nexcept OSError as e:\n  print(n, e.errno)",
-        Limits(processes=8),
+        CommandLimits(processes=8),
     )
     assert limit.stdout.split()[1] == "11" and int(limit.stdout.split()[0]) <= 10
 
@@ -135,8 +143,8 @@ def test_disk(box: Sandbox) -> None:
 
 def test_an_endless_loop(box: Sandbox) -> None:
     start = time.monotonic()
-    assert play(box, "while True: pass", Limits(wall_s=1)).status == "timeout"
-    assert play(box, "while True: pass", Limits(wall_s=200, cpu_s=1)).status == "timeout"
+    assert play(box, "while True: pass", CommandLimits(wall_s=1)).status == "timeout"
+    assert play(box, "while True: pass", CommandLimits(wall_s=200, cpu_s=1)).status == "timeout"
     assert time.monotonic() - start < 100
 
 
@@ -195,7 +203,7 @@ def test_daemons_of_one_that_is_stopped_die_too(box: Sandbox) -> None:
         f"    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}])\n"
         "time.sleep(600)"
     )
-    assert play(box, code, Limits(wall_s=1.5)).status == "timeout"
+    assert play(box, code, CommandLimits(wall_s=1.5)).status == "timeout"
     assert not running(mark)
 
 
@@ -211,8 +219,8 @@ def test_no_way_out_through_namespaces_or_tracing(box: Sandbox) -> None:
 def test_the_host_dies_and_nothing_stays(tmp_path: Path) -> None:
     mark = f"orphan_{os.getpid()}_{time.monotonic_ns()}"
     script = (
-        "from skyrl_mega.envs.sandbox import Sandbox, Limits\nfrom skyrl_mega.envs.sandbox.run import python\n"
-        "Sandbox(Limits(wall_s=100), without=('files', 'processes', 'network')).run("
+        "from skyrl_mega.envs.sandbox import Sandbox, CommandLimits\nfrom skyrl_mega.envs.sandbox.run import python\n"
+        "Sandbox(CommandLimits(wall_s=100), without=('files', 'processes', 'network')).run("
         f"[*python('-c')[:-1], '-c', 'import time; time.sleep(100)', {mark!r}])"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed host leaves its temporary folder behind
@@ -248,7 +256,7 @@ def test_a_workspace_is_kept_between_commands_and_bounded(box: Sandbox) -> None:
 
 
 def test_many_at_once() -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandResult] = []
     threads = [
         threading.Thread(target=lambda i=i: outcomes.append(play(Sandbox(SMALL), f"print({i})"))) for i in range(6)
     ]
@@ -346,7 +354,7 @@ HOARDS = "data = bytearray(150 * 2**20)\nimport time\ntime.sleep(8)"
 
 
 def test_what_is_ended_for_memory_is_counted() -> None:
-    small, limits = Sandbox(name="counted"), Limits(total_mib=100)
+    small, limits = Sandbox(name="counted"), CommandLimits(total_mib=100)
     assert play(small, "pass", limits).status == "ok"
     before = sandbox_budget.ended()
     assert before is not None and play(small, HOARDS, limits).status == "memory"
@@ -394,7 +402,7 @@ def test_the_usual_sum_follows_the_node(node_gib: float, mib: int, tmp_path: Pat
     assert whole == machine_mib(tmp_path / "none") > 0
     limit.write_text(f"{2**28}\n")
     assert machine_mib(limit) == 256
-    assert Limits().total_mib == default_total_mib(machine_mib())
+    assert CommandLimits().total_mib == default_total_mib(machine_mib())
 
 
 def test_the_largest_of_too_many_ends(tmp_path: Path) -> None:

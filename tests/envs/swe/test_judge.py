@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.data.prepare import prepare
-from skyrl_mega.envs.swe.canaries import Source, canary_candidates, with_edit
+from skyrl_mega.envs.swe.canaries import TestSource, canary_candidates, with_edit
 from skyrl_mega.envs.swe.judge import required_tests, started_files
 from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
 from tests.envs.swe.played import PYTEST, UNITTEST, played, written
@@ -239,7 +239,7 @@ class Last(Random):
 @pytest.mark.parametrize(("statement", "changed"), EDITS)
 def test_what_a_canary_changes(statement: str, changed: str | None) -> None:
     source = "# ö\nasync def test():\n    g = 'ü'\n    {}\n"
-    file = Source("test_a.py", source.format(statement).encode())
+    file = TestSource("test_a.py", source.format(statement).encode())
     edits = [assertion.edit for assertion in file.functions[0].assertions]
     texts = [with_edit(File(file.code), edit, Last()).data.decode() for edit in edits]
     assert texts == ([] if changed is None else [source.format(changed)])
@@ -322,9 +322,9 @@ def test_a_canary_is_where_a_test_failed() -> None:
     new = "import shop\ndef test_new(cart):\n    got = cart.total()\n    assert got == 9\n"
     shared = "def cart():\n    return shop.Cart()\n"
     sources = [
-        Source("test_old.py", old.encode()),
-        Source("test_new.py", new.encode()),
-        Source("c.py", shared.encode()),
+        TestSource("test_old.py", old.encode()),
+        TestSource("test_new.py", new.encode()),
+        TestSource("c.py", shared.encode()),
     ]
     marks = [f"{what} {words}" for words in ("0", "0 1", "0 2", "1", "2") for what in ("entered", "done")] + [
         "entered 0 0"

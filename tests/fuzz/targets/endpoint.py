@@ -12,7 +12,7 @@ import httpx
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import SamplingConfig
-from skyrl_mega.evaluate.endpoint import MAX_TOKENS, Client, Endpoint, EndpointFailed
+from skyrl_mega.evaluate.endpoint import MAX_TOKENS, Endpoint, EndpointClient, EndpointFailed
 from tests.fuzz.target import Target
 from tests.fuzz.values import packed, real, spoilt, unpacked, value
 
@@ -40,7 +40,7 @@ def _run_endpoint(case: Any, folder: Path) -> None:
     async def ask() -> None:
         async with httpx.AsyncClient(transport=answer) as http:
             endpoint = Endpoint("http://x/v1", "m", "s3cret-key")
-            client = Client(endpoint, SamplingConfig(stop=["</a>"]), 5.0, http)
+            client = EndpointClient(endpoint, SamplingConfig(stop=["</a>"]), 5.0, http)
             reply = await client.reply([{"role": "user", "content": "x"}], 9, 1)
             if reply is not None:
                 reply.text.encode()

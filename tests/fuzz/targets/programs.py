@@ -11,12 +11,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from skyrl_mega.envs.sandbox import Limits, Sandbox, confinements
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, confinements
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, GRACE_S, python
 from tests.fuzz.programs import program
 from tests.fuzz.target import Target
 
-LIMITS = Limits(
+LIMITS = CommandLimits(
     wall_s=2,
     cpu_s=2,
     memory_mib=256,

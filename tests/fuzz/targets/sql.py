@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.text2sql.database import START_S, Database, Table
+from skyrl_mega.envs.text2sql.database import START_S, Database, QueryResult
 from skyrl_mega.envs.text2sql.env import LIMITS
 from tests.fuzz import queries
 from tests.fuzz.judged import case_of, play
@@ -73,7 +73,7 @@ def _run_sql(case: Any, folder: Path) -> None:
     assert _state() == before, f"{before} → {_state()}"
 
 
-def _bounded(table: Table) -> None:
+def _bounded(table: QueryResult) -> None:
     text = table.text(9000)
     text.encode()
     assert len(text) <= 9100, len(text)
