@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.derived import fused, logit_chunk
-from skyrl_mega.planner.activations import PackedRow, activations, kept_layer
+from skyrl_mega.planner.activations import LongestRow, activations, kept_layer
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.worker import ModelWorker
@@ -69,7 +69,7 @@ def _prove(bench: Bench, spec: str) -> None:
             how: dict[str, Any] = dict(recompute=policy.recompute, offload_layers=policy.offload_layers)
             how |= dict(spec=spec, fused=fused(policy, spec, True))
             chunk = logit_chunk(policy, bench.device.type)
-            sizes = activations(decoder, parallel, 0, PackedRow(tokens, 1), 2, logit_chunk=chunk, **how)
+            sizes = activations(decoder, parallel, 0, LongestRow(tokens, 1), 2, logit_chunk=chunk, **how)
             planned = sizes.train + sizes.train_logits
             base = torch.cuda.memory_allocated()
             peak = bench.peak(lambda rank=rank: rank.train([batch], supervised)) - base

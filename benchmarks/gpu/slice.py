@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.derived import logit_chunk
-from skyrl_mega.planner.activations import PackedRow, activations
+from skyrl_mega.planner.activations import LongestRow, activations
 from skyrl_mega.planner.buffers import model_state
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.parameters import stage
@@ -54,7 +54,7 @@ def prove(bench: Bench) -> None:
         bench.holds(f"{name} are what sizing counts", measured == planned, f"{measured} bytes, not {planned}")
 
     chunk = logit_chunk(rank.policy, bench.device.type)
-    estimate = activations(decoder, parallel, 0, PackedRow(tokens, 1), 2, recompute="full", logit_chunk=chunk)
+    estimate = activations(decoder, parallel, 0, LongestRow(tokens, 1), 2, recompute="full", logit_chunk=chunk)
     if bench.cuda:
         inference = bench.peak(lambda: rank.logprobs([batch]))
         torch.cuda.reset_peak_memory_stats()

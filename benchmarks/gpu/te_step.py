@@ -20,7 +20,7 @@ from skyrl_mega.config.derived import fused, logit_chunk
 from skyrl_mega.config.schema import ClusterConfig, Config, PolicyConfig
 from skyrl_mega.config.schema.precision import PrecisionConfig
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.activations import PackedRow, activations
+from skyrl_mega.planner.activations import LongestRow, activations
 from skyrl_mega.planner.buffers import model_state
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.memory import fp8_copies
@@ -151,7 +151,7 @@ def _measure(tiny: bool, folder: str, name: str) -> dict[str, Any]:
     counted = model_state(stage(decoder, parallel, 0), parallel, parallel.coordinates(0), 2)
     chunk = logit_chunk(policy, bench.device.type)
     estimate = activations(
-        decoder, parallel, 0, PackedRow(tokens, 1), 2, recompute="full", logit_chunk=chunk, spec=rank.spec,
+        decoder, parallel, 0, LongestRow(tokens, 1), 2, recompute="full", logit_chunk=chunk, spec=rank.spec,
         fused=fused(policy, rank.spec, True),
     )  # fmt: skip
     config = replace(Config(), policy=policy, cluster=ClusterConfig(device=bench.device.type))

@@ -31,7 +31,7 @@ BATCH_BYTES = 64
 
 
 @dataclass(frozen=True)
-class PackedRow:
+class LongestRow:
     """Longest micro-batch, packed into a row."""
 
     tokens: int
@@ -60,7 +60,7 @@ def activations(
     decoder: Decoder,
     parallel: ParallelDims,
     pp: int,
-    row: PackedRow,
+    row: LongestRow,
     itemsize: int,
     *,
     recompute: str,

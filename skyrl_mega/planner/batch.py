@@ -10,7 +10,7 @@ from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.activations import PackedRow
+from skyrl_mega.planner.activations import LongestRow
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepSizes:
     """Number of micro-batches per optimizer step on each data-parallel rank if every sequence is at the limit."""
     usual: int
     """Number of micro-batches per optimizer step on each data-parallel rank at the mean length."""
-    row: PackedRow
+    row: LongestRow
     """Longest micro-batch, for planning memory."""
     padding: float
     """Mean number of padding tokens in a micro-batch at the mean length, over all context ranks."""
@@ -109,6 +109,6 @@ def batch(config: Config, parallel: ParallelDims) -> StepSizes:
         budget=budget,
         most=most,
         usual=usual,
-        row=PackedRow(-(-tokens // unit) * unit // parallel.context, most),
+        row=LongestRow(-(-tokens // unit) * unit // parallel.context, most),
         padding=in_one * (chunks - 1) / 2 + (unit - chunks) / 2,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.report.decode import Decoder, decoder_of
+from skyrl_mega.report.decode import TokenDecoder, decoder_of
 from skyrl_mega.report.document import document
 from skyrl_mega.report.records import Part, Record, Tokens, tokens_of
 
@@ -76,7 +76,7 @@ class Pieces:
         return self._places[key]
 
 
-def _decoders(records: Sequence[Record]) -> dict[str, Decoder]:
+def _decoders(records: Sequence[Record]) -> dict[str, TokenDecoder]:
     folders: Mapping[str, Path] = {r.run: r.file.absolute().parent.parent for r in records}
     decoders = {run: decoder_of(folder) for run, folder in folders.items()}
     return {run: decoder for run, decoder in decoders.items() if decoder}
@@ -135,7 +135,7 @@ def _call(call: Any) -> tuple[str, str]:
     return "", call if isinstance(call, str) else json.dumps(call, ensure_ascii=False)
 
 
-def _tokens(record: Record, t: Tokens, decoder: Decoder | None, pieces: Pieces) -> dict[str, Any]:
+def _tokens(record: Record, t: Tokens, decoder: TokenDecoder | None, pieces: Pieces) -> dict[str, Any]:
     """Returns the data of the token view: rows in the table, stretches, and the policy's log-probs in -1e-3 nats; 0 for
     a token not sampled by an engine."""
     ids = t.ids.tolist()

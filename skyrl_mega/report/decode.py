@@ -27,7 +27,7 @@ LONGEST = 8
 FIX = "bring back the file that the run had, or move it away: tokens are then shown by their numbers"
 
 
-class Decoder:
+class TokenDecoder:
     """A decoder from tokens to the text of each token.
 
     Args:
@@ -62,7 +62,7 @@ class Decoder:
         return text[1:] if self._before else text
 
 
-def decoder_of(run: Path) -> Decoder | None:
+def decoder_of(run: Path) -> TokenDecoder | None:
     """Returns the decoder of a run's model, or None if the run's folder names no model or the model is absent.
 
     A relative `model.path` was relative to the directory in which the run was started: the current directory is
@@ -84,12 +84,12 @@ def decoder_of(run: Path) -> Decoder | None:
     return _first(folder / model for folder in (Path.cwd(), *run.absolute().parents))
 
 
-def _first(models: Iterable[Path]) -> Decoder | None:
+def _first(models: Iterable[Path]) -> TokenDecoder | None:
     for model in models:
         file = model / "tokenizer.json"
         if file.is_file():
             try:
-                return Decoder(Tokenizer.from_file(str(file)))
+                return TokenDecoder(Tokenizer.from_file(str(file)))
             except Exception as error:  # tokenizers raises nothing narrower
                 raise UserError(f"it is no tokenizer ({error})", key=file, fix=FIX) from error
     return None

@@ -14,7 +14,7 @@ from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 
 @dataclass
-class Selection:
+class GroupSelection:
     """The groups selected for a step, filled round by round."""
 
     algorithm: AlgorithmConfig

@@ -10,7 +10,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.trainer import saved_rollouts
-from skyrl_mega.trainer.dynamic_sampling import Selection
+from skyrl_mega.trainer.dynamic_sampling import GroupSelection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories.trajectory import GREEDY, Group, Trajectory
@@ -36,7 +36,7 @@ class RolloutSource:
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not dynamic.enabled:
             return self._with_greedy(self._round(wanted, 0, step), step)
-        selection = Selection(self.config.algorithm, wanted)
+        selection = GroupSelection(self.config.algorithm, wanted)
         while not selection.complete and selection.rounds < dynamic.max_rounds:
             groups = self._round(selection.prompts_to_sample(self.stream.remaining), selection.rounds, step)
             if not groups:

@@ -14,7 +14,7 @@ import pytest
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.math import check
 from skyrl_mega.envs.sandbox import Sandbox, confinements
-from skyrl_mega.envs.sandbox.run import CONFINEMENTS, PID_NAMESPACE, CommandResult, python
+from skyrl_mega.envs.sandbox.run import CONFINEMENTS, PID_NAMESPACE, SandboxResult, python
 
 SLEEPS = python("-c", "import time; time.sleep(30)")
 
@@ -34,7 +34,7 @@ def launcher() -> int:
         time.sleep(0.01)
 
 
-def run(killed: Callable[[], int]) -> CommandResult:
+def run(killed: Callable[[], int]) -> SandboxResult:
     """Runs a sleeping program while a process of its jail is killed."""
     killing = threading.Thread(target=lambda: os.kill(killed(), signal.SIGKILL))
     killing.start()

@@ -32,7 +32,7 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 from skyrl_mega.models.registry import ARCHITECTURES, Architecture, architecture
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.activations import PackedRow, activations
+from skyrl_mega.planner.activations import LongestRow, activations
 from skyrl_mega.planner.engine_weights import engine_elements, kv_bytes_per_token
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.layout_text import places
@@ -140,9 +140,9 @@ def test_its_memory() -> None:
     assert copies["0.decoder.layers.0.mlp.norm.weight"] == 2 and copies["0.decoder.layers.0.mlp.fc1.weight"] == 1
     worker = architecture(HF).engine_shard(HF, 2, 1)
     assert engine_elements(decoder, 2, 1, False, 1).all == sum(map(prod, worker.params.values()))
-    row = PackedRow(tokens=128, count=1)
+    row = LongestRow(tokens=128, count=1)
     saved = activations(decoder, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
-    more = activations(decoder, ParallelDims(), 0, PackedRow(256, 1), 2, recompute="none", logit_chunk=64).train
+    more = activations(decoder, ParallelDims(), 0, LongestRow(256, 1), 2, recompute="none", logit_chunk=64).train
     assert more - saved > LAYERS * 128 * 2 * 1000
 
 

@@ -21,7 +21,7 @@ from skyrl_mega.megatron.model import unwrap_gpt
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
-from skyrl_mega.planner.activations import HOST_PAGE, PackedRow, activations, layer
+from skyrl_mega.planner.activations import HOST_PAGE, LongestRow, activations, layer
 from skyrl_mega.trajectories.sequences import Sequences
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -113,7 +113,7 @@ def test_what_is_recomputed_needs_less_the_more_it_is(model: str) -> None:
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
     none, selective, moe, full = (
-        activations(d, layouts.layout(1), 0, PackedRow(TOKENS, 1), 2, recompute=kind, logit_chunk=64).train
+        activations(d, layouts.layout(1), 0, LongestRow(TOKENS, 1), 2, recompute=kind, logit_chunk=64).train
         for kind in ("none", "selective", "moe", "full")
     )
     assert none >= selective > moe > 0 and none > full > 0
@@ -128,7 +128,7 @@ def test_what_layers_keep_in_host_memory_is_not_on_the_device(away: int, there: 
     d = architecture(hf).describe(hf)
     plain, moved = (
         activations(
-            d, layouts.layout(1), 0, PackedRow(TOKENS, 1), 2, recompute="none", offload_layers=n, logit_chunk=64
+            d, layouts.layout(1), 0, LongestRow(TOKENS, 1), 2, recompute="none", offload_layers=n, logit_chunk=64
         )
         for n in (0, away)
     )
@@ -142,7 +142,7 @@ def test_each_micro_batch_of_a_pipeline_leaves_its_layers_that_stay_on_the_devic
     hf = hf_config(model)
     d, parallel = architecture(hf).describe(hf), layouts.layout(2, pipeline=2)
     plain, moved = (
-        activations(d, parallel, 0, PackedRow(TOKENS, 4), 2, recompute="none", offload_layers=n, logit_chunk=64)
+        activations(d, parallel, 0, LongestRow(TOKENS, 4), 2, recompute="none", offload_layers=n, logit_chunk=64)
         for n in (0, 3)
     )
     kept = layer(d, layouts.layout(1), TOKENS, 2, moe=True)

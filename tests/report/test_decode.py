@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from skyrl_mega.report.decode import Decoder, decoder_of
+from skyrl_mega.report.decode import TokenDecoder, decoder_of
 from tests.report.cases import run_folder
 
 WORDS = ["the cat sat on the mat", "naïve café, 中文 and 🙂", "  two  spaces\n\tand a tab"]
@@ -47,7 +47,7 @@ BYTES, SPACES = byte_level(), metaspace()
 @given(st.text(alphabet="abc é中🙂\n\x00", max_size=20))
 def test_every_text_adds_up(text: str) -> None:
     ids = BYTES.encode(text, add_special_tokens=False).ids
-    texts = Decoder(BYTES).texts(ids)
+    texts = TokenDecoder(BYTES).texts(ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == text
 
@@ -55,19 +55,19 @@ def test_every_text_adds_up(text: str) -> None:
 def test_bytes_that_are_no_character_do_not_swallow_what_follows() -> None:
     broken = BYTES.encode("🙂", add_special_tokens=False).ids[:1]
     word = BYTES.encode("the cat", add_special_tokens=False).ids
-    texts = Decoder(BYTES).texts([*broken, *word, *broken])
+    texts = TokenDecoder(BYTES).texts([*broken, *word, *broken])
     assert "".join(texts[1:-1]) == "the cat"
     assert "\ufffd" in texts[0] and "\ufffd" in texts[-1]
 
 
 def test_special_tokens_are_seen() -> None:
-    assert Decoder(BYTES).texts([BYTES.token_to_id("<|end|>")]) == ["<|end|>"]
+    assert TokenDecoder(BYTES).texts([BYTES.token_to_id("<|end|>")]) == ["<|end|>"]
 
 
 def test_spaces_at_the_start_of_a_word_stay() -> None:
     ids = SPACES.encode("the cat sat").ids
-    assert "".join(Decoder(SPACES).texts(ids)).split() == ["the", "cat", "sat"]
-    assert "".join(Decoder(SPACES).texts(ids)).count(" ") == 3, "also the first token's own"
+    assert "".join(TokenDecoder(SPACES).texts(ids)).split() == ["the", "cat", "sat"]
+    assert "".join(TokenDecoder(SPACES).texts(ids)).count(" ") == 3, "also the first token's own"
 
 
 def test_the_model_is_found_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +78,4 @@ def test_the_model_is_found_from_where_the_run_was_started(tmp_path: Path, monke
     BYTES.save(str(tmp_path / "models" / "m" / "tokenizer.json"))
     monkeypatch.chdir("/")
     decoder = decoder_of(run)
-    assert decoder and decoder.texts(BYTES.encode("the").ids) == Decoder(BYTES).texts(BYTES.encode("the").ids)
+    assert decoder and decoder.texts(BYTES.encode("the").ids) == TokenDecoder(BYTES).texts(BYTES.encode("the").ids)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from skyrl_mega.envs.sandbox import CommandResult, Sandbox
+from skyrl_mega.envs.sandbox import Sandbox, SandboxResult
 from skyrl_mega.envs.sandbox.run import python
 from skyrl_mega.envs.sandbox.scoring import TRIES, run_with_retries
 
@@ -103,8 +103,8 @@ def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float,
 
 
 def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
-    def run(stdin: str, files: dict[str, str]) -> CommandResult:
-        def once(seconds: float) -> CommandResult:
+    def run(stdin: str, files: dict[str, str]) -> SandboxResult:
+        def once(seconds: float) -> SandboxResult:
             return box.run(python(), stdin=stdin, files=files, limits=replace(box.limits, wall_s=seconds))
 
         return run_with_retries(once, box.limits.wall_s, tries)

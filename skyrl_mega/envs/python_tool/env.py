@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.math.check import same
 from skyrl_mega.envs.options import Option, group, whole
-from skyrl_mega.envs.sandbox import CommandLimits, CommandResult, Sandbox
+from skyrl_mega.envs.sandbox import CommandLimits, Sandbox, SandboxResult
 from skyrl_mega.envs.sandbox.run import python, settings
 from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.truths import wrong_text
@@ -84,7 +84,7 @@ def _plain(code: str) -> str:
     return fenced.group(1) if fenced else code
 
 
-def report(outcome: CommandResult, max_characters: int) -> str:
+def report(outcome: SandboxResult, max_characters: int) -> str:
     """Returns a program's output, and the reason of an early end, for the policy; a long text keeps only the last
     `max_characters` characters.
     """

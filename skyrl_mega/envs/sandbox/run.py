@@ -79,7 +79,7 @@ PID_NAMESPACE = "PID namespace"
 
 
 @dataclass(frozen=True)
-class CommandResult:
+class SandboxResult:
     """Result of a command. All processes of the command are dead."""
 
     status: str
@@ -165,7 +165,7 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         workspace: Workspace | None = None,
         limits: CommandLimits | None = None,
-    ) -> CommandResult:
+    ) -> SandboxResult:
         """Runs a command and waits for its end; all its processes are dead on return.
 
         Args:
@@ -287,7 +287,7 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budget) -> CommandResult:
+def _execute(request: dict[str, Any], limits: CommandLimits, shared: budget.Budget) -> SandboxResult:
     request["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
     start, killed = time.monotonic(), shared.killed()
@@ -384,7 +384,7 @@ def _outcome(
     ended: str | None,
     pieces: dict[str, list[bytes]],
     seconds: float,
-) -> CommandResult:
+) -> SandboxResult:
     if "missing" in report:
         raise UserError(_missing_text(report["missing"], "sandbox"))
     if "broken" in report:
@@ -399,7 +399,7 @@ def _outcome(
         ended = "timeout"
     stdout, stderr = (b"".join(pieces[name]).decode(errors="replace") for name in ("stdout", "stderr"))
     status = ended or ("ok" if code == 0 else "failed")  # code is None if the command killed its own init
-    return CommandResult(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
+    return SandboxResult(status, code, stdout, stderr, report.get("seconds", seconds), report["active"])
 
 
 def _missing_text(missing: Iterable[str], key: str) -> str:

@@ -31,7 +31,7 @@ NUMBER, ARCH = 0, 4
 Line = tuple[int, int, int, int]
 
 
-class _Arch(NamedTuple):
+class _SyscallNumbers(NamedTuple):
     audit: int
     clone: int
     prctl: int
@@ -47,7 +47,7 @@ class _Arch(NamedTuple):
 _ALWAYS = {*range(425, 428), *range(428, 434), 438, 442, 447}
 _SHARED = {452, 440, 448}
 
-_X86_64 = _Arch(
+_X86_64 = _SyscallNumbers(
     audit=0xC000003E,
     clone=56,
     prctl=157,
@@ -74,7 +74,7 @@ _X86_64 = _Arch(
     ),
     counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to no process
 )
-_ARM64 = _Arch(
+_ARM64 = _SyscallNumbers(
     audit=0xC00000B7,
     clone=220,
     prctl=167,
@@ -116,7 +116,7 @@ def confine(shared: bool, counted: bool) -> None:
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
 
-def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
+def program(arch: _SyscallNumbers, shared: bool, counted: bool) -> list[Line]:
     """Returns the instructions of the seccomp filter.
 
     Args:

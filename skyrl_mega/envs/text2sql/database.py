@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.envs.sandbox import CommandResult, Sandbox
+from skyrl_mega.envs.sandbox import Sandbox, SandboxResult
 from skyrl_mega.envs.sandbox.scoring import run_with_retries
 from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.ordering import orders_rows
@@ -109,7 +109,7 @@ class Database:
         total_s = len(queries) * seconds
         limits = replace(box.limits, wall_s=total_s + START_S, cpu_s=int(total_s + START_S), output_kib=64 * 1024)
 
-        def run(seconds_left: float) -> CommandResult:
+        def run(seconds_left: float) -> SandboxResult:
             return box.run(
                 [os.path.abspath(sys.executable), "-I", "-S", "-B", "query.py"],
                 stdin=json.dumps(request),

@@ -20,8 +20,8 @@ from skyrl_mega.config.sandboxes import default_total_mib, machine_mib
 from skyrl_mega.envs.sandbox import (
     CONFINEMENTS,
     CommandLimits,
-    CommandResult,
     Sandbox,
+    SandboxResult,
     Workspace,
     confinements,
     folders,
@@ -50,7 +50,7 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
 
 def play(
     box: Sandbox, code: str, limits: CommandLimits = SMALL, stdin: str = "", workspace: Workspace | None = None
-) -> CommandResult:
+) -> SandboxResult:
     command = [SYSTEM, *python()[1:]] if box.disabled else python()
     return box.run(command, files={"main.py": code}, limits=limits, stdin=stdin, workspace=workspace)
 
@@ -256,7 +256,7 @@ def test_a_workspace_is_kept_between_commands_and_bounded(box: Sandbox) -> None:
 
 
 def test_many_at_once() -> None:
-    outcomes: list[CommandResult] = []
+    outcomes: list[SandboxResult] = []
     threads = [
         threading.Thread(target=lambda i=i: outcomes.append(play(Sandbox(SMALL), f"print({i})"))) for i in range(6)
     ]

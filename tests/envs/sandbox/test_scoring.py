@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.envs.lcb import judge
-from skyrl_mega.envs.sandbox import CONFINEMENTS, CommandLimits, CommandResult, Sandbox, scoring
+from skyrl_mega.envs.sandbox import CONFINEMENTS, CommandLimits, Sandbox, SandboxResult, scoring
 from skyrl_mega.envs.sandbox.scoring import TRIES, run_with_retries
 
 
@@ -72,7 +72,7 @@ def test_a_right_program_that_is_killed_while_it_is_judged_is_right(monkeypatch:
     box = Sandbox(CommandLimits(wall_s=20.0), name="scoring", without=tuple(CONFINEMENTS))
     ran, run = [], Sandbox.run
 
-    def killed_at_first(self: Sandbox, argv: Any, *, files: Any, **others: Any) -> CommandResult:
+    def killed_at_first(self: Sandbox, argv: Any, *, files: Any, **others: Any) -> SandboxResult:
         ran.append(files)
         return run(self, argv, files=files if len(ran) > 1 else {"main.py": DIES}, **others)
 
