@@ -21,6 +21,7 @@ PROMPTS, SAMPLES = 2, 3
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
     try:

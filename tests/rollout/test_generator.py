@@ -230,15 +230,6 @@ def test_one_bad_environment_ends_one_trajectory(engines: ActorGroup, chat: Rend
     assert "close" in ended[5].metadata["close_error"]
 
 
-def test_generation_is_not_slower_than_the_engine_can(engines: ActorGroup, chat: Renderer) -> None:
-    """Generates 512 short samples above a loose bound for busy machines; measured were 7,000 to 12,000 tokens per
-    second."""
-    play(engines, chat, products(64), 8)
-    ended = play(engines, chat, products(64), 8)
-    seconds = max(t.seconds["generate"] for t in ended)
-    assert sum(sum(t.mask) for t in ended) / seconds > 800
-
-
 def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Renderer, engines: ActorGroup) -> None:
     """Kills the module's engine; must be the last test."""
     group = engines.where[0].pid
