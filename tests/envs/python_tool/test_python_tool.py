@@ -62,7 +62,7 @@ def test_what_a_program_prints_earns_nothing() -> None:
     ],
 )
 def test_harm_is_contained_and_the_trajectory_goes_on(code: str, said: str) -> None:
-    env = game(wall_s=2, processes=8, memory_mib=256)
+    env = game(wall_s=2 if said == "out of time" else 60, processes=8, memory_mib=256)
     assert said in ran(env, code)
     assert env.step("<answer>328350</answer>")["reward"] == 1.0
 
