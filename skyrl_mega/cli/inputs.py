@@ -158,7 +158,7 @@ def check_tools(config: Config) -> None:
     """
     environments, path = config.environment, Path(config.model.path)
     files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
-    named = (*environments.classes, *filter(None, [environments.default]), *environments_of(files, environments))
+    named = (*environments.classes, *filter(None, [environments.default_name]), *environments_of(files, environments))
     names = [name for name in dict.fromkeys(named) if registry.has_tools(name, environments)]
     if not names:
         return
@@ -185,7 +185,7 @@ def _check_preparation(config: Config) -> None:
 def _check_waits(config: Config) -> None:
     """Raises a UserError if an environment's internal time limits allow a step as long as `rollout.env_timeout_s`,
     which would void the trajectory."""
-    for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default])]):
+    for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default_name])]):
         longest = getattr(registry.resolve(name, config.environment), "longest_step_s", None)
         seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
         if seconds >= config.rollout.env_timeout_s:
@@ -286,7 +286,7 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 def check_rewriting(config: Config) -> None:
     """Raises a UserError if an environment replaces earlier messages of the conversation (`rewrites_history`) while
     `rollout.step_wise` is off."""
-    for name in filter(None, [*config.environment.classes, config.environment.default]):
+    for name in filter(None, [*config.environment.classes, config.environment.default_name]):
         if config.rollout.step_wise == "off" and getattr(
             registry.resolve(name, config.environment), "rewrites_history", False
         ):
@@ -475,6 +475,8 @@ def _check_data(config: Config, say: Callable[[str], None], missing_ok: bool) ->
     rows = check_files(train, config.environment, key="data.train", say=say)
     if len(train) == len(config.data.train):
         check_enough(config, rows, "rows in data.train")
-    check_files(present(config.data.eval), config.environment, key="data.eval", say=say)
+    evaluated = present(config.data.eval)
+    check_files(evaluated, config.environment, key="data.eval", say=say)
+    registry.check_reward_function(config.environment, environments_of([*train, *evaluated], config.environment))
     if config.warmup.steps:
         load_demonstrations(present(config.warmup.files))

@@ -9,7 +9,8 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,7 +26,14 @@ _import_lock = threading.RLock()
 state."""
 
 
-def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str] | None = None) -> Any:
+def load(
+    path: str,
+    key: str,
+    *,
+    kind: str = "class",
+    contract: Mapping[str, str] | None = None,
+    stand_ins: Callable[[], Mapping[str, ModuleType]] = dict,
+) -> Any:
     """Returns the object named by an import path. Modules are found from the working directory; a file is imported once
     per process.
 
@@ -34,6 +42,8 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
         key: Setting with the path, for errors.
         kind: "class" or "function", for errors. The caller checks the type of the object.
         contract: Name → import statement, for names commonly used without an import.
+        stand_ins: Returns import name → module, for packages that are not installed. The user's code can import these
+            modules while it is imported itself; no other code can.
 
     Raises:
         UserError: The path has another form, or leads nowhere.
@@ -43,9 +53,9 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
         raise UserError(f"allowed: {path_forms(kind)}", key=key, value=path)
     with _import_lock:
         if source.endswith(".py"):
-            module = _module_of_file(source, key, contract or {})
+            module = _module_of_file(source, key, contract or {}, stand_ins)
         else:
-            module = _module_of_name(source, f"{key}={path}", kind, contract or {})
+            module = _module_of_name(source, f"{key}={path}", kind, contract or {}, stand_ins)
     value = getattr(module, attribute, None)
     if value is None:
         names = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
@@ -114,7 +124,31 @@ def path_forms(kind: str) -> str:
     return f"package.module:{name} or path/to/file.py:{name}"
 
 
-def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> ModuleType:
+@contextmanager
+def _importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Makes modules importable, except those of a package that is installed.
+
+    Raises:
+        ImportError: The user's code imports a missing name of a stand-in; the text says so.
+    """
+    tops = dict.fromkeys(name.partition(".")[0] for name in modules)
+    absent = [top for top in tops if top not in sys.modules and importlib.util.find_spec(top) is None]
+    added = {name: module for name, module in modules.items() if name.partition(".")[0] in absent}
+    sys.modules.update(added)
+    try:
+        yield
+    except ImportError as error:
+        if (top := (error.name or "").partition(".")[0]) in absent:
+            error.msg += f"; {top} is not installed, and its stand-in has only base classes: install {top}"
+        raise
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)
+
+
+def _module_of_file(
+    source: str, key: str, contract: Mapping[str, str], stand_ins: Callable[[], Mapping[str, ModuleType]]
+) -> ModuleType:
     file = Path(source).absolute()
     if not file.is_file():
         raise UserError(
@@ -129,7 +163,8 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _importable(stand_ins()):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything at import
         del sys.modules[name]
         text = _one_line(error, contract)
@@ -137,11 +172,18 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
     return module
 
 
-def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str, str]) -> ModuleType:
+def _module_of_name(
+    source: str,
+    setting: str,
+    kind: str,
+    contract: Mapping[str, str],
+    stand_ins: Callable[[], Mapping[str, ModuleType]],
+) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # like `python -m`; Ray workers start without it
     try:
-        return importlib.import_module(source)
+        with _importable({} if source in sys.modules else stand_ins()):
+            return importlib.import_module(source)
     except (Exception, SystemExit) as error:
         file_form = path_forms(kind).rpartition(" or ")[2]
         raise UserError(

@@ -51,7 +51,7 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     """
     from skyrl_mega.config.derived import max_open_trajectories
 
-    named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
+    named = {*config.environment.options, config.environment.default_name, *(config.data.prepare or "").split()[:1]}
     if trajectories is None:
         trajectories = max_open_trajectories(config, evaluation_trajectories(config)) if named & {*SANDBOXES} else 0
     if config.environment.slots is not None:

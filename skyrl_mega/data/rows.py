@@ -24,6 +24,7 @@ from skyrl_mega.data.truths import WrongRows, judged_rows
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.reward_function import RewardFunctionEnv
 from skyrl_mega.envs.tool_calls import calls_of
 
 ROWS_AT_ONCE = 65_536
@@ -68,7 +69,7 @@ def load_prompts(
             row_count = len(rows) if limit is None else max(0, limit - first)
             asked = batch["prompt"][:row_count].to_pylist()
             for index, (prompt, row) in enumerate(zip(asked, rows[:row_count], strict=True), start=first):
-                name = row.pop("env_class", None) or config.default or ""
+                name = row.pop("env_class", None) or config.default_name or ""
                 prompts.append(Prompt(uid=offset + index, messages=_messages(prompt), env_class=name, extras=row))
         offset += pq.read_metadata(file).num_rows
     wrong.refuse()
@@ -115,7 +116,7 @@ def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> l
             if isinstance(env_classes, pa.ChunkedArray)
             else env_classes
         )
-        names |= dict.fromkeys(name or config.default or "" for name in named)
+        names |= dict.fromkeys(name or config.default_name or "" for name in named)
     return [name for name in names if name]
 
 
@@ -268,15 +269,16 @@ def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
     """Returns True if an environment may write the first messages itself, so the row's prompt is a placeholder."""
     kind = registry.resolve(name, config)
     built_in = name in registry.BUILT_IN and name not in config.classes
-    return getattr(kind, "init", None) is not BaseTextEnv.init and not (built_in and kind.requires_ground_truth)
+    inits = (BaseTextEnv.init, RewardFunctionEnv.init)
+    return getattr(kind, "init", None) not in inits and not (built_in and kind.requires_ground_truth)
 
 
 def _environments(batch: pa.RecordBatch, first: int, where: str, config: EnvironmentConfig) -> list[str]:
     """Returns the environment of each row; all environments are resolved and ready."""
     if "env_class" in batch.schema.names:
-        env_class = pc.if_else(_non_empty(batch["env_class"]), _plain(batch["env_class"]), config.default)
+        env_class = pc.if_else(_non_empty(batch["env_class"]), _plain(batch["env_class"]), config.default_name)
     else:
-        env_class = pa.array([config.default] * len(batch), pa.string())
+        env_class = pa.array([config.default_name] * len(batch), pa.string())
     _refuse(
         pc.is_null(env_class),
         first,

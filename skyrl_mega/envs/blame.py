@@ -22,7 +22,7 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
 
     The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,
     the innermost frame in the environment's own folder. Without such a frame, or without an exception (a step timed out
-    or broke the contract), the place is the definition of the class's `step`.
+    or broke the contract), the place is the definition of the class's `step`, or of the reward function.
 
     Args:
         error: The exception raised by the environment.
@@ -32,7 +32,8 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
     raised = error if not isinstance(error, BadOutput) else None  # BadOutput is raised in this package
     frames = traceback.extract_tb(raised.__traceback__) if raised else []
     try:
-        source = inspect.getsourcefile(step := registry.resolve(name, config).step)
+        cls = registry.resolve(name, config)
+        source = inspect.getsourcefile(step := getattr(cls, "users_code", cls.step))
         env_file = Path(source or "").absolute()
     except (UserError, TypeError, OSError):
         return None
@@ -40,7 +41,11 @@ def fault_location(error: BaseException | None, name: str, config: EnvironmentCo
         file = Path(frame.filename).absolute()
         if file == env_file or _is_users(file):
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
-    return f"{env_file}, line {step.__code__.co_firstlineno}, in step" if hasattr(step, "__code__") else str(env_file)
+    return (
+        f"{env_file}, line {step.__code__.co_firstlineno}, in {step.__name__}"
+        if hasattr(step, "__code__")
+        else str(env_file)
+    )
 
 
 def _is_users(file: Path) -> bool:

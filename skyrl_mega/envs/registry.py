@@ -6,7 +6,7 @@ finds the same class. A data row can only name registered environments: data nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.config.schema.environment import REWARD_FUNCTION
+from skyrl_mega.envs import reward_function, skyrl, skyrl_gym
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.tools import ToolEnv, calls_tools, definitions
@@ -46,19 +48,21 @@ CONTRACT_IMPORT = f"from skyrl_mega.envs import {', '.join(CONTRACT)}"
 
 def names(config: EnvironmentConfig) -> list[str]:
     """Returns every allowed value of a row's `env_class`."""
-    return sorted({*BUILT_IN, *config.classes})
+    return sorted({*BUILT_IN, *config.classes, *([REWARD_FUNCTION] if config.reward_function else [])})
 
 
 def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
-    """Returns the class behind a name; user classes take precedence over built-in classes.
+    """Returns the class behind a name; user classes and functions take precedence over built-in classes.
 
     Raises:
         UserError: The name is unknown, or the import path leads nowhere.
     """
+    if name == REWARD_FUNCTION and config.reward_function:
+        return _load(config.reward_function, f"environment.{REWARD_FUNCTION}", "function")
     path = config.classes.get(name) or BUILT_IN.get(name)
     if path is None:
         raise UserError(unknown_name(name, config))
-    return _load(path, f"environment.classes.{name}")
+    return _load(path, f"environment.classes.{name}", "class")
 
 
 def unknown_name(name: str, config: EnvironmentConfig) -> str:
@@ -97,12 +101,31 @@ def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
         UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, or an option
             does not exist.
     """
-    for name in (*config.classes, *used, *filter(None, [config.default])):
+    for name in (*config.classes, *used, *filter(None, [config.default_name])):
         resolve(name, config)
     for name in config.options:
         if name not in names(config):
             raise UserError(unknown_name(name, config), key=f"environment.options.{name}")
         check_options(name, config)
+
+
+def check_reward_function(config: EnvironmentConfig, used: Sequence[str]) -> None:
+    """Checks that some row is judged by `environment.reward_function`, if set.
+
+    Args:
+        config: Names and import paths.
+        used: Environments of the rows; empty if no data file exists yet.
+
+    Raises:
+        UserError: All rows name other environments, so the function would never be called.
+    """
+    if config.reward_function and used and REWARD_FUNCTION not in used:
+        raise UserError(
+            f"no row uses it: the rows' env_class is {', '.join(used)}",
+            key=f"environment.{REWARD_FUNCTION}",
+            value=config.reward_function,
+            fix=f"give rows without env_class, or environment.classes.{used[0]}={config.reward_function}",
+        )
 
 
 def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
@@ -177,20 +200,27 @@ def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
     """Returns the configuration with absolute file paths, for processes started in another folder."""
-    classes = {}
-    for name, path in config.classes.items():
-        source, _, attribute = path.rpartition(":")
-        classes[name] = f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else path
-    return replace(config, classes=classes)
+    classes = {name: _absolute(path) for name, path in config.classes.items()}
+    return replace(config, classes=classes, reward_function=_absolute(config.reward_function or "") or None)
 
 
-def _load(path: str, key: str) -> type[BaseTextEnv]:
-    cls = imports.load(path, key, contract=dict.fromkeys(CONTRACT, CONTRACT_IMPORT))
+def _absolute(path: str) -> str:
+    source, _, attribute = path.rpartition(":")
+    return f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else path
+
+
+def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:
+    contract = dict.fromkeys(CONTRACT, CONTRACT_IMPORT)
+    cls = imports.load(path, key, kind=kind, contract=contract, stand_ins=skyrl_gym.modules)
     attribute = path.rpartition(":")[2]
+    if callable(cls) and not isinstance(cls, type):
+        return reward_function.environment_of(cls, key)
+    if isinstance(cls, type) and skyrl.is_skyrl(cls):
+        return skyrl.environment_of(cls, key)
     if not isinstance(cls, type) or not all(callable(getattr(cls, m, None)) for m in ("init", "step", "close")):
         raise UserError(
             f"{attribute} is no environment; allowed: a class with init, step and close, as "
-            "skyrl_mega.envs.BaseTextEnv has them",
+            "skyrl_mega.envs.BaseTextEnv has them, or a reward function",
             key=key,
             value=path,
         )

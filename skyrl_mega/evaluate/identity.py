@@ -54,6 +54,7 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         "rollout.max_input_tokens": config.rollout.max_input_tokens,
         "rollout.max_length": length_limit(config.rollout),
         "environment.default": environment.default,
+        "environment.reward_function": environment.reward_function,
         "environment.classes": environment.classes,
         "environment.options": json_or_digest(environment.options, "environment.options"),
         "environment.retriever.index": environment.retriever.index,

@@ -32,7 +32,7 @@ class Evaluator:
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """Returns `eval/<data source>/{mean, pass_at_<n>}`; {} without evaluation prompts.
+        """Returns `eval/<data source>/{mean, pass_at_<n>, of/<name>}`; {} without evaluation prompts.
 
         Args:
             step: Number of completed RL steps, part of the seed.
@@ -68,7 +68,7 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns the mean reward and the share of prompts with a sample of positive reward, by data source.
 
     Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
-    present if any failed.
+    present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)
@@ -81,6 +81,9 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
         if rewards := [r for r in judged if r]:
             out[f"eval/{source}/mean"] = float(np.mean([np.mean(r) for r in rewards]))
             out[f"eval/{source}/pass_at_{most}"] = float(np.mean([max(r) > 0 for r in rewards]))
+        figures = [t.metrics for group in by_prompt.values() for t in group if not t.status.failed]
+        for name in sorted({name for figure in figures for name in figure}):
+            out[f"eval/{source}/of/{name}"] = float(np.mean([figure[name] for figure in figures if name in figure]))
         if failed := sum(map(len, by_prompt.values())) - sum(map(len, judged)):
             out[f"eval/{source}/failed"] = failed / sum(map(len, by_prompt.values()))
     return out

@@ -337,6 +337,9 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
     for name in sorted({name for t in judged for name in t.rewards}):
         reward_metrics[f"reward/of/{name}"] = float(np.mean([t.rewards.get(name, 0.0) for t in judged]))
+    for name in sorted({name for t in judged for name in t.metrics}):
+        values = [t.metrics[name] for t in judged if name in t.metrics]
+        reward_metrics[f"environment/of/{name}"] = float(np.mean(values))
     slot_waits = [t.seconds["slot"] for t in trajectories if "slot" in t.seconds]
     slot_metrics = {"environment/slot_wait_s": float(np.mean(slot_waits))} if slot_waits else {}
     return (

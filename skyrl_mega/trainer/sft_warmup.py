@@ -35,9 +35,9 @@ def encode(
         environments: The environment settings: a prompt lists the environment's tools. None takes the defaults.
     """
     config = environments or EnvironmentConfig()
-    names = {d.env_class or config.default or "" for d in demonstrations}
+    names = {d.env_class or config.default_name or "" for d in demonstrations}
     tools = {name: registry.tools(name, config) if name in registry.names(config) else [] for name in names}
-    encoded = [_encode(d, chat, tools[d.env_class or config.default or ""]) for d in demonstrations]
+    encoded = [_encode(d, chat, tools[d.env_class or config.default_name or ""]) for d in demonstrations]
     batch = Sequences.of([tokens for tokens, _ in encoded])
     batch["mask"] = flat([mask for _, mask in encoded], np.float32)
     return batch

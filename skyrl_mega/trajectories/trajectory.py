@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
@@ -164,6 +165,13 @@ class Trajectory:
             if name in ARRAYS and (remote_arrays := vars(self).get("remote_arrays")) is not None:
                 return remote_arrays.fetch()[name]
             raise AttributeError(f"{type(self).__name__}.{name}")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The finite numbers of the entry `metrics` in the metadata: the environment's figures of this trajectory."""
+        given = self.metadata.get("metrics")
+        numbers = given.items() if isinstance(given, dict) else ()
+        return {name: float(n) for name, n in numbers if isinstance(n, int | float) and math.isfinite(n)}
 
     @property
     def length(self) -> int:

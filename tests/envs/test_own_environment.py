@@ -92,7 +92,8 @@ def launch(folder: Path, *settings: str) -> list[parquet.Trajectory]:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
-    environment, rows, *_, patient = blocks()
+    environment, rows, *others = blocks()
+    patient = next(block for block in others if "class PatientMultiplyEnv" in block)
     paste(tmp_path, environment + "\n\n" + patient, rows)
     mine = "environment.classes.multiply=my_env.py:PatientMultiplyEnv"
     played = launch(tmp_path, mine, "rollout.max_turns=3", "rollout.max_response_tokens=128")

@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 from skyrl_mega.common.limits import ENVIRONMENT_WORKERS
 from skyrl_mega.config.schema.fields import MOST, Refusals, at_least, between
 
+REWARD_FUNCTION = "reward_function"
+"""Name of the environment of `environment.reward_function`."""
+
 
 @dataclass
 class RetrieverConfig:
@@ -52,8 +55,13 @@ class EnvironmentConfig:
 
     default: Optional[str] = None
     """Environment of rows with an empty `env_class`."""
+    reward_function: Optional[str] = None
+    """Import path (`package.module:function` or `path/to/file.py:function`) of a reward function in verl's or TRL's
+    form. Judges the rows with an empty `env_class`, in a single turn. `options.reward_function` are further keyword
+    arguments of the function."""
     classes: dict[str, str] = field(default_factory=dict)
-    """Name → import path (`package.module:Class` or `path/to/file.py:Class`) of your own environments."""
+    """Name → import path (`package.module:Class` or `path/to/file.py:Class`) of your own environments, or of reward
+    functions."""
     options: dict[str, Any] = field(default_factory=dict)
     """Environment name → options for the constructor."""
     workers: int = between(1, MOST, ENVIRONMENT_WORKERS)
@@ -75,8 +83,15 @@ class EnvironmentConfig:
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """Retrieval service of environment `search`."""
 
+    @property
+    def default_name(self) -> str | None:
+        """Environment of rows with an empty `env_class`; None if such rows are refused."""
+        return REWARD_FUNCTION if self.reward_function else self.default
+
     def refusals(self) -> Refusals:
-        """Yields rollout workers without a slot or a thread."""
+        """Yields a second environment for the same rows, and rollout workers without a slot or a thread."""
+        if self.reward_function and self.default not in (None, REWARD_FUNCTION):
+            yield "environment.default", "environment.reward_function judges these rows; leave one of the two out"
         for name, many in (("slots", self.slots), ("workers", self.workers)):
             if many is not None and self.processes > many:
                 yield (

@@ -79,8 +79,8 @@ class RolloutWorker:
     ) -> None:
         os.environ |= secrets
         budget.divide(workers_on_node)
-        for name in environments.classes:  # import now, so that no trajectory's time includes it
-            registry.resolve(name, environments)
+        for name in (*environments.classes, *filter(None, [environments.default_name])):
+            registry.resolve(name, environments)  # import now, so that no trajectory's time includes it
         self.timeline, self.counts_sent_at = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.factory = AgentFactory(chat, rollout, environments, reward_weights, threads)

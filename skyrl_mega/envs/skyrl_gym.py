@@ -1,0 +1,259 @@
+"""Stand-in for the package `skyrl_gym`: the public names with which environments for SkyRL are written.
+
+A user's file importing `skyrl_gym` runs unchanged without the package. An installed `skyrl_gym` is used instead. Other
+code cannot import the stand-in: `modules` are present only during the import of a user's file (`common/imports.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
+
+PACKAGE = "skyrl_gym"
+"""Import name of SkyRL's package of environments."""
+
+ObsType = TypeVar("ObsType")
+ActType = TypeVar("ActType")
+MessageType = dict[str, str]
+ConversationType = list[MessageType]
+
+
+class Error(Exception):
+    """An error of the package's own functions."""
+
+
+class RegistrationError(Error):
+    """A name registered twice."""
+
+
+class EnvStepOutput(TypedDict):
+    """Result of a step of any environment."""
+
+    observations: Any
+    reward: Any
+    done: bool
+    metadata: NotRequired[dict[str, Any] | None]
+
+
+class BaseTextEnvStepOutput(TypedDict):
+    """Result of a step of a text environment."""
+
+    observations: ConversationType
+    reward: float
+    done: bool
+    metadata: dict[str, Any]
+    postprocessed_action: NotRequired[str | None]
+
+
+class Env(Generic[ObsType, ActType]):
+    """Base of all environments."""
+
+    def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
+        """Opens the environment; a subclass must override this method."""
+        raise NotImplementedError(f"{type(self).__name__}.init")
+
+    def step(self, action: ActType) -> Any:
+        """Takes a step; a subclass must override this method."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def close(self) -> None:
+        """Releases resources."""
+
+    def __enter__(self) -> Env[ObsType, ActType]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class BaseTextEnv(Env[ConversationType, str]):
+    """Base of text environments, with groups of tools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = 0
+        self.max_turns = 1
+        self.tool_groups: Sequence[ToolGroup] = []
+        self.tool_to_toolgroup: dict[str, str] = {}
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Returns the prompt unchanged, and no information."""
+        return prompt, {}
+
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
+        """Sets the groups of tools of this environment."""
+        self.tool_groups = tool_groups
+        pairs = [group.get_tool_to_group_mapping() for group in tool_groups]
+        self.tool_to_toolgroup = {tool: group for mapping in pairs for tool, group in mapping.items()}
+
+    _init_tool_groups = init_tool_groups  # the name in earlier versions
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
+        """Calls a tool with the entries of `tool_input` as arguments.
+
+        Raises:
+            ValueError: No group or tool of this name.
+        """
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Returns the figures of this trajectory; none by default."""
+        return {}
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the mean of every number over trajectories."""
+        return default_aggregate_metrics(metrics)
+
+
+class tool:
+    """Decorator of a tool: a method of a ToolGroup."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func, self.name = func, func.__name__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else self.func.__get__(instance, owner)
+
+
+class ToolGroup:
+    """Tools with a shared state: the methods with the decorator `tool`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        names = [n for n in dir(type(self)) if isinstance(getattr(type(self), n, None), tool)]
+        self._tool_registry: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+
+    def get_name(self) -> str:
+        """Returns the group's name."""
+        return self.name
+
+    def get_tool(self, name: str) -> Callable[..., Any] | None:
+        """Returns a tool; None for an unknown name."""
+        return self._tool_registry.get(name)
+
+    def get_tool_names(self) -> list[str]:
+        """Returns the names of all tools."""
+        return list(self._tool_registry)
+
+    def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a tool.
+
+        Raises:
+            ValueError: No tool of this name.
+        """
+        if (function := self.get_tool(name)) is None:
+            raise ValueError(f"Tool '{name}' not found in group '{self.name}'.")
+        return function(*args, **kwargs)
+
+    def get_tool_to_group_mapping(self) -> dict[str, str]:
+        """Returns tool name → this group's name."""
+        return dict.fromkeys(self._tool_registry, self.name)
+
+
+@dataclass
+class EnvSpec:
+    """A registered environment."""
+
+    id: str
+    entry_point: Callable[..., Any] | str
+    """The class, or `package.module:Class`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+registry: dict[str, EnvSpec] = {}
+"""Name → environment, as registered by the user's files. Rows cannot name these: `environment.classes` decides."""
+
+
+def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, Any] | None = None) -> None:
+    """Registers an environment for `make`.
+
+    Raises:
+        RegistrationError: The name is taken.
+    """
+    if id in registry:
+        raise RegistrationError(f"An environment with name `{id}` is already registered.")
+    registry[id] = EnvSpec(id, entry_point, kwargs or {})
+
+
+def deregister(id: str) -> None:
+    """Removes an environment.
+
+    Raises:
+        Error: The name is unknown.
+    """
+    spec(id)
+    del registry[id]
+
+
+def spec(env_id: str) -> EnvSpec:
+    """Returns a registered environment.
+
+    Raises:
+        Error: The name is unknown.
+    """
+    if env_id not in registry:
+        raise Error(f"No registered env with id: {env_id}")
+    return registry[env_id]
+
+
+def make(id: str | EnvSpec, **kwargs: Any) -> Any:
+    """Creates a registered environment.
+
+    Raises:
+        Error: The name is unknown.
+    """
+    found = id if isinstance(id, EnvSpec) else spec(id)
+    create = found.entry_point
+    if isinstance(create, str):
+        module, _, name = create.partition(":")
+        create = getattr(importlib.import_module(module), name)
+    return create(**{**found.kwargs, **kwargs})
+
+
+def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the mean of every number over the dicts that have the number."""
+    names = dict.fromkeys(name for figures in metrics for name in figures)
+    values = {n: [float(f[n]) for f in metrics if isinstance(f.get(n), int | float)] for n in names}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
+
+
+@cache
+def modules() -> dict[str, ModuleType]:
+    """Returns the stand-in's modules by import name, `skyrl_gym` and below."""
+    error = dict(Error=Error, RegistrationError=RegistrationError)
+    core = dict(Env=Env, EnvStepOutput=EnvStepOutput, ObsType=ObsType, ActType=ActType)
+    base = dict(
+        BaseTextEnv=BaseTextEnv,
+        BaseTextEnvStepOutput=BaseTextEnvStepOutput,
+        ConversationType=ConversationType,
+        MessageType=MessageType,
+    )
+    registration = dict(
+        register=register, deregister=deregister, make=make, spec=spec, registry=registry, EnvSpec=EnvSpec
+    )
+    names: dict[str, dict[str, Any]] = {
+        PACKAGE: {"Env": Env} | registration,
+        f"{PACKAGE}.core": core,
+        f"{PACKAGE}.error": error,
+        f"{PACKAGE}.metrics": dict(default_aggregate_metrics=default_aggregate_metrics),
+        f"{PACKAGE}.envs": registration,
+        f"{PACKAGE}.envs.base_text_env": base | core,
+        f"{PACKAGE}.envs.registration": registration,
+        f"{PACKAGE}.tools": dict(tool=tool, ToolGroup=ToolGroup),
+        f"{PACKAGE}.tools.core": dict(tool=tool, ToolGroup=ToolGroup),
+    }
+    made = {name: ModuleType(name, "Stand-in of skyrl_mega, see skyrl_mega/envs/skyrl_gym.py.") for name in names}
+    for name, module in made.items():
+        vars(module).update(names[name], __path__=[])
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    return made
