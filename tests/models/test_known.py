@@ -13,18 +13,47 @@ from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
 
 PARAMETERS = {
+    "Qwen2-0.5B-Instruct": 494_032_768,
+    "Qwen2-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen2.5-Coder-7B-Instruct": 7_615_616_512,
     "Qwen2.5-Math-7B": 7_615_616_512,
-    "Qwen3-1.7B": 2_031_739_904 - 151936 * 2048,  # the file holds the tied head a second time
+    "Qwen3-0.6B": 751_632_384 - 151936 * 1024,  # the file holds the tied head a second time
+    "Qwen3-0.6B-Base": 596_049_920,
+    "Qwen3-1.7B": 2_031_739_904 - 151936 * 2048,
     "Qwen3-1.7B-Base": 2_031_739_904 - 151936 * 2048,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-4B-Base": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-8B-Base": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-14B-Base": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-30B-A3B-Base": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-8B-Instruct": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
     "SmolLM2-135M-Instruct": 134_515_008,
 }
 """Parameters of each checkpoint as counted by the Hugging Face hub."""
@@ -60,7 +89,7 @@ def test_the_model_that_is_made_here_is_the_one_known(smollm2: Path) -> None:
 def test_a_path_names_a_known_model_by_its_last_part() -> None:
     assert hub_name("/data/models/Qwen3-30B-A3B") == hub_name("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
     assert hub_name("runs/models/mine") is None
-    with pytest.raises(UserError, match=r"^runs/mine: no known model; known are Qwen/Qwen2\.5-1\.5B-Instruct, "):
+    with pytest.raises(UserError, match=r"^runs/mine: no known model; known are Qwen/Qwen2-0\.5B-Instruct, "):
         known("runs/mine")
 
 
