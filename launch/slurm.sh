@@ -20,15 +20,22 @@
 #   SKYRL_MEGA_RAY_OPTIONS  more arguments of `ray start`, such as --object-store-memory=…
 #   SKYRL_MEGA_START_S      seconds for all nodes to be there (600)
 #   SKYRL_MEGA_REQUEUES     how often the job may be queued again because of failed nodes (5)
+#   SKYRL_MEGA_SECRETS      file of NAME=VALUE lines for the environment of the tasks; only its owner may read it
+#   SKYRL_MEGA_CACHE        folder of compiled code on each node's own disk (/tmp/skyrl-cache-<uid>)
+#   SKYRL_MEGA_RETRIEVER_ON where the retrieval service of the run is (launch/slurm_retriever.sh)
+#   SKYRL_MEGA_COMMAND      launch, or preflight
 
 set -u -o pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/slurm_retriever.sh" || exit 2
 
 say() { printf '%s %s\n' "$(date +%T)" "$*"; }
 
 run() {
     cd "${SKYRL_MEGA_HOME:-$SLURM_SUBMIT_DIR}" || exit 2
     local job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} nodes=$SLURM_JOB_NUM_NODES code=0 ended='' failed=''
-    local folder=$PWD/runs/slurm/$job-$start
+    local folder=$PWD/runs/slurm/$job-$start service='' watcher='' cpus
+    cpus=${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE%%[(,]*}} # the first is for batch scripts, the second for salloc
+    read_secrets || exit 2
     rm -rf "$folder" && mkdir -p "$folder" || exit 2
     say "job $job, start $start, on $SLURM_JOB_NODELIST; its folder: $folder"
 
@@ -39,20 +46,24 @@ run() {
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
     [[ ${SKYRL_MEGA_INTERFACE:-} ]] && export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$SKYRL_MEGA_INTERFACE}
 
-    local python=${SKYRL_MEGA_PYTHON:-} mounts=$PWD:$PWD${SKYRL_MEGA_MOUNTS:+,$SKYRL_MEGA_MOUNTS} flags=() inside=()
-    case ${SKYRL_MEGA_CONTAINER:-} in
-        '') python=${python:-$(environment)} || exit 2 ;;
-        *.sif) inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$SKYRL_MEGA_CONTAINER") ;;
-        *) flags=(--container-image="$SKYRL_MEGA_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
-    esac
+    local python flags=() inside=()
+    choose_python || exit 2
 
     trap 'touch "$folder/stop"; say "asked to end"' USR1
     trap 'ended=1' TERM # scancel or the time limit: the tasks have it too, and end by themselves
+    start_service "$@" || exit $?
+    if [[ $service ]]; then
+        # The run reads the address from its environment: other users see command lines.
+        set -- "$@" 'environment.retriever.url=${oc.env:SKYRL_MEGA_RETRIEVER}' \
+            environment.retriever.token_variable=SKYRL_MEGA_RETRIEVER_TOKEN
+    fi
     # shellcheck disable=SC2086  # SKYRL_MEGA_SRUN is several words
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$cpus" --cpu-bind=none \
         --mem=0 --mpi=none --export=ALL --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
-        "${inside[@]}" "${python:-python3}" -m skyrl_mega.cluster.slurm_node "$folder" "$@" &
-    while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
+        "${inside[@]}" "$python" -m skyrl_mega.cluster.slurm_node "$folder" "$@" &
+    local tasks=$!
+    while kill -0 $tasks 2>/dev/null; do wait $tasks && code=0 || code=$?; done
+    end_service
     if [[ -s $folder/code ]]; then
         code=$(<"$folder/code")
     elif ((code == 0)); then
@@ -63,6 +74,9 @@ run() {
     if [[ $ended ]]; then
         say "ended from outside"
         exit 143
+    elif ((code == 75)) && [[ -e $folder/lost ]] && ((start >= ${SKYRL_MEGA_REQUEUES:-5})); then
+        say "exit 1: the retrieval service was lost in $((start + 1)) starts of the job (SKYRL_MEGA_REQUEUES)"
+        exit 1
     elif ((code == 75)); then
         say "exit 75: a checkpoint is there, the same job goes on from it"
         requeue
@@ -77,9 +91,39 @@ run() {
     exit "$code"
 }
 
+# Sets `python`, and the words around it for a container: `flags` of srun, `inside` before the command.
+choose_python() {
+    local mounts=$PWD:$PWD${SKYRL_MEGA_MOUNTS:+,$SKYRL_MEGA_MOUNTS}
+    python=${SKYRL_MEGA_PYTHON:-}
+    case ${SKYRL_MEGA_CONTAINER:-} in
+        '') python=${python:-$(environment)} || return ;;
+        *.sif) inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$SKYRL_MEGA_CONTAINER") ;;
+        *) flags=(--container-image="$SKYRL_MEGA_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
+    esac
+    python=${python:-python3}
+}
+
+# Exports the lines NAME=VALUE of $SKYRL_MEGA_SECRETS. Values reach the tasks in the environment, never in a command line.
+read_secrets() {
+    local file=${SKYRL_MEGA_SECRETS:-} name value
+    [[ $file ]] || return 0
+    if [[ ! -r $file || $(stat -Lc %a "$file") != *00 ]]; then
+        say "error: SKYRL_MEGA_SECRETS=$file: allowed is a file that only you may read: chmod 600 $file" >&2
+        return 2
+    fi
+    while IFS='=' read -r name value || [[ $name ]]; do
+        [[ ! $name || $name == '#'* ]] && continue
+        if [[ ! $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then
+            say "error: SKYRL_MEGA_SECRETS=$file: allowed are lines NAME=VALUE" >&2
+            return 2
+        fi
+        export "$name=$value"
+    done <"$file"
+}
+
 # The interpreter of the environment in the repository: with GPUs that of `make cuda`, as torch for CPUs sees none.
 environment() {
-    local venv=${SKYRL_MEGA_VENV:-} gpus=${SLURM_GPUS_ON_NODE:-0}
+    local venv=${SKYRL_MEGA_VENV:-} gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
     if [[ ! $venv && $gpus != 0 ]]; then
         venv=.venv-cuda
         if [[ ! -x $venv/bin/python ]]; then
@@ -111,7 +155,7 @@ requeue() {
     local without job=$SLURM_JOB_ID
     # A task of an array is queued again by this name: one task's number alone may be the whole array's.
     [[ ${SLURM_ARRAY_JOB_ID:-} ]] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-    without=$(scontrol --oneliner show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    without=$(scontrol --oneliner show job "$job" | sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p')
     [[ $without == '(null)' ]] && without=
     trap '' TERM
     scontrol requeue "$job" || return

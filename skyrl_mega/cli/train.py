@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.checks.unused import unused_notes
-from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
+from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, enter, guarded, integer
 from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
@@ -106,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     file = args.config
     if args.directory:
         file = Path(file).absolute()
-        _enter(args.directory)
+        enter(args.directory)
     config = compose(file, args.overrides)
     if args.simulate:
         from skyrl_mega.cli import simulate
@@ -274,18 +273,6 @@ def _with_fix(error: UserError, config: Config) -> UserError:
     except UserError:
         return error
     return refusal.with_fix(error, config, hf, planned=False)
-
-
-def _enter(directory: str) -> None:
-    try:
-        os.chdir(directory)
-    except OSError as error:
-        raise UserError(
-            error.strerror,
-            key="--directory",
-            value=directory,
-            fix="give a folder that exists, seen by every node of a cluster",
-        ) from error
 
 
 def _keep_traceback(folder: Path, text: str) -> None:

@@ -2,7 +2,8 @@
 
 srun --ntasks-per-node=1 … python -m skyrl_mega.cluster.slurm_node FOLDER LAUNCHER-ARGUMENTS…
 
-Called by `launch/slurm.sh`, in a container or not. The nodes find each other through FOLDER on a shared file system:
+Called by `launch/slurm.sh`, in a container or not. SKYRL_MEGA_COMMAND=preflight replaces the launcher by the preflight.
+The nodes find each other through FOLDER on a shared file system:
 
     address          address of the Ray cluster's head, with ports chosen by the system
     up/NODE          Ray runs on this node
@@ -32,6 +33,7 @@ from types import FrameType
 from typing import Any
 
 from skyrl_mega.cluster.actor_process import address_of, start_guard
+from skyrl_mega.cluster.node_caches import cache_variables
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from skyrl_mega.cluster.user import set_user_variables
 
@@ -93,6 +95,8 @@ class Allocation:
     """Seconds until all nodes must be up."""
     interface: str | None
     """Network interface for Ray; None leaves the choice to Ray."""
+    command: str = "launch"
+    """`launch` or `preflight`."""
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -108,6 +112,7 @@ class Allocation:
             name=f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or 0}",
             wait_s=float(env.get("SKYRL_MEGA_START_S") or 600),
             interface=env.get("SKYRL_MEGA_INTERFACE") or None,
+            command=env.get("SKYRL_MEGA_COMMAND") or "launch",
         )
 
     def say(self, text: str) -> None:
@@ -142,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (job.folder / name).mkdir(parents=True, exist_ok=True)
     code = FAULT
     try:
+        _use_local_caches()
         code = head(job, launcher) if job.rank == 0 else worker(job)
     except Ended as ended:
         job.say(f"{job.node}: {ended}")
@@ -155,6 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _use_local_caches() -> None:
+    """Sets the variables of compiled code for all processes of this node.
+
+    Raises:
+        NodeFailed: This node has no safe folder for compiled code.
+    """
+    try:
+        os.environ.update(cache_variables(os.environ))
+    except OSError as error:
+        raise NodeFailed(f"no folder for compiled code (SKYRL_MEGA_CACHE): {error}") from error
+
+
 def head(job: Allocation, launcher: Sequence[str]) -> int:
     """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
     exit code.
@@ -163,9 +181,11 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
         Ended: The settings are wrong, a node failed, or some nodes did not come up in time.
     """
     node_options = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
-    command = [sys.executable, "-m", "skyrl_mega.launch", *node_options, *launcher]
+    arguments = [*node_options, *launcher]
+    command = [sys.executable, "-m", f"skyrl_mega.{job.command}", *arguments]
     job.say(shlex.join(["python", *command[1:]]))
-    checking = subprocess.Popen([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
+    check = [sys.executable, "-m", "skyrl_mega.launch", *arguments, "--dry-run"]
+    checking = subprocess.Popen(check, stdout=subprocess.DEVNULL, env=_environment())
     try:
         while (code := checking.poll()) is None:
             pause()
@@ -184,7 +204,8 @@ def head(job: Allocation, launcher: Sequence[str]) -> int:
             code = watch(job, node, process)
         finally:
             _end(process)
-        job.say(f"the launcher ended with {code}")
+        name = "launcher" if job.command == "launch" else job.command
+        job.say(f"the {name} ended with {code}")
         return code
 
 

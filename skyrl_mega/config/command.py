@@ -152,6 +152,23 @@ def path_of(text: str) -> Path:
     return Path(text)
 
 
+def enter(directory: str) -> None:
+    """Makes the folder of `--directory` the current one.
+
+    Raises:
+        UserError: The folder cannot be entered.
+    """
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            error.strerror,
+            key="--directory",
+            value=directory,
+            fix="give a folder that exists, seen by every node of a cluster",
+        ) from error
+
+
 def _run_with_errors(run: Callable[[], int], as_json: bool) -> int:
     try:
         return run()

@@ -1,9 +1,21 @@
-"""`python -m skyrl_mega.retriever build|serve|query …`: exit code 0 for success, 2 for invalid input (one line)."""
+"""`python -m skyrl_mega.retriever build|serve|query|run …`: exit code 0 for success, 2 for invalid input (one line)."""
 
 import sys
+from collections.abc import Sequence
 
 from skyrl_mega.config.command import guarded
-from skyrl_mega.retriever.commands import main
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a subcommand; returns the exit code."""
+    if arguments[:1] == ["run"]:
+        from skyrl_mega.cli.serve_retriever import main as run
+
+        return run(arguments[1:])
+    from skyrl_mega.retriever.commands import main as command
+
+    return command(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(guarded(lambda: main(sys.argv[1:])))

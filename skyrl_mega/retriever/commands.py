@@ -20,10 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def parser() -> argparse.ArgumentParser:
     """Returns the parser, with the subcommands build, serve and query."""
     root = Parser(prog="python -m skyrl_mega.retriever", description="Searches passages for environments.")
-    commands = root.add_subparsers(dest="command", required=True, metavar="build|serve|query")
+    commands = root.add_subparsers(dest="command", required=True, metavar="build|serve|query|run")
     _add_build(commands.add_parser("build", help="makes an index from a corpus"))
     _add_serve(commands.add_parser("serve", help="answers searches over HTTP"))
     _add_query(commands.add_parser("query", help="asks a service and prints what it finds"))
+    commands.add_parser("run", help="serves the index of a run's settings to other nodes")
     return root
 
 

@@ -21,6 +21,7 @@ from skyrl_mega.retriever.client import TOKEN_VARIABLE
 from skyrl_mega.retriever.commands import build_index
 from skyrl_mega.telemetry.events import Event
 
+LOOPBACK = "127.0.0.1"
 START_S = 600.0
 """Time limit in seconds for the start; loading the index of a large corpus takes minutes."""
 STOP_S = 15.0
@@ -31,7 +32,7 @@ LOOK_EVERY_S = 0.2
 
 @contextmanager
 def running_service(
-    config: EnvironmentConfig, logs: Path, say: Callable[[str], None] = print
+    config: EnvironmentConfig, logs: Path, say: Callable[[str], None] = print, host: str = LOOPBACK
 ) -> Iterator[EnvironmentConfig]:
     """Yields the settings with `retriever.url` filled in, while the service runs.
 
@@ -42,6 +43,7 @@ def running_service(
         config: Settings of environments.
         logs: Folder for `retriever.log`.
         say: Receives lines about the progress.
+        host: Address to bind.
 
     Raises:
         UserError: The index cannot be built or served.
@@ -59,7 +61,7 @@ def running_service(
     logs.mkdir(parents=True, exist_ok=True)
     with _token_in(retriever.token_variable):
         service = RetrieverProcess(
-            index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say
+            index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say, host
         )
         try:
             url = service.start()
@@ -83,7 +85,7 @@ def _token_in(variable: str) -> Iterator[None]:
 
 
 class RetrieverProcess:
-    """A service on the loopback interface, in a separate process, with a thread that restarts it on the same port.
+    """A service in a separate process, with a thread that restarts it on the same port.
 
     Args:
         index: Index folder.
@@ -91,12 +93,19 @@ class RetrieverProcess:
         log: Log file; while the service is ready, a `.json` file of the same name holds its address.
         token_variable: Environment variable with the token, if any.
         say: Receives a line after each restart.
+        host: Address to bind.
     """
 
     def __init__(
-        self, index: Path, options: list[str], log: Path, token_variable: str, say: Callable[[str], None]
+        self,
+        index: Path,
+        options: list[str],
+        log: Path,
+        token_variable: str,
+        say: Callable[[str], None],
+        host: str = LOOPBACK,
     ) -> None:
-        self.index, self.options, self.log, self.say = index, options, log, say
+        self.index, self.options, self.log, self.say, self.host = index, options, log, say, host
         self.env = {**os.environ, TOKEN_VARIABLE: os.environ.get(token_variable, "")}
         self.process: subprocess.Popen[bytes] | None = None
         self._ready = log.with_suffix(".json")
@@ -145,7 +154,7 @@ class RetrieverProcess:
 
     def _spawn(self, port: int) -> None:
         command = [sys.executable, "-m", "skyrl_mega.retriever", "serve", "--index", str(self.index), *self.options]
-        command += ["--port", str(port), "--ready-file", str(self._ready), "--with-stdin"]
+        command += ["--host", self.host, "--port", str(port), "--ready-file", str(self._ready), "--with-stdin"]
         with self.log.open("ab") as out:
             # A separate session: Ctrl-C in the terminal ends the run, and the run ends the service.
             self.process = subprocess.Popen(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,15 @@ trajectories."""
 def _settings(config: Config) -> dict[str, str]:
     """Returns a digest of each setting that affects the number, age or content of groups."""
     data, algorithm = config.data, config.algorithm
+    # A service has another address in each start of a run.
+    retriever = replace(config.environment.retriever, url=None, token_variable="")
+    environment = asdict(replace(config.environment, retriever=retriever))
     parts = {
         **{f"asynchrony.{k}": v for k, v in asdict(config.asynchrony).items()},
         "data.prompts_per_step": data.prompts_per_step,
         "data.samples_per_prompt": data.samples_per_prompt,
         **{f"rollout.{k}": v for k, v in asdict(config.rollout).items() if k not in ENGINE_SETTINGS},
-        **{f"environment.{k}": v for k, v in asdict(config.environment).items() if k not in PLACE_SETTINGS},
+        **{f"environment.{k}": v for k, v in environment.items() if k not in PLACE_SETTINGS},
         "algorithm.advantage": algorithm.advantage,
         "algorithm.reward_weights": algorithm.reward_weights,
         "policy.moe.replay": config.policy.moe.replay,

@@ -100,16 +100,16 @@ class Slurm:
         """Runs `sbatch` and returns the job's number."""
         return int(self.run("sbatch", "--parsable", *arguments, env=env))
 
-    def job(self, job: int) -> dict[str, str]:
+    def job(self, job: int | str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, by Slurm's names."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(job))))
 
-    def output(self, job: int) -> str:
+    def output(self, job: int | str) -> str:
         """Returns the job's output so far."""
         file = Path(self.job(job)["StdOut"])
         return file.read_text() if file.exists() else ""
 
-    def wait(self, job: int, *, timeout: float) -> dict[str, str]:
+    def wait(self, job: int | str, *, timeout: float) -> dict[str, str]:
         """Waits until the job ended and all nodes are free; returns `job(…)`.
 
         Raises:
@@ -122,7 +122,7 @@ class Slurm:
 
         return self.until(ended, job, timeout=timeout)
 
-    def wait_for(self, job: int, text: str, *, timeout: float) -> None:
+    def wait_for(self, job: int | str, text: str, *, timeout: float) -> None:
         """Waits until the job's output contains `text`.
 
         Raises:
@@ -137,7 +137,7 @@ class Slurm:
 
         self.until(there, job, timeout=timeout)
 
-    def until(self, condition, job: int, *, timeout: float):  # type: ignore[no-untyped-def]
+    def until(self, condition, job: int | str, *, timeout: float):  # type: ignore[no-untyped-def]
         """Waits for a true condition and returns the value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

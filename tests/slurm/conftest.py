@@ -13,10 +13,17 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
+from tests.slurm.batch import Batch
 from tests.slurm.cluster import ROOT, ClusterFault, Slurm, cluster, unavailable
 
 PROMPTS, SAMPLES = 8, 2
 """Prompts and samples in a step of the tiny run."""
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """Returns stand-ins for Slurm's commands in an empty folder."""
+    return Batch(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -4,82 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from skyrl_mega.cluster import slurm_node
+from tests.slurm.batch import Batch
 from tests.slurm.cluster import ROOT
-
-SRUN = """
-for word in "$@"; do printf '%s\\n' "$word" >>"$CALLS/srun"; done
-[[ " $* " == *" true "* ]] && { [[ ${*: -2:1} != ${DEAD:-none} ]]; exit; }
-env | grep -E '^(RAY_AUTH|NCCL_SOCKET|SKYRL_MEGA_NODES)' | sort >"$CALLS/env"
-for word in "$@"; do [[ $word == */runs/slurm/7-* ]] && echo -n "$CODE" >"$word/code"; done
-exit "$SRUN_CODE"
-"""
-SCONTROL = """
-echo "$*" >>"$CALLS/scontrol"
-case "$*" in
-    "show hostnames"*) printf 'node1\\nnode2\\nnode3\\n' ;;
-    *"show job"*) echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} NodeList=node[1-3]" ;;
-esac
-"""
-
-
-class Batch:
-    """The surroundings of a batch script."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, folder / "calls"
-        self.calls.mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-            file = folder / "bin" / name
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(f"#!/bin/bash\n{text}")
-            file.chmod(file.stat().st_mode | stat.S_IXUSR)
-        self.environment(".venv")
-
-    def environment(self, name: str) -> Path:
-        """Creates a virtual environment's interpreter and returns the path."""
-        python = self.folder / name / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text("#!/bin/sh\n")
-        python.chmod(0o755)
-        return python
-
-    def run(self, *arguments: str, code: int = 0, srun: int | None = None, **env: str) -> tuple[int, str]:
-        """Returns exit code and output of `run ARGUMENTS…` if the launcher ends with `code` and srun with `srun`."""
-        around = {
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-            "CALLS": str(self.calls),
-            "CODE": str(code),
-            "SRUN_CODE": str(code if srun is None else srun),
-            "SLURM_SUBMIT_DIR": str(self.folder),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NUM_NODES": "3",
-            "SLURM_JOB_NODELIST": "node[1-3]",
-            "SLURM_CPUS_ON_NODE": "96",
-        }
-        done = subprocess.run(
-            ["bash", "-c", f'source {ROOT}/launch/slurm.sh; run "$@"', "batch", *arguments],
-            env=around | env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    def called(self, program: str) -> list[str]:
-        file = self.calls / program
-        return file.read_text().splitlines() if file.exists() else []
-
-
-@pytest.fixture
-def batch(tmp_path: Path) -> Batch:
-    return Batch(tmp_path)
 
 
 def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) -> None:

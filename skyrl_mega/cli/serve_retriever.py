@@ -1,0 +1,133 @@
+"""Command line of the retrieval service for a run on other nodes: `python -m skyrl_mega.retriever run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.command import DONE, FAULT, Parser, enter, path_of
+from skyrl_mega.config.schema import Config
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the argument parser of `python -m skyrl_mega.retriever run`."""
+    p = Parser(
+        prog="python -m skyrl_mega.retriever run",
+        description="Serves environment.retriever.index of a run's settings on this node's address until SIGTERM. "
+        "Builds a missing index if environment.retriever.build says how. Exit codes: 0 ended by a signal, 2 the input "
+        "is wrong, 1 the service cannot be kept alive.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
+    p.add_argument("--directory", metavar="DIR", help="where relative paths of the settings begin")
+    p.add_argument(
+        "--address-file",
+        type=path_of,
+        required=True,
+        metavar="FILE",
+        help="written when it answers, readable by this user alone: a line with the address, a line with the token",
+    )
+    p.add_argument("--logs", type=path_of, default=Path("."), metavar="DIR", help="folder of retriever.log")
+    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `python -m skyrl_mega.retriever run`; returns the exit code.
+
+    Args:
+        arguments: The command line after `run`.
+
+    Raises:
+        UserError: A setting, the data, the corpus or the index is invalid.
+    """
+    args = parser().parse_intermixed_args(list(arguments))
+    from skyrl_mega.config.compose import compose
+    from skyrl_mega.retriever.session import running_service
+
+    config_file, address_file, logs = (Path(file).absolute() for file in (args.config, args.address_file, args.logs))
+    if args.directory:
+        enter(args.directory)
+    config = compose(config_file, args.overrides)
+    environment = config.environment
+    if environment.retriever.index is None:
+        raise UserError(
+            "the service needs the folder of an index",
+            key="environment.retriever.index",
+            value="null",
+            fix="give the folder that `python -m skyrl_mega.retriever build` wrote",
+        )
+    if environment.retriever.build:
+        _make_corpus(config)
+
+    ending, lost = threading.Event(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if getattr(line, "kind", "") == "retriever_lost" and not line.facts["restarted"]:  # type: ignore[attr-defined]
+            lost.set()
+            ending.set()
+
+    without_url = replace(environment, retriever=replace(environment.retriever, url=None))
+    with running_service(without_url, logs, say, _host()) as served:
+        url = served.retriever.url
+        assert url is not None
+        with _announced(address_file, url, os.environ[served.retriever.token_variable]):
+            say("retriever: ready")
+            ending.wait()
+    return FAULT if lost.is_set() else DONE
+
+
+def _make_corpus(config: Config) -> None:
+    """Runs `data.prepare` if data files of the run are missing: the corpus may come from the same preparation."""
+    from skyrl_mega.data.prepare import prepare
+    from skyrl_mega.preflight.run_inputs import data_files
+
+    files = [file for files in data_files(config).values() for file in files]
+    if config.data.prepare and not all(Path(file).exists() for file in files):
+        try:
+            prepare(config.data.prepare)
+        except UserError as error:
+            raise UserError(error, key="data.prepare") from error
+
+
+def _host() -> str:
+    """Returns this node's address: of the interface SKYRL_MEGA_INTERFACE, else the address that Ray would use.
+
+    Raises:
+        UserError: The interface does not exist or has no IPv4 address.
+    """
+    from skyrl_mega.cluster.actor_process import address_of
+
+    interface = os.environ.get("SKYRL_MEGA_INTERFACE")
+    if not interface:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+    with suppress(OSError):
+        if address := address_of(interface):
+            return address
+    raise UserError("allowed is an interface with an IPv4 address", key="SKYRL_MEGA_INTERFACE", value=interface)
+
+
+@contextmanager
+def _announced(file: Path, url: str, token: str) -> Iterator[None]:
+    """Writes address and token to a file for the duration of a `with` block."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(f"{url}\n{token}\n")
+    partial.rename(file)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
