@@ -13,7 +13,7 @@ start_service() {
     local on=${SKYRL_MEGA_RETRIEVER_ON:-} address=$folder/retriever pid='' where=() content state=''
     [[ ! $on && ${SLURM_HET_SIZE:-1} -gt 1 ]] && on=component
     case $on in
-        '') return ;;
+        '') return 0 ;;
         component) where=(--het-group=1 --cpus-per-task="${SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1%%(*}") ;;
         # No GPU: all memory of the node's GPUs is the run's.
         step) where=(--overlap --gres=none -w "${SKYRL_MEGA_NODES%%,*}" --cpus-per-task="$cpus") ;;

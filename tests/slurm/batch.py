@@ -18,7 +18,7 @@ if [[ " $* " == *" skyrl_mega.retriever "* ]]; then
     while [[ $1 != --address-file ]]; do shift; done
     [[ ${SERVICE_CODE:-} ]] && exit "$SERVICE_CODE"
     printf '%s\\n' "$ADDRESS" "$TOKEN" >"$2"
-    [[ ${SERVICE_ENDS:-} ]] && exit 0
+    [[ ${SERVICE_ENDS:-} ]] && /bin/sleep 1 && exit 0
     exec /bin/sleep 60
 fi
 for word in "$@"; do printf '%s\\n' "$word" >>"$CALLS/srun"; done

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import Config, RetrieverConfig
 from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.saved_rollouts import _settings
 from skyrl_mega.trainer.step import Step
 from tests.support.rollouts_ahead import live, names, smaller
 
@@ -53,3 +54,15 @@ def _change(folder: Path, change: Callable[[dict[str, Any]], Any], **more: Any) 
     about = json.loads(file.read_text())
     change(about)
     file.write_text(json.dumps({**about, **more}))
+
+
+def test_a_moved_retrieval_service_keeps_the_saved_rollouts() -> None:
+    """Compares digests: a run's service has another address in each start, but another index changes the answers."""
+
+    def settings(**retriever: Any) -> dict[str, str]:
+        config = Config()
+        config.environment.retriever = RetrieverConfig(**retriever)
+        return _settings(config)
+
+    assert settings(index="a", url="http://10.0.0.1:1") == settings(index="a", url="http://10.0.0.2:9")
+    assert settings(index="a") != settings(index="b") and settings(topk=1) != settings(topk=2)
