@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.cluster.node_caches import CACHES, cache_variables
-from skyrl_mega.cluster.slurm_node import Job
+from skyrl_mega.cluster.slurm_node import Allocation
 from tests.slurm.batch import ADDRESS, TOKEN, Batch
 from tests.slurm.cluster import ROOT
 
@@ -113,8 +113,8 @@ def test_the_preflight_takes_the_place_of_the_launcher(batch: Batch) -> None:
     assert not any(call.startswith("requeue") for call in batch.called("scontrol"))
     env = {"SLURMD_NODENAME": "n", "SLURM_PROCID": "0", "SKYRL_MEGA_NODES": "n", "SLURM_CPUS_ON_NODE": "1"}
     job = {**env, "SLURM_JOB_ID": "7"}
-    assert Job.of(Path(), job).command == "launch"
-    assert Job.of(Path(), {**job, "SKYRL_MEGA_COMMAND": "preflight"}).command == "preflight"
+    assert Allocation.of(Path(), job).command == "launch"
+    assert Allocation.of(Path(), {**job, "SKYRL_MEGA_COMMAND": "preflight"}).command == "preflight"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
