@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from skyrl_mega.cli import dry_run_notes, inputs
+from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, max_open_trajectories
+from skyrl_mega.config.derived import generates_ahead, length_limit, max_open_trajectories
 from skyrl_mega.config.sandboxes import evaluation_trajectories
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fit, layout_text, micro_tokens
+from skyrl_mega.planner import dynamic, fit, layout_text, micro_tokens, rates
 from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.host_memory import disk, host_memory, shares
@@ -37,7 +38,7 @@ from skyrl_mega.planner.memory import (
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import fullest, shared_gpus
-from skyrl_mega.planner.times import mean_concurrency, mfu, step_time
+from skyrl_mega.planner.times import mean_concurrency
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
@@ -68,27 +69,43 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
 
 
 def values(
-    config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), data_notes: Sequence[str] = ()
+    config: Config,
+    hf: Mapping[str, Any],
+    absent: Sequence[str] = (),
+    data_notes: Sequence[str] = (),
+    args: argparse.Namespace | None = None,
 ) -> dict[str, Any]:
-    """Returns the content of `--dry-run` in bytes and seconds; `sync` and `seconds` are None on a CPU.
+    """Returns the content of `--dry-run` in bytes and seconds; `sync` is None on a CPU, `seconds` and `time` are None
+    without rates (`cluster.rates_file`) there.
 
-    Raises UserError if the planned sync exceeds `weights.timeout_s`. `hf`: the model's config.json. `absent`: paths
-    absent from this machine; returned under `absent`. `data_notes`: notes of the data check; returned first under
-    `notes`.
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        absent: Paths absent from this machine; returned under `absent`.
+        data_notes: Notes of the data check; returned first under `notes`.
+        args: Options that describe the trajectories (`cli.workload`); None without options.
+
+    Raises:
+        UserError: The planned sync exceeds `weights.timeout_s`, or an option or the file of rates is wrong.
     """
     decoder, original = architecture(hf).describe(hf), config
-    config = micro_tokens.with_micro_tokens(config, hf)
+    with_tokens = micro_tokens.with_micro_tokens(config, hf)
+    config, all_rates = rates.planned(with_tokens)
     parallel, reference = fit.parallel_of(config)
     critic = critic_dims(config)
     start = time.process_time()
     plan = sync_plan(config, hf)
-    sync = None if on_cpu(config) else _sync(config, plan, time.process_time() - start)
-    if sync:
+    sync = _sync(config, plan, time.process_time() - start)
+    if not on_cpu(config):
         fit.check_sync(config, sync["predicted_seconds"])
+    seconds = times = None
+    if rates.has_times(config):
+        seconds, times = dry_run_time.values(dry_run_time.Inputs(config, all_rates, decoder, parallel, sync), args)
+    signal = times["trajectories"]["signal_share"] if times else dynamic.SIGNAL_SHARE
     sizes = batch(config, parallel)
     placed = nodes(config)
     return {
-        "config": masked(asdict(config)),
+        "config": masked(asdict(with_tokens)),
         "model": _model(config, decoder),
         "policy": _ranks(config, decoder, parallel, policy_memory),
         "reference": _ranks(config, decoder, reference, reference_memory) if reference else [],
@@ -116,12 +133,13 @@ def values(
         "counted": COUNTED,
         "disk": {**asdict(disk(config, decoder)), "largest_share": asdict(shares(config, decoder, parallel, placed))},
         "plan": report.identity(plan, wire_text(config)),
-        "sync": sync,
-        "seconds": None if on_cpu(config) else _seconds(config, decoder, parallel, sync),
+        "sync": None if on_cpu(config) else sync,
+        "seconds": seconds,
+        "time": times,
         "notes": [
             *data_notes,
             *filter(None, [micro_tokens.note(original, config, decoder)]),
-            *dry_run_notes.notes(config, decoder, parallel),
+            *dry_run_notes.notes(config, decoder, parallel, signal),
         ],
         "absent": list(absent),
     }
@@ -222,16 +240,3 @@ def _sync(config: Config, plan: Plan, seconds: float) -> dict[str, Any]:
     """Returns the cost of a transfer plan; `seconds` is the time spent on planning."""
     host = host_time(plan, int(config.weights.bucket_mib * 2**20))
     return report.values(plan, cost(plan), host, seconds, wire_text(config))
-
-
-def _seconds(config: Config, decoder: Decoder, parallel: ParallelDims, sync: dict[str, Any] | None) -> dict[str, float]:
-    times = step_time(config, decoder, parallel, sync["sync_seconds"]["later"] if sync else None)
-    sizes = batch(config, parallel)
-    engines = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
-    gpus = parallel.ranks + critic_ranks(config) + engines
-    return {
-        **asdict(times),
-        "step": times.step,
-        "tokens_per_second_per_gpu": sizes.sequences * sizes.mean / times.step / gpus,
-        "mfu": mfu(config, decoder, parallel, sizes),
-    }

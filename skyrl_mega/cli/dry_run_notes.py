@@ -37,13 +37,14 @@ from skyrl_mega.planner.times import generate_time, step_time
 from skyrl_mega.telemetry.trackers import registry
 
 
-def notes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
+def notes(config: Config, decoder: Decoder, parallel: ParallelDims, signal: float = dynamic.SIGNAL_SHARE) -> list[str]:
     """Returns all notes of a dry run about the settings, one line each.
 
     Args:
         config: The settings.
         decoder: The model.
         parallel: The policy's grid.
+        signal: Share of groups with a signal, for dynamic sampling.
     """
     sizes = batch(config, parallel)
     lines = [cutoff_note(config), *unused_notes(config), *registry.unused_notes(config.telemetry)]
@@ -51,7 +52,7 @@ def notes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]
     lines += [*_on_environments(config)]
     if not on_cpu(config):
         lines += [
-            dynamic.note(config),
+            dynamic.note(config, signal),
             *_on_offload(config, decoder, parallel),
             *_on_policy(config, decoder, parallel),
             *_on_shared_gpus(config, decoder, parallel),

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from skyrl_mega.cli import dry_run_time_text
+from skyrl_mega.cli.tables import aligned
 from skyrl_mega.planner.placement import as_ranges
 
 GIB = 2**30
@@ -51,8 +53,9 @@ def text(v: Values) -> str:
         v: Result of `dry_run.values`.
     """
     trained = [table(name, v[name], v) for name in TRAINED if v[name] for table in (_ranks, _rank_memory)]
-    sections = [[_first_line(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
-    sections += [_sync(v), _seconds(v)] if v["sync"] else []
+    sections = [[_first_line(v), *_run_line(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
+    sections += [_sync(v)] if v["sync"] else []
+    sections += dry_run_time_text.sections(v["time"]) if v["time"] else []
     return "\n\n".join("\n".join(lines) for lines in (*sections, _notes(v)) if lines)
 
 
@@ -68,13 +71,19 @@ def _first_line(v: Values) -> str:
     if v["gpu_memory"] is None:
         host = max(node["host_memory_total"] for node in v["nodes"])
         need = f"about {_gib(host)} GiB of memory on the fullest node"
-        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {need}"
+        step = f"; about {v['seconds']['step']:.1f} s a step" if v["seconds"] else ""
+        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {need}{step}"
     free, where = _tightest(v)
     node_count, size = counted(len(v["nodes"]), "node"), f"{_gib(v['gpu_memory'])} GiB"
     step = f"about {v['seconds']['step']:.0f} s a step"
     if free < 0:
         return f"tight on {node_count}: by the estimates {where} lacks {-free / GIB:.1f} of {size}; {step}"
     return f"it fits {node_count}: of {size} of a GPU, {free / GIB:.1f} GiB are left beside {where}; {step}"
+
+
+def _run_line(v: Values) -> list[str]:
+    """Returns the line with steps and duration of the run; no line without times."""
+    return [dry_run_time_text.run_text(v["time"]["run"])] if v["time"] else []
 
 
 def _tightest(v: Values) -> tuple[int, str]:
@@ -89,16 +98,6 @@ def _tightest(v: Values) -> tuple[int, str]:
     first = next(iter(free))
     where = min(free, key=lambda name: (min(free[name], 0), name != first))
     return free[where], where
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Returns lines with columns as wide as the longest cell; the first `left` columns are left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-    return [f"  {line.rstrip()}" for line in lines]
 
 
 def _model(v: Values) -> list[str]:
@@ -251,20 +250,6 @@ def _sync(v: Values) -> list[str]:
         f"{sync['bound_seconds']:.3f} s; planned in {sync['planning_seconds']:.1f} s",
         f"  with the host's work {sync['sync_seconds']['first']:.2f} s the first time, "
         f"{sync['sync_seconds']['later']:.3f} s later, {sync['sync_seconds']['checksums']:.3f} s with checksums",
-    ]
-
-
-def _seconds(v: Values) -> list[str]:
-    t = v["seconds"]
-    some = {name: [name] * bool(t[name]) for name in ("critic", "residency")}
-    phases = ("generate", "logprobs", *some["critic"], "train", "sync", *some["residency"], "step")
-    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU", "MFU")]
-    ahead = f"; {t['ahead']:.1f} s of generating go on while the policy works" if t["ahead"] else ""
-    speed = f"{t['tokens_per_second_per_gpu']:,.0f}", f"{t['mfu']:.1%}"
-    rows.append((*(f"{t[key]:.1f}" for key in phases), *speed))
-    return [
-        f"seconds of an RL step: an estimate from cluster.rates, without the environment's own time{ahead}",
-        *aligned(rows, left=0),
     ]
 
 

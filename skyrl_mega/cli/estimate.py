@@ -44,7 +44,7 @@ def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str
 def estimated(v: Mapping[str, Any]) -> dict[str, float]:
     """Returns estimates by metric name from the plain values of a dry run (`dry_run.values`).
 
-    Times are included only on GPUs, as no rates are known for a CPU.
+    Times are included on GPUs, and on a CPU with measured rates (`cluster.rates_file`).
     """
     metrics = _speed(v) if v["seconds"] else {}
     process = 0 if v["gpu_memory"] else PROCESS["cpu"]
@@ -73,16 +73,16 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     written = batch["sequences"] * batch["generated"]
     phases = ("logprobs", "train", "sync", "residency", "step")
     metrics = {
-        "time/generate": seconds["generate"] - seconds["ahead"],  # only the time the policy waits
+        "time/generate": seconds["generate"] + seconds["tools"] - seconds["ahead"],  # only the time the policy waits
         **{f"time/{phase}": seconds[phase] for phase in phases},
-        "perf/mfu": seconds["mfu"],
+        **({"perf/mfu": seconds["mfu"]} if v["gpu_memory"] else {}),  # no peak of a CPU is known
         "perf/tokens_per_s": written / seconds["step"],
         "perf/tokens_per_s_per_rank": seconds["tokens_per_second_per_gpu"] * batch["generated"] / batch["mean"],
     }
     if seconds["ahead"]:  # engines work in all phases of a step, so no engine rate is measured
         return metrics
     return metrics | {
-        "perf/generate_tokens_per_s": written / seconds["generate"],
+        "perf/generate_tokens_per_s": written / (seconds["generate"] + seconds["tools"]),
         "perf/decode_tokens_per_s_per_engine": written / seconds["generate"] / engines["count"],
         "perf/tokens_per_engine_step": engines["usual"] * engines["tensor"] / len(engines["workers"]),
     }

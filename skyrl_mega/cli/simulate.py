@@ -7,26 +7,25 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, Choice, Refused, engines, with_given_fraction
 from skyrl_mega.cli.simulate_text import NOISE, Comparison, Row
+from skyrl_mega.cli.workload import workload_of
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.command import DONE
-from skyrl_mega.config.derived import engine_data, response_limit
+from skyrl_mega.config.derived import engine_data
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit, micro_tokens
-from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner import fit, micro_tokens, rates
 from skyrl_mega.planner.candidates import Change, ranked
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
-from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workload
+from skyrl_mega.simulation.workload import Workload
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
@@ -70,37 +69,6 @@ def run(config: Config, args: argparse.Namespace) -> int:
     return DONE
 
 
-def workload_of(config: Config, args: argparse.Namespace) -> Workload:
-    """Returns the workload given by the options; by default single turns with log-normal lengths around
-    `cluster.rates.length_share`.
-
-    Raises:
-        UserError: An option is wrong.
-    """
-    if args.like == "":
-        raise UserError("allowed is the folder of a run", key="--like", value="''", fix="give it, or leave --like out")
-    if args.like:
-        if wrong := next(
-            (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
-        ):
-            raise UserError("--like takes all of it from a run", key=f"--{wrong}", fix="give one of them")
-        return Recorded.of_run(Path(args.like))
-    parallel, _ = fit.parallel_of(config)
-    sizes, most = batch(config, parallel), response_limit(config.rollout)
-    tokens = LogNormal(sizes.generated, 1.0)
-    if args.tokens is not None:
-        tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most, "rollout.max_response_tokens")
-    longest_s = config.rollout.env_timeout_s
-    environment_text = "0" if args.environment is None else args.environment
-    environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
-    turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
-    if turns > most_turns:
-        raise UserError(
-            f"allowed is at most rollout.max_turns = {most_turns}", key="--turns", value=turns, fix="raise that too"
-        )
-    return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
-
-
 @dataclass(frozen=True)
 class _Simulator:
     """Simulates every choice with the same trajectories."""
@@ -111,10 +79,10 @@ class _Simulator:
     def row(self, choice: Choice) -> Row:
         """Simulates a choice and returns it with the outcome."""
         print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
-        config = micro_tokens.with_micro_tokens(choice.config, self.hf)
+        config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
         parallel, _ = fit.parallel_of(config)
-        rates = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
-        return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured_steps(choice.most)))
+        speeds = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
+        return Row(choice, simulate(config, speeds, self.workload, steps=simulate_text.measured_steps(choice.most)))
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[Row]:
         """Simulates a mode in each suitable split."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from skyrl_mega.cli.dry_run_text import aligned, shape
+from skyrl_mega.cli.dry_run_text import shape
+from skyrl_mega.cli.tables import aligned
 from skyrl_mega.config.derived import expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder

@@ -57,10 +57,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="modes of asynchrony, splits of GPUs and engines, compared in virtual time, and stop; needs no GPU",
     )
-    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: tokens per trajectory, log-normal")
-    p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of the environment per turn")
-    p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="--simulate: turns per trajectory (default: 1)")
-    p.add_argument("--like", metavar="RUN", help="--simulate: take tokens, seconds and turns from this run's folder")
+    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="tokens per trajectory, log-normal (--simulate, --dry-run)")
+    p.add_argument("--environment", metavar="MEAN,SIGMA", help="seconds of the environment per turn")
+    p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="turns per trajectory (default: 1)")
+    p.add_argument("--like", metavar="RUN", help="take tokens, seconds and turns from this run's folder")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
-        return _dry_run(config, as_json=args.json, settings=args.settings)
+        return _dry_run(config, args)
     if args.settings:
         raise UserError("it is for --dry-run; a run writes its settings to config.yaml", key="--settings")
 
@@ -172,9 +172,9 @@ def _check_options(args: argparse.Namespace) -> None:
             value="--dry-run",
             fix="--suggest prints the settings for a dry run of each layout",
         )
-    for name in () if args.simulate else ("tokens", "environment", "turns", "like"):
+    for name in () if args.simulate or args.dry_run else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:
-            raise UserError("it is for --simulate", key=f"--{name}")
+            raise UserError("it is for --simulate and --dry-run", key=f"--{name}")
 
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
@@ -224,16 +224,16 @@ def _train(config: Config, folder: Path, console: Console) -> int:
     return DONE
 
 
-def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
+def _dry_run(config: Config, args: argparse.Namespace) -> int:
     from skyrl_mega.cli import dry_run, dry_run_text
     from skyrl_mega.common.secrets import all_hidden
     from skyrl_mega.config.compose import dump
 
     data_notes: list[str] = []
     hf, absent = dry_run.checked(config, data_notes.append)
-    values = all_hidden(dry_run.values(config, hf, absent, data_notes))
-    print(json.dumps(values) if as_json else dry_run_text.text(values))
-    if settings and not as_json:
+    values = all_hidden(dry_run.values(config, hf, absent, data_notes, args))
+    print(json.dumps(values) if args.json else dry_run_text.text(values))
+    if args.settings and not args.json:
         print(f"\nsettings:\n\n{dump(config)}", end="")
     return DONE
 
@@ -241,7 +241,7 @@ def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
 def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     from skyrl_mega.cli import inputs, refusal, suggest_text
     from skyrl_mega.models.registry import architecture
-    from skyrl_mega.planner import search
+    from skyrl_mega.planner import rates, search
 
     check_values(Config(asynchrony=config.asynchrony))
     check_topology(config)
@@ -254,6 +254,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
             value=config.asynchrony.mode,
         )
     hf, _ = inputs.planned_inputs(config)
+    config, _ = rates.planned(config)
     result = refusal.without_refused(search.search(config, hf, int(gpus) if gpus else None), hf)
     decoder = architecture(hf).describe(hf)
     print(

@@ -76,11 +76,12 @@ def evaluation_trajectories(config: Config) -> int:
         return 0
     prompts = 0
     for file in config.data.eval:
-        prompts += min((rows for rows in (_rows(file), config.evaluation.limit) if rows is not None), default=0)
+        prompts += min((rows for rows in (row_count(file), config.evaluation.limit) if rows is not None), default=0)
     return prompts * config.evaluation.samples
 
 
-def _rows(file: str) -> int | None:
+def row_count(file: str) -> int | None:
+    """Returns the number of rows of a parquet file; None for a file that is missing or not parquet."""
     import pyarrow.parquet as pq
 
     try:

@@ -10,31 +10,36 @@ SIGNAL_SHARE = 0.5
 """Assumed share of groups with differing rewards; a policy's true share is unknown before it has answered."""
 
 
-def rounds(config: Config) -> list[int]:
+def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
     """Returns the number of prompts sampled in each generation round of a step; a single round without dynamic
-    sampling."""
+    sampling.
+
+    Args:
+        config: The settings.
+        signal: Share of groups with a signal, above 0.
+    """
     settings, wanted = config.algorithm.dynamic_sampling, config.data.prompts_per_step
     if not settings.enabled:
         return [wanted]
     if config.asynchrony.mode == "full":  # dropped groups are replaced at once
-        return [ceil(min(1 / SIGNAL_SHARE, settings.max_rounds) * wanted)]
+        return [ceil(min(1 / signal, settings.max_rounds) * wanted)]
     share = settings.replace_from if settings.mode == "replace" else 1.0
     sampled: list[int] = []
     with_signal = 0
     while not sampled or (with_signal < share * wanted and len(sampled) < settings.max_rounds):
         sampled.append(ceil(settings.oversample * (wanted - with_signal)))
-        with_signal += max(1, round(SIGNAL_SHARE * sampled[-1]))
+        with_signal += max(1, round(signal * sampled[-1]))
     return sampled
 
 
-def note(config: Config) -> str | None:
-    """Returns a sentence stating the assumed share of groups with a signal, and the prompts and rounds of a step; None
-    without dynamic sampling."""
+def note(config: Config, signal: float = SIGNAL_SHARE) -> str | None:
+    """Returns a sentence stating the share of groups with a signal, and the prompts and rounds of a step; None without
+    dynamic sampling."""
     if not config.algorithm.dynamic_sampling.enabled:
         return None
-    sampled = rounds(config)
+    sampled = rounds(config, signal)
     return (
-        f"algorithm.dynamic_sampling.enabled=true: seconds assume that {SIGNAL_SHARE:.0%} of the groups have a signal, "
+        f"algorithm.dynamic_sampling.enabled=true: seconds assume that {signal:.0%} of the groups have a signal, "
         f"so that a step draws {sum(sampled):,} prompts in {len(sampled)} round{'s' * (len(sampled) > 1)} and trains "
         f"on {config.data.prompts_per_step:,} at most"
     )

@@ -1,13 +1,13 @@
 """Estimates the duration of an RL step from given rates (`cluster.rates`, `cluster.topology`).
 
 Assumes matrix products at a share of the peak, reads at a share of the memory bandwidth, messages at the full rate of
-their link, and sequences at `length_share` of their limits. Nothing overlaps except generation ahead (`asynchrony`).
-The environment's time is unknown and not included. Good for comparing layouts, not for promising a throughput.
+their link, and sequences at `length_share` of their limits unless other trajectories are given. Nothing overlaps except
+generation ahead (`asynchrony`). `planner.run_time` adds evaluations, checkpoints and an error bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -29,6 +29,7 @@ from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import layers, stage
+from skyrl_mega.planner.trajectories import Trajectories, assumed, of_batch, sizes_of
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
 
@@ -58,7 +59,9 @@ class StepTime:
     residency: float
     """Transfers between GPU and host memory of parts taking turns on a GPU (`planner.moves`)."""
     ahead: float = 0.0
-    """Part of `generate` overlapping with the policy's work (`asynchrony`)."""
+    """Part of `generate` and `tools` overlapping with the policy's work (`asynchrony`)."""
+    tools: float = 0.0
+    """Seconds added to `generate` by the environments; 0 if their time is unknown."""
 
     @property
     def step(self) -> float:
@@ -78,7 +81,13 @@ def _wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
     return copy_bytes(dtype, fp8, huggingface.tensors(decoder))
 
 
-def step_time(config: Config, decoder: Decoder, parallel: ParallelDims, sync: float | None = None) -> StepTime:
+def step_time(
+    config: Config,
+    decoder: Decoder,
+    parallel: ParallelDims,
+    sync: float | None = None,
+    trajectories: Trajectories | None = None,
+) -> StepTime:
     """Returns the seconds of an RL step.
 
     Args:
@@ -86,10 +95,14 @@ def step_time(config: Config, decoder: Decoder, parallel: ParallelDims, sync: fl
         decoder: The model.
         parallel: The policy's grid.
         sync: Seconds of the planned weight sync; None assumes a single copy of the model into a node.
+        trajectories: Lengths and environments; None assumes `length_share` of the limits and environments without time.
     """
-    sizes = batch(config, parallel)
+    sizes, played = batch(config, parallel), trajectories or assumed(config, parallel)
+    if trajectories is not None:
+        config, sizes = sizes_of(config, parallel, trajectories)
     train, forward = policy_times(config, decoder, parallel, sizes)
-    generate, critic = generate_time(config, decoder, sizes), critic_time(config, decoder)
+    critic = critic_time(config, decoder)
+    generate, tools = rollout_times(config, decoder, sizes, played)
     return StepTime(
         generate=generate,
         logprobs=forward,
@@ -97,7 +110,8 @@ def step_time(config: Config, decoder: Decoder, parallel: ParallelDims, sync: fl
         train=train,
         sync=_single_copy_time(config, decoder) if sync is None else sync,
         residency=residency_time(config, decoder, parallel),
-        ahead=min(generate, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
+        ahead=min(generate + tools, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
+        tools=tools,
     )
 
 
@@ -127,25 +141,45 @@ def critic_time(config: Config, decoder: Decoder) -> float:
 
 
 def generate_time(config: Config, decoder: Decoder, sizes: StepSizes) -> float:
-    """Returns the seconds until all samples of a step are complete.
+    """Returns the seconds until all samples of a step are complete, with lengths from `cluster.rates.length_share` and
+    environments without time."""
+    return rollout_times(config, decoder, sizes, of_batch(config, sizes))[0]
+
+
+def rollout_times(
+    config: Config, decoder: Decoder, sizes: StepSizes, trajectories: Trajectories, prompts: Sequence[int] | None = None
+) -> tuple[float, float]:
+    """Returns the seconds of the engines until all samples of a step are complete, and the seconds that environments
+    add.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
     are generated all the time and no step waits for the longest response.
+
+    Args:
+        config: The settings, with the mean length of the trajectories.
+        decoder: The model.
+        sizes: Sizes of the step.
+        trajectories: Lengths and environments.
+        prompts: Prompts of each round; None takes the rounds of dynamic sampling.
     """
-    batches = (replace(sizes, prompts=prompts) for prompts in rounds(config))
-    return sum(
-        _round_time(config, decoder, step, count)
+    batches = (replace(sizes, prompts=n) for n in prompts or rounds(config, trajectories.signal))
+    times = [
+        _round_times(config, decoder, step, count, trajectories)
         for step in batches
         for count in (step.sequences, step.prompts if sizes.greedy else 0)
         if count
-    )
+    ]
+    return sum(engines for engines, _ in times), sum(tools for _, tools in times)
 
 
-def _round_time(config: Config, decoder: Decoder, sizes: StepSizes, sequences: int) -> float:
-    """Returns the seconds until the last response ends.
+def _round_times(
+    config: Config, decoder: Decoder, sizes: StepSizes, sequences: int, trajectories: Trajectories
+) -> tuple[float, float]:
+    """Returns the seconds of the engines until the last response ends, and the seconds that environments add.
 
     Full batches follow each other, while other sequences wait for a place in the KV cache; then a tail of the longest
-    responses follows.
+    responses follows. Environments add the waiting of the slowest trajectory, or more if calls, at most
+    `environment.workers` at once, take longer than everything else.
     """
     per_engine = -(-sequences // config.rollout.engines)
     full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
@@ -153,16 +187,23 @@ def _round_time(config: Config, decoder: Decoder, sizes: StepSizes, sequences: i
         full = min(full, config.environment.slots / config.rollout.engines)
     prompt = max(0.0, sizes.mean - sizes.generated)
     prefill = per_engine * prompt * prefill_time(config, decoder, prompt)
-    longest = sizes.generated / config.cluster.rates.length_share
-    if generates_ahead(config.asynchrony) and config.asynchrony.mode == "full":
-        longest = sizes.generated
+    continuous = generates_ahead(config.asynchrony) and config.asynchrony.mode == "full"
+    longest = sizes.generated if continuous else trajectories.longest
     decode = decoding(config, decoder, sizes.mean)
     running = max(1.0, full)  # with fewer slots than engines some engines are idle
-    return (
+    tail = decode(running / TAIL)
+    engines = (
         prefill
         + per_engine * sizes.generated / full * decode(running)
-        + (longest - sizes.generated) * decode(running / TAIL)
+        + (longest - sizes.generated) * tail
+        + sequences * config.cluster.rates.trajectory_us * 1e-6
     )
+    calls = (
+        sequences
+        * trajectories.environment_s
+        / min(config.environment.workers, config.environment.slots or config.environment.workers)
+    )
+    return engines, max(0.0 if continuous else trajectories.waiting(tail), calls - engines)
 
 
 def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
@@ -176,7 +217,8 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     """Returns a function from the number of running sequences, each `mean` tokens long, to the seconds of a decoding
     step."""
     rollout, rates = config.rollout, config.cluster.rates
-    layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
+    launches = eager(rollout, config.cluster.device) and config.cluster.device != "cpu"  # a CPU's rates are measured
+    layer_us = max(EAGER_LAYER_US, rates.layer_us) if launches else rates.layer_us
     workers = engine_ranks(rollout)
     work, speed = flops(decoder), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
@@ -185,7 +227,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
     def decode(running: float) -> float:
         read = reading.weights(running) + running / (workers / rollout.tensor) * mean * reading.per_token
         compute = running * (work.matrices + work.attention * mean) / workers / speed
-        return max(read / bandwidth, compute) + decoder.layers * layer_us * 1e-6
+        return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
 
     return decode
 

@@ -10,6 +10,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import engine_memory
 from skyrl_mega.planner.times import decoding, mean_concurrency, policy_times, prefill_time, step_time
+from skyrl_mega.planner.trajectories import with_lengths
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.workload import Length
 
@@ -25,7 +26,7 @@ class Rates:
     speed: Speed
     """Speed of an engine."""
     train_s: float
-    """Seconds of all policy work in a step, per token of the batch."""
+    """Seconds of all work of policy and driver in a step, per token of the batch."""
     sync_s: float
     """Seconds of a weight sync, including moves between GPU and host memory (`residency.keep`)."""
 
@@ -42,7 +43,7 @@ class Rates:
             parallel: The policy's layout.
             length: Mean tokens and turns of a trajectory.
         """
-        scaled = _of_length(config, parallel, length)
+        scaled = with_lengths(config, parallel, length.total)
         step_batch, memory = replace(batch(scaled, parallel), generated=length.written), engine_memory(scaled, model)
         times, decode = step_time(scaled, model, parallel), decoding(scaled, model, step_batch.mean)
         places = mean_concurrency(
@@ -56,7 +57,8 @@ class Rates:
                 cache_tokens=memory.tokens,
             ),
             train_s=(sum(policy_times(scaled, model, parallel, step_batch)) + times.critic)
-            / (step_batch.sequences * step_batch.mean),
+            / (step_batch.sequences * step_batch.mean)
+            + config.cluster.rates.trajectory_us * 1e-6 / step_batch.mean,
             sync_s=times.sync + times.residency,
         )
 
@@ -64,13 +66,6 @@ class Rates:
 def steps_under_way(config: Config) -> int:
     """Returns the number of steps with groups in progress at the same time."""
     return config.asynchrony.max_staleness + 1 if config.asynchrony.mode == "full" else 1
-
-
-def _of_length(config: Config, parallel: ParallelDims, length: Length) -> Config:
-    """Returns the settings with another mean length of trajectories."""
-    rates = config.cluster.rates
-    share = rates.length_share * length.total / batch(config, parallel).mean
-    return replace(config, cluster=replace(config.cluster, rates=replace(rates, length_share=share)))
 
 
 def prompts_played(config: Config) -> int:

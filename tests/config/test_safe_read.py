@@ -16,7 +16,7 @@ from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.records import records
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.sandboxes import _rows
+from skyrl_mega.config.sandboxes import row_count
 from skyrl_mega.config.schema import BuildConfig, EnvironmentConfig
 from skyrl_mega.data.rows import check_files
 from skyrl_mega.hf_checkpoint.index import read_config, read_header
@@ -113,7 +113,7 @@ def test_folders_links_and_counts(tmp_path: Path) -> None:
     (tmp_path / "d.json").symlink_to("c.json")
     assert safe_read.read_json(tmp_path / "d.json", "") == {}
     os.mkfifo(tmp_path / "e.parquet")
-    assert _rows(str(tmp_path / "e.parquet")) is None
+    assert row_count(str(tmp_path / "e.parquet")) is None
 
 
 def test_a_small_file_of_a_model_is_bounded(tmp_path: Path) -> None:

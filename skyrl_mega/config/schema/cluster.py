@@ -42,6 +42,12 @@ class RatesConfig:
     layer_us: float = at_least(0, 100.0)
     """Microseconds of kernel launches and small collectives per layer and forward pass, for the policy and for engines
     with CUDA graphs; an eager engine takes at least 400."""
+    engine_step_us: float = at_least(0, 0.0)
+    """Microseconds of an engine's step outside the layers: scheduler, sampling, messages to the workers."""
+    trajectory_us: float = at_least(0, 0.0)
+    """Microseconds of the driver per trajectory, in which engines wait."""
+    disk_gb_s: float = at_least(0.001, 2.0)
+    """GB/s at which all ranks of a node together write a checkpoint."""
     length_share: float = between(0.01, 1, 0.5)
     """Mean length of prompts and responses, as a share of the limits."""
 
@@ -74,6 +80,10 @@ class ClusterConfig:
     """Links between GPUs and nodes."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     """Speeds for the time estimates of a dry run."""
+    rates_file: Optional[str] = None
+    """File of measured rates, from `python -m benchmarks.gpu` or `python -m benchmarks.bet`; replaces the rates above
+    that are at their default. null takes the results for an H100 in `benchmarks/results/gpu`, if present. Times of a
+    CPU are estimated only with such a file."""
     start_timeout_s: float = at_least(1, 600.0)
     """Seconds for all actors to start; also, before that, for Ray to start on this machine or for the nodes of a Ray
     cluster to join. After this time the run ends and the error names the missing actors or nodes."""

@@ -1,0 +1,255 @@
+"""Compares predicted seconds of an RL step with a real run on this CPU, phase by phase.
+
+    python -m benchmarks.bet --config configs/quickstart.yaml [--prompts 16 32 64] [--steps 6] [--output FILE.json]
+        [--rates FILE.json] [--set warmup.steps=200 …]
+
+- Short runs with all sizes of `--prompts` (`data.prompts_per_step`) but the last measure this CPU's rates. `--rates`
+  keeps the rates, a file for `cluster.rates_file`.
+- The dry run and the simulation predict a step of the last size. Lengths and the share of groups with a signal come
+  from the largest measured run (`--like`), so nothing of the last run enters the prediction.
+- The last run is the truth: medians of the steps after the first two, and the share of these steps inside the error
+  bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.cli import dry_run, workload
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner import fit, micro_tokens, rates
+from skyrl_mega.simulation.rates import Rates
+from skyrl_mega.simulation.simulate import simulate
+from skyrl_mega.telemetry.metrics import read
+
+ROOT = Path(__file__).parents[1]
+WARM = 2
+"""Number of first steps left out of each run."""
+PHASES = ("generate", "logprobs", "train", "sync", "step")
+LEAST = 0.05
+"""Share of a step below which a phase is shown, but not judged."""
+WITHIN = 0.2
+SIMULATED_STEPS = 8
+NEUTRAL = {
+    "rates.tflops": 1e6,
+    "rates.tflops_share": 1.0,
+    "rates.memory_gb_s": 1e6,
+    "rates.memory_share": 1.0,
+    "rates.layer_us": 0.0,
+    "rates.engine_step_us": 0.0,
+    "rates.trajectory_us": 0.0,
+    "topology.fabric_gb_s": 1e6,
+    "topology.nic_gb_s": 1e6,
+}
+"""Rates with which nothing takes time."""
+Row = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run."""
+
+    prompts: int
+    folder: Path
+
+    @property
+    def rows(self) -> list[Row]:
+        """Returns the metrics of the steps after the first ones."""
+        return [row for row in read(self.folder / "metrics.jsonl") if row["step"] and row["step"] > WARM]
+
+    def seconds(self, phase: str) -> float:
+        """Returns the median seconds of a phase."""
+        return statistics.median(row.get(f"time/{phase}") or 0.0 for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Bet:
+    """A recipe with further settings, and a folder for runs."""
+
+    config: str
+    settings: tuple[str, ...]
+    steps: int
+    folder: Path
+
+    def run(self, prompts: int) -> Measured:
+        """Runs the recipe with a number of prompts per step."""
+        name = f"prompts_{prompts}"
+        size = [f"data.prompts_per_step={prompts}", "data.mini_batch_prompts=null", f"run.steps={self.steps + WARM}"]
+        where = [f"run.directory={self.folder}", f"run.name={name}", "telemetry.trajectories_every=1"]
+        quiet = ["evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.trackers=[]"]
+        command = [sys.executable, "-m", "skyrl_mega.launch", "--config", self.config]
+        ended = subprocess.run([*command, *self.settings, *size, *where, *quiet], cwd=ROOT, capture_output=True)
+        if ended.returncode:
+            sys.exit(f"{name} ended with {ended.returncode}:\n{ended.stdout.decode()}{ended.stderr.decode()}")
+        return Measured(prompts, self.folder / name)
+
+    def settings_of(self, prompts: int, given: Mapping[str, float]) -> Config:
+        """Returns the settings with a number of prompts per step and a file of rates."""
+        file = self.folder / "rates.json"
+        write_rates(file, given)
+        size = [f"data.prompts_per_step={prompts}", "data.mini_batch_prompts=null", "checkpoint.every=0"]
+        quiet = [f"run.steps={self.steps + WARM}", "evaluation.every=0", "evaluation.before=false"]
+        return compose(ROOT / self.config, [*self.settings, *size, *quiet, f"cluster.rates_file={file}"])
+
+    def dry_run(self, prompts: int, like: Measured, given: Mapping[str, float]) -> dict[str, Any]:
+        """Returns the values of a dry run."""
+        config = self.settings_of(prompts, given)
+        return dry_run.values(config, dry_run.checked(config)[0], args=options(like))
+
+    def simulated(self, prompts: int, like: Measured, given: Mapping[str, float], sync: float) -> dict[str, float]:
+        """Returns seconds of the simulation: the step, and the generation that the policy waits for."""
+        config = self.settings_of(prompts, given)
+        hf, _ = dry_run.checked(config)
+        config, _ = rates.planned(micro_tokens.with_micro_tokens(config, hf))
+        played = workload.workload_of(config, options(like))
+        planned = Rates.planned(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], played.length)
+        planned = Rates(planned.engines, planned.speed, planned.train_s, sync)
+        outcome = simulate(config, planned, played, steps=SIMULATED_STEPS)
+        return {"generate": outcome.seconds * outcome.policy_waits, "step": outcome.seconds}
+
+
+def options(like: Measured) -> argparse.Namespace:
+    """Returns the options of a command line with `--like`."""
+    return argparse.Namespace(like=str(like.folder), tokens=None, environment=None, turns=None)
+
+
+def write_rates(file: Path, given: Mapping[str, float]) -> None:
+    """Writes a file for `cluster.rates_file`."""
+    file.write_text(json.dumps({"device": {"name": "this CPU"}, "rates": dict(given)}, indent=1) + "\n")
+
+
+def fitted(costs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Returns the non-negative numbers x with the smallest relative error of costs · x = seconds.
+
+    Args:
+        costs: Seconds per unit of each unknown, a row for each run.
+        seconds: Measured seconds of each run.
+    """
+    matrix, best = np.array(costs) / np.array(seconds)[:, None], (np.inf, [0.0] * len(costs[0]))
+    for count in range(1, matrix.shape[1] + 1):
+        for chosen in combinations(range(matrix.shape[1]), count):
+            part, *_ = np.linalg.lstsq(matrix[:, chosen], np.ones(len(matrix)), rcond=None)
+            error = float(np.abs(matrix[:, chosen] @ part - 1).max())
+            if (part >= 0).all() and error < best[0] - 1e-9:
+                values = dict(zip(chosen, map(float, part), strict=True))
+                best = error, [values.get(i, 0.0) for i in range(matrix.shape[1])]
+    return best[1]
+
+
+def measured_rates(bet: Bet, runs: Sequence[Measured]) -> dict[str, float]:
+    """Returns the rates with which the dry run gives the seconds of the runs.
+
+    Training decides `tflops` and `layer_us`; generation decides the cost of an engine's step and of a trajectory; the
+    sync decides the speed of the links.
+    """
+
+    def seconds(run: Measured, phase: str, **changes: float) -> float:
+        given = NEUTRAL | {f"rates.{name}": value for name, value in changes.items()}
+        return float(bet.dry_run(run.prompts, run, given)["seconds"][phase])
+
+    train = [
+        (seconds(run, "train", tflops=1.0), seconds(run, "train", layer_us=1000.0), run.seconds("train"))
+        for run in runs
+    ]
+    per_flop, layers = fitted([row[:2] for row in train], [row[2] for row in train])
+    speed = {"tflops": 1 / per_flop if per_flop else 1e6, "layer_us": 1000.0 * layers}
+    left, costs = [], []
+    for run in runs:
+        base = seconds(run, "generate", **speed)
+        units = {"engine_step_us": 1000.0}, {"trajectory_us": 1000.0}
+        costs.append([seconds(run, "generate", **speed, **unit) - base for unit in units])
+        left.append(max(1e-3, run.seconds("generate") - base))
+    step, trajectory = fitted(costs, left)
+    found = {**speed, "engine_step_us": 1000.0 * step, "trajectory_us": 1000.0 * trajectory}
+    slow = NEUTRAL | {"topology.fabric_gb_s": 1.0, "topology.nic_gb_s": 1.0}
+    both = [bet.dry_run(runs[0].prompts, runs[0], given)["seconds"]["sync"] for given in (NEUTRAL, slow)]
+    sync = statistics.median(run.seconds("sync") for run in runs)
+    link = (both[1] - both[0]) / max(1e-3, sync - both[0])
+    return (
+        NEUTRAL
+        | {f"rates.{name}": value for name, value in found.items()}
+        | dict.fromkeys(("topology.fabric_gb_s", "topology.nic_gb_s"), max(1e-3, link))
+    )
+
+
+def compared(bet: Bet, sizes: Sequence[int]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns the predictions beside the last run, and the measured rates."""
+    runs = [bet.run(size) for size in sizes[:-1]]
+    given = measured_rates(bet, runs)
+    values = bet.dry_run(sizes[-1], runs[-1], given)
+    seconds = values["seconds"]
+    simulation = bet.simulated(sizes[-1], runs[-1], given, seconds["sync"])
+    real = bet.run(sizes[-1])
+    steps = [float(row["time/step"] or 0.0) for row in real.rows]
+    low, high = values["time"]["run"]["factors"]
+    predicted = {phase: seconds[phase] for phase in PHASES}
+    predicted["generate"] += seconds["tools"]
+    return {
+        "prompts": [*sizes],
+        "dry_run_s": predicted,
+        "simulated_s": simulation,
+        "measured_s": {phase: real.seconds(phase) for phase in PHASES},
+        "steps_s": steps,
+        "bar_s": [seconds["step"] * low, seconds["step"] * high],
+        "inside": sum(seconds["step"] * low <= step <= seconds["step"] * high for step in steps),
+        "trajectories": values["time"]["trajectories"],
+    }, given
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Returns the table of phases, and the line about the error bar."""
+    step, lines = (
+        result["measured_s"]["step"],
+        [f"{'phase':10}{'dry run':>9}{'simulated':>11}{'measured':>10}{'ratio':>7}"],
+    )
+    for phase in PHASES:
+        real, dry = result["measured_s"][phase], result["dry_run_s"][phase]
+        simulation = result["simulated_s"].get(phase)
+        judged = real >= LEAST * step
+        mark = "" if not judged else "  within 20 %" if abs(dry / real - 1) <= WITHIN else "  off"
+        shown = "–" if simulation is None else f"{simulation:.3f}"
+        ratio = f"{dry / real:.2f}" if real else "–"
+        lines.append(f"{phase:10}{dry:9.3f}{shown:>11}{real:10.3f}{ratio:>7}{mark}")
+    low, high = result["bar_s"]
+    lines.append(f"error bar {low:.2f} to {high:.2f} s: holds in {result['inside']} of {len(result['steps_s'])} steps")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, predicts, runs, and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", default="configs/quickstart.yaml")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 32, 64], help="the last is predicted")
+    parser.add_argument("--steps", type=int, default=6, help=f"of each run, after {WARM} more")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="keeps the measured rates")
+    args = parser.parse_args()
+    if len(args.prompts) < 3:
+        parser.error("--prompts: two sizes are measured, and a third is predicted")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        bet = Bet(args.config, tuple(args.set), args.steps, Path(folder))
+        result, given = compared(bet, args.prompts)
+    print(table(result))
+    if args.rates:
+        write_rates(args.rates, given)
+    if args.output:
+        args.output.write_text(json.dumps(result | {"config": args.config, "rates": given}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

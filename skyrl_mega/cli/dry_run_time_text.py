@@ -1,0 +1,121 @@
+"""Sections of a dry run about time: seconds in three columns, the run's line with its error bar, and the rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_mega.cli.tables import aligned
+
+Values = Mapping[str, Any]
+HEADS = {"short": "short", "mean": "mean", "limit": "at the limit"}
+TOKENS = {"written": "tokens written", "read": "tokens read"}
+PHASES = ("generate", "tools", "logprobs", "critic", "train", "sync", "residency")
+SHARES = {"evaluation": "evaluation, its share", "checkpoint": "checkpoint, its share", "whole": "a step with both"}
+OPTIONAL = ("tools", "critic", "residency", *SHARES)
+"""Rows left out if they are 0 in every column."""
+HOURS = 2.0
+"""Days below this number of hours are shown as hours."""
+
+
+def sections(time: Values) -> list[list[str]]:
+    """Returns the sections about time as lines.
+
+    Args:
+        time: Value `time` of `dry_run.values`.
+    """
+    return [_seconds(time), [*_run(time), *_causes(time)], _rates(time)]
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration with its unit: `3.1 days`, `5.2 hours` or `40 minutes`."""
+    for unit, name in ((86400.0, "days"), (3600.0, "hours")):
+        if seconds >= HOURS * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds / 60:,.1f} minutes"
+
+
+def run_text(run: Values) -> str:
+    """Returns the steps and the duration of a run, with the ends of the error bar."""
+    seconds = run["seconds"]
+    steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}"
+    ends = f"{duration(seconds['low'])} to {duration(seconds['high'])}"
+    return f"{steps} take about {duration(seconds['estimate'])} ({ends})"
+
+
+def _seconds(time: Values) -> list[str]:
+    columns = time["columns"]
+    keys = [*PHASES, "step", "evaluation", "checkpoint", "whole"]
+    if not any(column[name] for column in columns.values() for name in ("evaluation", "checkpoint")):
+        keys.remove("whole")
+    shown = [key for key in keys if key not in OPTIONAL or any(column[key] for column in columns.values())]
+    rows = [("", *HEADS.values())]
+    rows += [(TOKENS[key], *(f"{columns[name][key]:,.0f}" for name in HEADS)) for key in TOKENS]
+    rows += [(SHARES.get(key, key), *(_amount(columns[name][key]) for name in HEADS)) for key in shown]
+    rows.append(("tokens/s/GPU", *(f"{columns[name]['tokens_per_second_per_gpu']:,.0f}" for name in HEADS)))
+    rows.append(("MFU", *(f"{columns[name]['mfu']:.1%}" for name in HEADS)))
+    ahead = columns["mean"]["ahead"]
+    lines = [f"  {ahead:.1f} s of generating go on while the policy works"] if ahead else []
+    return [f"seconds of an RL step; {_lengths(time['trajectories'])}", *aligned(rows), *lines]
+
+
+def _amount(seconds: float) -> str:
+    """Returns seconds with one decimal, or with three for short times."""
+    return f"{seconds:,.1f}" if seconds >= 1 or not seconds else f"{seconds:.3f}"
+
+
+def _lengths(trajectories: Values) -> str:
+    if trajectories["lengths"] == "assumed":
+        source = "lengths are assumed (cluster.rates.length_share; give --tokens MEAN,SIGMA or --like RUN)"
+    else:
+        source = f"lengths are given by {trajectories['lengths']}"
+    seconds = f", {trajectories['environment_s']:,.1f} s of the environment" if trajectories["environment_s"] else ""
+    return f"{source}{seconds}"
+
+
+def _run(time: Values) -> list[str]:
+    run = time["run"]
+    hours, cost = run["gpu_hours"], ""
+    if run["gpus"]:
+        cost = (
+            f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
+        )
+    parts = [
+        f"{run[name]:,} {word}{'s' * (run[name] != 1)} of {run[f'{key}_s']:,.1f} s"
+        for name, word, key in (
+            ("evaluations", "evaluation", "evaluation"),
+            ("checkpoints", "checkpoint", "checkpoint"),
+        )
+        if run[f"{key}_s"]
+    ]
+    return [
+        f"run: {run_text(run)}{cost}",
+        *([f"  with {' and '.join(parts)}"] if parts else []),
+        *(
+            []
+            if run["steps_known"]
+            else ["  the number of steps is unknown: run.steps is null, and data.train is not here"]
+        ),
+        *(f"  not counted: {part}" for part in time["not_counted"]),
+    ]
+
+
+def _causes(time: Values) -> list[str]:
+    low, high = time["run"]["factors"]
+    rows = [(cause["name"], f"×{cause['low']:.2f}", f"×{cause['high']:.2f}") for cause in time["causes"]]
+    return [f"  error bar ×{low:.2f} to ×{high:.2f}, from each uncertain input alone:", *aligned(rows)]
+
+
+def _rates(time: Values) -> list[str]:
+    rows = [("cluster.", "value", "within", "source")]
+    for rate in time["rates"]:
+        within = "exact" if rate["factor"] == 1 else f"×{rate['factor']:g}"
+        rows.append((rate["key"].removeprefix("cluster."), f"{rate['value']:,g}", within, rate["source"]))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [
+        "rates",
+        *(
+            f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {within.rjust(widths[2])}  {source}"
+            for name, value, within, source in rows
+        ),
+    ]

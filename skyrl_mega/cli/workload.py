@@ -1,0 +1,152 @@
+"""Options that describe trajectories (`--tokens`, `--environment`, `--turns`, `--like`), shared by `--dry-run` and
+`--simulate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.derived import response_limit
+from skyrl_mega.config.schema import Config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.trajectories import Trajectories, assumed
+from skyrl_mega.simulation.rates import prompts_played
+from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workload
+from skyrl_mega.telemetry import metrics
+
+OPTIONS = ("tokens", "environment", "turns", "like")
+LEAST_SIGNAL = 0.01
+"""Smallest share of groups with a signal that an estimate counts with: a run without any would sample for ever."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Trajectories of a time estimate, and the source of their properties."""
+
+    trajectories: Trajectories
+    lengths: str
+    """`assumed`, or the option that gave the lengths."""
+    environment: str | None
+    """The option that gave the seconds of environments; None: not counted."""
+    signal: str
+    """`assumed`, or the option that gave the share of groups with a signal."""
+    turns: float | None = None
+    """Mean turns; None if unknown."""
+
+
+def is_described(args: argparse.Namespace | None) -> bool:
+    """Returns True if an option describes the trajectories."""
+    return args is not None and any(getattr(args, name) is not None for name in OPTIONS)
+
+
+def described(config: Config, parallel: ParallelDims, args: argparse.Namespace | None) -> Described:
+    """Returns the trajectories of a dry run: as the options describe them, else assumed.
+
+    Args:
+        config: The settings.
+        parallel: The policy's grid.
+        args: The options of the command line; None without options.
+
+    Raises:
+        UserError: An option is wrong.
+    """
+    usual = assumed(config, parallel)
+    if args is None or not is_described(args):
+        return Described(usual, "assumed", None, "assumed")
+    workload = workload_of(config, args)
+    length = workload.length
+    trajectories = replace(
+        usual, read=length.read, written=length.written, sample=_sample(config, workload),
+        environment_s=workload.environment_s,
+    )  # fmt: skip
+    if args.like:
+        signal = _signal_of(Path(args.like))
+        trajectories = trajectories if signal is None else replace(trajectories, signal=signal)
+        return Described(trajectories, "--like", "--like", "assumed" if signal is None else "--like", length.answers)
+    environment = None if args.environment is None else "--environment"
+    if args.tokens is None:  # lengths stay as assumed, and the longest is at the limit
+        trajectories = replace(
+            usual, sample=(*trajectories.sample, *usual.sample), environment_s=workload.environment_s
+        )
+        return Described(trajectories, "assumed", environment, "assumed", length.answers)
+    return Described(trajectories, "--tokens", environment, "assumed", length.answers)
+
+
+def signal_share(rows: Sequence[Mapping[str, float | None]], groups: int) -> float | None:
+    """Returns the share of sampled groups with a signal over the steps of a run; None if the run measured none.
+
+    Args:
+        rows: The rows of the run's metrics.
+        groups: Groups trained on in a step (`data.prompts_per_step`).
+    """
+    kept = sampled = 0.0
+    for row in rows:
+        differ, left_out = row.get("rollout/groups_differ"), row.get("rollout/groups_left_out")
+        if differ is None:
+            continue
+        if left_out is not None:  # dynamic sampling: the groups trained on have a signal, the others were left out
+            taken = groups - (row.get("rollout/groups_missing") or 0.0)
+            kept, sampled = kept + taken, sampled + taken + left_out
+        else:
+            kept, sampled = kept + groups * differ, sampled + groups
+    return max(LEAST_SIGNAL, kept / sampled) if sampled else None
+
+
+def _signal_of(run: Path) -> float | None:
+    """Returns the share of groups with a signal in a run; None if its files do not say."""
+    if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
+        return None
+    return signal_share(metrics.read(run / "metrics.jsonl"), compose(run / "config.yaml", ()).data.prompts_per_step)
+
+
+def _sample(config: Config, workload: Workload) -> tuple[tuple[float, float], ...]:
+    """Returns tokens and environment seconds of each trajectory of a step, at most as many as `--simulate` plays."""
+    random = Random(config.run.seed)
+    turns = (
+        workload.sample_turns(random, group, sample)
+        for group in range(prompts_played(config))
+        for sample in range(config.data.samples_per_prompt)
+    )
+    return tuple((float(sum(turn.written for turn in each)), sum(turn.env_s for turn in each)) for each in turns)
+
+
+def workload_of(config: Config, args: argparse.Namespace) -> Workload:
+    """Returns the workload given by the options; by default single turns with log-normal lengths around
+    `cluster.rates.length_share`.
+
+    Args:
+        config: The settings.
+        args: Options `--tokens`, `--environment`, `--turns` and `--like`.
+
+    Raises:
+        UserError: An option is wrong.
+    """
+    if args.like == "":
+        raise UserError("allowed is the folder of a run", key="--like", value="''", fix="give it, or leave --like out")
+    if args.like:
+        if wrong := next(
+            (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
+        ):
+            raise UserError("--like takes all of it from a run", key=f"--{wrong}", fix="give one of them")
+        return Recorded.of_run(Path(args.like))
+    parallel, _ = fit.parallel_of(config)
+    sizes, most = batch(config, parallel), response_limit(config.rollout)
+    tokens = LogNormal(sizes.generated, 1.0)
+    if args.tokens is not None:
+        tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most, "rollout.max_response_tokens")
+    longest_s = config.rollout.env_timeout_s
+    environment_text = "0" if args.environment is None else args.environment
+    environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
+    turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
+    if turns > most_turns:
+        raise UserError(
+            f"allowed is at most rollout.max_turns = {most_turns}", key="--turns", value=turns, fix="raise that too"
+        )
+    return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)

@@ -1,0 +1,168 @@
+"""Rates of a time estimate: the value of each, its source, and how far the true rate may be off.
+
+A rate set in the settings counts first, then a measured rate (`cluster.rates_file`), then the default: a data sheet's
+figure, or an assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.common import safe_read
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.schema import ClusterConfig, Config
+from skyrl_mega.planner.candidates import Change, changed, value_of
+from skyrl_mega.planner.memory import on_cpu
+
+MEASURED, GIVEN, SHEET, ASSUMED = 1.1, 1.25, 1.25, 2.0
+"""Uncertainty of a rate by source: the true rate lies between the value divided and multiplied by this factor. A data
+sheet's link is reached to about 80 %; a set rate is somebody's own figure for other sizes; an assumed share may be half
+or twice as large (published steps of 30B models on H100 reach 10 to 40 % of the peak)."""
+DEFAULTS: Mapping[str, tuple[str, float]] = {
+    "rates.tflops": ("H100 SXM data sheet", 1.0),
+    "rates.tflops_share": ("assumed", ASSUMED),
+    "rates.memory_gb_s": ("H100 SXM data sheet", 1.0),
+    "rates.memory_share": ("assumed", ASSUMED),
+    "rates.layer_us": ("assumed", ASSUMED),
+    "rates.engine_step_us": ("assumed: in layer_us", 1.0),
+    "rates.trajectory_us": ("assumed: none", 1.0),
+    "rates.host_gb_s": ("PCIe 5.0 x16 data sheet", SHEET),
+    "rates.host_node_gb_s": ("assumed: two sockets, DDR5", ASSUMED),
+    "rates.disk_gb_s": ("assumed", ASSUMED),
+    "topology.nic_gb_s": ("400 Gb/s data sheet", SHEET),
+    "topology.fabric_gb_s": ("NVLink 4 data sheet", SHEET),
+    "topology.device_gb_s": ("assumed", SHEET),
+}
+"""Rate → source and uncertainty of the default. A share carries the uncertainty of its peak."""
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
+"""Results of `python -m benchmarks.gpu`, a file per device; absent outside of a checkout."""
+DEVICE, OTHERS = "H100", ("PCIe", "NVL")
+"""Device of the defaults, and slower devices with the same word in their names."""
+FORMAT = "give a file of python -m benchmarks.gpu or python -m benchmarks.bet, or leave cluster.rates_file out"
+RECOMPUTED = 4 / 3
+"""Passes computed by the measured step, which recomputes every layer, over the passes counted in its figure."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate of an estimate."""
+
+    key: str
+    """Key of the setting."""
+    value: float
+    source: str
+    factor: float
+    """Uncertainty: the true rate lies between value / factor and value · factor."""
+
+
+def planned(config: Config) -> tuple[Config, list[Rate]]:
+    """Returns the settings with measured rates in place of defaults, and all rates with their sources.
+
+    Raises:
+        UserError: `cluster.rates_file` cannot be read or has another format.
+    """
+    measured, file = _measured(config)
+    default, change, rates = Config(cluster=ClusterConfig()), list[tuple[str, Any]](), list[Rate]()
+    for name, (source, factor) in DEFAULTS.items():
+        key = f"cluster.{name}"
+        value = value_of(config, key)
+        if value != value_of(default, key):
+            source, factor = "settings", GIVEN
+        elif name in measured:
+            value, what = measured[name]
+            change.append((key, value))
+            source, factor = f"measured: {what}, {file}", MEASURED
+        rates.append(Rate(key, value, source, factor))
+    return changed(config, tuple(change)), rates
+
+
+def has_times(config: Config) -> bool:
+    """Returns True if times can be estimated: on GPUs, and on a CPU with measured rates."""
+    return not on_cpu(config) or config.cluster.rates_file is not None
+
+
+def shifted(config: Config, rate: Rate, factor: float) -> Config:
+    """Returns the settings with a rate multiplied by the factor; a share stays at most 1."""
+    value = rate.value * factor
+    change: Change = ((rate.key, min(1.0, value) if rate.key.endswith("_share") else value),)
+    return changed(config, change)
+
+
+Measured = Mapping[str, tuple[float, str]]
+"""Rate → value, and what was measured."""
+
+
+def _measured(config: Config) -> tuple[Measured, str]:
+    """Returns the measured rates, and the name of the file; no rates without a file."""
+    given = config.cluster.rates_file
+    file = Path(given) if given is not None else None if on_cpu(config) else _h100(FOLDER)
+    if file is None:
+        return {}, ""
+    content = safe_read.read_json(file, FORMAT)
+    try:
+        rates = _stated(content) if "rates" in content else _from_proofs(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"not a file of rates ({error})", key="cluster.rates_file", value=str(file), fix=FORMAT
+        ) from error
+    return rates, file.name
+
+
+def _h100(folder: Path) -> Path | None:
+    """Returns the results of an H100 SXM in the folder; None without a file."""
+    for file in sorted(folder.glob("*.json")):
+        name = str(safe_read.read_json(file, f"remove {file}").get("device", {}).get("name", ""))
+        if DEVICE in name and not any(word in name for word in OTHERS):
+            return file
+    return None
+
+
+def _stated(content: Mapping[str, Any]) -> Measured:
+    """Returns the rates of a file that names each (`python -m benchmarks.bet`)."""
+    device = str(content["device"]["name"])
+    for name, value in content["rates"].items():
+        if name not in DEFAULTS or not isinstance(value, int | float) or not 0 <= value < 1e15:
+            raise ValueError(f"{name}: {value}")
+    return {name: (float(value), device) for name, value in content["rates"].items()}
+
+
+def _from_proofs(content: Mapping[str, Any]) -> Measured:
+    """Returns the rates contained in results of `python -m benchmarks.gpu`: figures of passed proofs."""
+    figures = {
+        (proof, figure["name"]): float(figure["value"])
+        for proof, result in content["proofs"].items()
+        if result.get("status") == "passed"
+        for figure in result.get("figures", [])
+    }
+    rates: dict[str, tuple[float, str]] = {}
+    for name, proof, figure, convert in FIGURES:
+        if name not in rates and figures.get((proof, figure), 0.0) > 0:
+            rates[name] = convert(figures[proof, figure]), f"{proof}, {figure}"
+    return rates
+
+
+def _share(tflops: float) -> float:
+    """Returns the share of the data sheet's peak reached by a measured step with recomputation."""
+    return min(1.0, RECOMPUTED * tflops / ClusterConfig().rates.tflops)
+
+
+def _same(value: float) -> float:
+    return value
+
+
+def _twice(value: float) -> float:
+    """Returns the traffic of a copy: each byte is read and written."""
+    return 2 * value
+
+
+FIGURES: tuple[tuple[str, str, str, Callable[[float], float]], ...] = (
+    ("rates.tflops_share", "te_slice", "all, 48 layers: forward and backward", _share),
+    ("rates.tflops_share", "slice", "forward and backward, recomputing not counted", _share),
+    ("rates.memory_gb_s", "device", "copy within memory", _twice),
+    ("rates.host_gb_s", "device", "pinned host memory to device", _same),
+    ("topology.device_gb_s", "device", "copy within memory", _same),
+)
+"""Rate, proof and figure of `benchmarks/gpu`, and conversion; the first figure that is present counts."""

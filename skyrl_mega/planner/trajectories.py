@@ -1,0 +1,83 @@
+"""Trajectories of a step, as a time estimate assumes them: tokens, seconds of environments, share of groups with a
+signal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.batch import StepSizes, batch
+from skyrl_mega.planner.dynamic import SIGNAL_SHARE
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Mean lengths, and a sample for the slowest trajectory of a step."""
+
+    read: float
+    """Mean tokens of the prompt and of the environment."""
+    written: float
+    """Mean tokens of the policy."""
+    sample: tuple[tuple[float, float], ...]
+    """Tokens written and seconds in the environment of each trajectory of a typical step, at most a few hundred."""
+    environment_s: float = 0.0
+    """Mean seconds in the environment."""
+    signal: float = SIGNAL_SHARE
+    """Share of groups with different rewards, for dynamic sampling."""
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean tokens in total."""
+        return self.read + self.written
+
+    @property
+    def longest(self) -> float:
+        """Returns the tokens written by the longest trajectory of a step."""
+        return max(self.written, *(tokens for tokens, _ in self.sample))
+
+    def waiting(self, token_s: float) -> float:
+        """Returns the seconds that environments add to the slowest trajectory, with `token_s` seconds per token."""
+        alone = max(tokens for tokens, _ in self.sample) * token_s
+        return max(tokens * token_s + seconds for tokens, seconds in self.sample) - alone
+
+    def scaled(self, factor: float, limit: float) -> Trajectories:
+        """Returns trajectories with all lengths multiplied; the policy writes at most `limit` tokens."""
+        sample = tuple((min(limit, tokens * factor), seconds) for tokens, seconds in self.sample)
+        return replace(self, read=self.read * factor, written=min(limit, self.written * factor), sample=sample)
+
+
+def assumed(config: Config, parallel: ParallelDims) -> Trajectories:
+    """Returns trajectories with the mean length of `cluster.rates.length_share`, the longest at its limit, without
+    environments."""
+    return of_batch(config, batch(config, parallel))
+
+
+def of_batch(config: Config, sizes: StepSizes) -> Trajectories:
+    """Returns trajectories with the mean length of a batch, the longest at its limit, without environments."""
+    longest = sizes.generated / config.cluster.rates.length_share
+    return Trajectories(max(0.0, sizes.mean - sizes.generated), sizes.generated, ((longest, 0.0),))
+
+
+def at_limit(config: Config, parallel: ParallelDims, like: Trajectories) -> Trajectories:
+    """Returns trajectories with every prompt and response at its limit, otherwise like the given ones."""
+    limits = assumed(_with_share(config, 1.0), parallel)
+    sample = tuple((limits.written, seconds) for _, seconds in like.sample)
+    return replace(like, read=limits.read, written=limits.written, sample=sample)
+
+
+def with_lengths(config: Config, parallel: ParallelDims, mean: float) -> Config:
+    """Returns the settings with another mean length of trajectories, in tokens."""
+    share = config.cluster.rates.length_share * mean / batch(config, parallel).mean
+    return _with_share(config, share)
+
+
+def sizes_of(config: Config, parallel: ParallelDims, trajectories: Trajectories) -> tuple[Config, StepSizes]:
+    """Returns the settings and the sizes of a step with these trajectories."""
+    config = with_lengths(config, parallel, trajectories.mean)
+    return config, replace(batch(config, parallel), generated=trajectories.written)
+
+
+def _with_share(config: Config, share: float) -> Config:
+    cluster = config.cluster
+    return replace(config, cluster=replace(cluster, rates=replace(cluster.rates, length_share=share)))
