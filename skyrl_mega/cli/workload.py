@@ -72,9 +72,8 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
         return Described(trajectories, "--like", "--like", "assumed" if signal is None else "--like", length.answers)
     environment = None if args.environment is None else "--environment"
     if args.tokens is None:  # lengths stay as assumed, and the longest is at the limit
-        trajectories = replace(
-            usual, sample=(*trajectories.sample, *usual.sample), environment_s=workload.environment_s
-        )
+        capped = tuple((min(tokens, usual.longest), seconds) for tokens, seconds in trajectories.sample)
+        trajectories = replace(usual, sample=(*capped, *usual.sample), environment_s=workload.environment_s)
         return Described(trajectories, "assumed", environment, "assumed", length.answers)
     return Described(trajectories, "--tokens", environment, "assumed", length.answers)
 

@@ -14,7 +14,7 @@ from skyrl_mega.trajectories import parquet
 from tests.simulation.test_workload import recorded
 
 SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
-FILE = "configs/searchr1_30b.yaml"
+FILE = "configs/gsm8k.yaml"
 
 
 def values(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -26,17 +26,17 @@ def values(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 def test_a_run_has_days_and_gpu_hours(capsys: pytest.CaptureFixture[str]) -> None:
     v = values(capsys, "run.steps=40", "checkpoint.every=20", "evaluation.limit=32", "evaluation.every=8")
     run, column = v["time"]["run"], v["time"]["columns"]["mean"]
-    assert run["steps"] == 40 and run["steps_known"] and run["gpus"] == 32
+    assert run["steps"] == 40 and run["steps_known"] and run["gpus"] == 4
     assert run["evaluations"] == (6 if v["config"]["evaluation"]["before"] else 5) and run["checkpoints"] == 2
     total = 40 * v["seconds"]["step"] + run["evaluations"] * run["evaluation_s"] + 2 * run["checkpoint_s"]
     assert run["seconds"]["estimate"] == pytest.approx(total) == pytest.approx(40 * column["whole"])
     assert run["checkpoint_s"] == pytest.approx(v["disk"]["largest_share"]["node"] / 2e9)
-    assert run["gpu_hours"]["high"] == pytest.approx(32 * run["seconds"]["high"] / 3600)
+    assert run["gpu_hours"]["high"] == pytest.approx(4 * run["seconds"]["high"] / 3600)
     assert run["days"]["low"] < run["days"]["estimate"] < run["days"]["high"]
     steps = [v["time"]["columns"][name]["step"] for name in ("short", "mean", "limit")]
     assert steps == sorted(steps)
     text = dry_run_text.text(v)
-    assert "\n40 steps take about " in text and " GPU-hours (" in text and " of 32 GPUs\n" in text
+    assert "\n40 steps take about " in text and " GPU-hours (" in text and " of 4 GPUs\n" in text
     assert "lengths are assumed (cluster.rates.length_share; give --tokens" in text
     assert "rates.tflops_share" in text and "not counted: the environments' own time" in text
     assert max(map(len, text[text.index("seconds of an RL step") :].partition("\nnote: ")[0].splitlines())) <= 120
@@ -44,7 +44,7 @@ def test_a_run_has_days_and_gpu_hours(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_options_are_those_of_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plain = values(capsys)
-    v = values(capsys, "--tokens", "400", "--environment", "2", "--turns", "3")
+    v = values(capsys, "--tokens", "400", "--environment", "2", "--turns", "3", "rollout.max_turns=3")
     described, column = v["time"]["trajectories"], v["time"]["columns"]["mean"]
     assert (described["lengths"], described["environment"], described["turns"]) == ("--tokens", "--environment", 3)
     assert column["written"] == 400 and described["environment_s"] == 6.0
