@@ -78,7 +78,7 @@ def values(inputs: Inputs, args: argparse.Namespace | None) -> tuple[dict[str, f
         [each["short"], each["limit"]] if is_assumed else [],
         signal=config.algorithm.dynamic_sampling.enabled and given.signal == "assumed",
     )
-    time = {
+    time: dict[str, Any] = {
         "trajectories": {
             "lengths": given.lengths,
             "environment": given.environment,
