@@ -60,7 +60,7 @@ Row = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A finished run."""
 
     prompts: int
@@ -85,7 +85,7 @@ class Bet:
     steps: int
     folder: Path
 
-    def run(self, prompts: int) -> Measured:
+    def run(self, prompts: int) -> MeasuredRun:
         """Runs the recipe with a number of prompts per step."""
         name = f"prompts_{prompts}"
         size = [f"data.prompts_per_step={prompts}", "data.mini_batch_prompts=null", f"run.steps={self.steps + WARM}"]
@@ -95,7 +95,7 @@ class Bet:
         ended = subprocess.run([*command, *self.settings, *size, *where, *quiet], cwd=ROOT, capture_output=True)
         if ended.returncode:
             sys.exit(f"{name} ended with {ended.returncode}:\n{ended.stdout.decode()}{ended.stderr.decode()}")
-        return Measured(prompts, self.folder / name)
+        return MeasuredRun(prompts, self.folder / name)
 
     def settings_of(self, prompts: int, given: Mapping[str, float]) -> Config:
         """Returns the settings with a number of prompts per step and a file of rates."""
@@ -105,12 +105,12 @@ class Bet:
         quiet = [f"run.steps={self.steps + WARM}", "evaluation.every=0", "evaluation.before=false"]
         return compose(ROOT / self.config, [*self.settings, *size, *quiet, f"cluster.rates_file={file}"])
 
-    def dry_run(self, prompts: int, like: Measured, given: Mapping[str, float]) -> dict[str, Any]:
+    def dry_run(self, prompts: int, like: MeasuredRun, given: Mapping[str, float]) -> dict[str, Any]:
         """Returns the values of a dry run."""
         config = self.settings_of(prompts, given)
         return dry_run.values(config, dry_run.checked(config)[0], args=options(like))
 
-    def simulated(self, prompts: int, like: Measured, given: Mapping[str, float], sync: float) -> dict[str, float]:
+    def simulated(self, prompts: int, like: MeasuredRun, given: Mapping[str, float], sync: float) -> dict[str, float]:
         """Returns seconds of the simulation: the step, and the generation that the policy waits for."""
         config = self.settings_of(prompts, given)
         hf, _ = dry_run.checked(config)
@@ -122,7 +122,7 @@ class Bet:
         return {"generate": outcome.seconds * outcome.policy_waits, "step": outcome.seconds}
 
 
-def options(like: Measured) -> argparse.Namespace:
+def options(like: MeasuredRun) -> argparse.Namespace:
     """Returns the options of a command line with `--like`."""
     return argparse.Namespace(like=str(like.folder), tokens=None, environment=None, turns=None)
 
@@ -137,7 +137,7 @@ def fitted(costs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
 
     Args:
         costs: Seconds per unit of each unknown, a row for each run.
-        seconds: Measured seconds of each run.
+        seconds: MeasuredRun seconds of each run.
     """
     matrix, best = np.array(costs) / np.array(seconds)[:, None], (np.inf, [0.0] * len(costs[0]))
     for count in range(1, matrix.shape[1] + 1):
@@ -150,14 +150,14 @@ def fitted(costs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
     return best[1]
 
 
-def measured_rates(bet: Bet, runs: Sequence[Measured]) -> dict[str, float]:
+def measured_rates(bet: Bet, runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """Returns the rates with which the dry run gives the seconds of the runs.
 
     Training decides `tflops` and `layer_us`; generation decides the cost of an engine's step and of a trajectory; the
     sync decides the speed of the links.
     """
 
-    def seconds(run: Measured, phase: str, **changes: float) -> float:
+    def seconds(run: MeasuredRun, phase: str, **changes: float) -> float:
         given = NEUTRAL | {f"rates.{name}": value for name, value in changes.items()}
         return float(bet.dry_run(run.prompts, run, given)["seconds"][phase])
 

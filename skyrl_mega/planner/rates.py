@@ -91,11 +91,11 @@ def shifted(config: Config, rate: Rate, factor: float) -> Config:
     return changed(config, change)
 
 
-Measured = Mapping[str, tuple[float, str]]
+MeasuredRates = Mapping[str, tuple[float, str]]
 """Rate → value, and what was measured."""
 
 
-def _measured(config: Config) -> tuple[Measured, str]:
+def _measured(config: Config) -> tuple[MeasuredRates, str]:
     """Returns the measured rates, and the name of the file; no rates without a file."""
     given = config.cluster.rates_file
     file = Path(given) if given is not None else None if on_cpu(config) else _h100(FOLDER)
@@ -120,7 +120,7 @@ def _h100(folder: Path) -> Path | None:
     return None
 
 
-def _stated(content: Mapping[str, Any]) -> Measured:
+def _stated(content: Mapping[str, Any]) -> MeasuredRates:
     """Returns the rates of a file that names each (`python -m benchmarks.bet`)."""
     device = str(content["device"]["name"])
     for name, value in content["rates"].items():
@@ -129,7 +129,7 @@ def _stated(content: Mapping[str, Any]) -> Measured:
     return {name: (float(value), device) for name, value in content["rates"].items()}
 
 
-def _from_proofs(content: Mapping[str, Any]) -> Measured:
+def _from_proofs(content: Mapping[str, Any]) -> MeasuredRates:
     """Returns the rates contained in results of `python -m benchmarks.gpu`: figures of passed proofs."""
     figures = {
         (proof, figure["name"]): float(figure["value"])
