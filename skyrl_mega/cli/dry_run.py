@@ -35,7 +35,7 @@ from skyrl_mega.planner.memory import (
     policy_memory,
     reference_memory,
 )
-from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.placement import PlannedNode, nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import fullest, shared_gpus
 from skyrl_mega.planner.times import mean_concurrency
@@ -112,22 +112,8 @@ def values(
         "critic": _ranks(config, decoder, critic, critic_memory) if critic else [],
         "engines": _engines(config, decoder, sizes),
         "shared": _shared(config, decoder, parallel),
-        "nodes": [
-            {
-                **asdict(node),
-                "host_memory": asdict(memory := host_memory(config, decoder, parallel, reference, node, first=i == 0)),
-                "host_memory_total": memory.total,
-            }
-            for i, node in enumerate(placed)
-        ],
-        "batch": {
-            **asdict(sizes),
-            "sequences": sizes.sequences,
-            "oversize": sizes.oversize,
-            "open": max_open_trajectories(config, evaluation_trajectories(config)),
-            "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
-            "mode": config.asynchrony.mode,
-        },
+        "nodes": _nodes(config, decoder, parallel, reference, placed),
+        "batch": _batch(config, sizes),
         "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
         "margin": MARGIN,
         "counted": COUNTED,
@@ -142,6 +128,32 @@ def values(
             *dry_run_notes.notes(config, decoder, parallel, signal),
         ],
         "absent": list(absent),
+    }
+
+
+def _nodes(
+    config: Config,
+    decoder: Decoder,
+    parallel: ParallelDims,
+    reference: ParallelDims | None,
+    placed: Sequence[PlannedNode],
+) -> list[dict[str, Any]]:
+    """Returns a row for each node: ranks, engines and host memory."""
+    rows = []
+    for i, node in enumerate(placed):
+        memory = host_memory(config, decoder, parallel, reference, node, first=i == 0)
+        rows.append({**asdict(node), "host_memory": asdict(memory), "host_memory_total": memory.total})
+    return rows
+
+
+def _batch(config: Config, sizes: StepSizes) -> dict[str, Any]:
+    return {
+        **asdict(sizes),
+        "sequences": sizes.sequences,
+        "oversize": sizes.oversize,
+        "open": max_open_trajectories(config, evaluation_trajectories(config)),
+        "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
+        "mode": config.asynchrony.mode,
     }
 
 
