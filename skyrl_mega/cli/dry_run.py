@@ -93,14 +93,8 @@ def values(
     config, all_rates = rates.planned(with_tokens)
     parallel, reference = fit.parallel_of(config)
     critic = critic_dims(config)
-    start = time.process_time()
-    plan = sync_plan(config, hf)
-    sync = _sync(config, plan, time.process_time() - start)
-    if not on_cpu(config):
-        fit.check_sync(config, sync["predicted_seconds"])
-    seconds = times = None
-    if rates.has_times(config):
-        seconds, times = dry_run_time.values(dry_run_time.Inputs(config, all_rates, decoder, parallel, sync), args)
+    plan, sync = _planned_sync(config, hf)
+    seconds, times = _times(dry_run_time.Inputs(config, all_rates, decoder, parallel, sync), args)
     signal = times["trajectories"]["signal_share"] if times else dynamic.SIGNAL_SHARE
     sizes = batch(config, parallel)
     placed = nodes(config)
@@ -246,6 +240,27 @@ def _shared(config: Config, decoder: Decoder, parallel: ParallelDims) -> dict[st
             getattr(state, kind) for kind in ("gradients", "optimizer") if policy.is_resident(kind, "generate")
         ),
     }
+
+
+def _times(
+    inputs: dry_run_time.Inputs, args: argparse.Namespace | None
+) -> tuple[dict[str, float] | None, dict[str, Any] | None]:
+    """Returns the seconds of a step and everything about time; None for both without rates."""
+    return dry_run_time.values(inputs, args) if rates.has_times(inputs.config) else (None, None)
+
+
+def _planned_sync(config: Config, hf: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """Returns the transfer plan of a weight sync, and the plan's cost.
+
+    Raises:
+        UserError: On GPUs, the sync exceeds `weights.timeout_s`.
+    """
+    start = time.process_time()
+    plan = sync_plan(config, hf)
+    sync = _sync(config, plan, time.process_time() - start)
+    if not on_cpu(config):
+        fit.check_sync(config, sync["predicted_seconds"])
+    return plan, sync
 
 
 def _sync(config: Config, plan: Plan, seconds: float) -> dict[str, Any]:
