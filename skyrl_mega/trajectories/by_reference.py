@@ -47,7 +47,8 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
     )
     for name in ARRAYS:
         del vars(small)[name]
-    return small, StoredTrajectory(stored_tokens(t), json.dumps(t.messages).encode())
+    messages, tools = (json.dumps(value).encode() for value in (t.messages, t.tools))
+    return small, StoredTrajectory(stored_tokens(t), messages, tools)
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:

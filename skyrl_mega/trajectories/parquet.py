@@ -84,10 +84,12 @@ SCHEMA = pa.schema(
         ("seconds", pa.string()),
         ("prompt_messages", MESSAGES),
         ("extras", pa.string()),
+        ("tools", pa.string()),
         ("columns", COLUMNS),
     ]
 )
-"""Columns for people first, then columns for programs. `metadata`, `rewards`, `seconds` and `extras` are JSON."""
+"""Columns for people first, then columns for programs. `metadata`, `rewards`, `seconds`, `extras` and `tools` are
+JSON."""
 
 BY_TOKEN = {"tokens": "i", "mask": "b", "logprobs": "f"}
 """Columns with an entry per token → type code of `Trajectory`'s arrays. All other columns are in `ROWS`."""
@@ -235,6 +237,7 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "seconds": plain_json(t.seconds),
         "prompt_messages": t.prompt.messages,
         "extras": plain_json(t.prompt.extras),
+        "tools": plain_json(t.tools),
     }
 
 
@@ -256,6 +259,7 @@ def _trajectory(row: dict[str, Any], tokens: array[int], mask: array[int], logpr
         metadata=json.loads(row["metadata"]),
         seconds=json.loads(row["seconds"]),
         steps=[_step(step) for step in row["steps"]],
+        tools=json.loads(row["tools"] or "[]"),  # absent from older files
         columns={column["name"]: _column(column) for column in row["columns"] or ()},  # absent from older files
     )
 

@@ -27,6 +27,8 @@ class StoredTrajectory(NamedTuple):
     """A single sequence, with `mask` int8, `rollout_logprobs` float32, and the trajectory's further columns."""
     messages: bytes
     """The conversation as JSON, for human readers."""
+    tools: bytes = b"[]"
+    """The tools in the prompt as JSON, for human readers."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class RemoteArrays:
             "logprobs": array("f", logprobs.numpy().tobytes()),
             "columns": columns,
             "messages": json.loads(stored.messages),
+            "tools": json.loads(stored.tools),
         }
 
 

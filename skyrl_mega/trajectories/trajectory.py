@@ -28,8 +28,8 @@ __all__ = [
     "policy_texts",
 ]
 
-ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
-"""Fields of a trajectory that grow with its tokens."""
+ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages", "tools")
+"""Fields of a trajectory that may be large: tokens, texts and schemas."""
 
 GREEDY = -1
 """`Trajectory.sample` of the greedy answer (temperature 0), used as a baseline for the samples."""
@@ -146,6 +146,8 @@ class Trajectory:
     """(weight version, first position in `tokens` sampled from this version), in order."""
     messages: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """The conversation as text, for people; a rewritten conversation is appended."""
+    tools: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """The tools in the prompt, in the format of chat templates; for people."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Metadata of the last step."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -105,7 +105,8 @@ def test_calls_are_made_and_answered(chat: Renderer, tmp_path: Path) -> None:
     assert all(json.dumps(tool.definition, ensure_ascii=False) in shown for tool in (SAY, FAIL))
     assert [chat.control[k] for k in t.tokens[: t.prompt_length] if k in chat.control].count(EOS) == 2
     parquet.write(tmp_path / "t.parquet", [t])
-    assert parquet.read(tmp_path / "t.parquet")[0].tokens == t.tokens
+    read = parquet.read(tmp_path / "t.parquet")[0]
+    assert read.tokens == t.tokens and read.tools == [SAY.definition, FAIL.definition]
 
 
 WRONG = {

@@ -29,6 +29,7 @@ def trajectory() -> Trajectory:
         turns=1,
         versions=[(12, 3), (13, 5)],
         messages=[*question, {"role": "assistant", "content": "6"}, {"role": "user", "content": "sure?"}],
+        tools=[{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}],
         metadata={"parsed": 6, "why": ["a", "b"]},
         seconds={"generate": 0.5, "env": 0.25},
         steps=[

@@ -184,6 +184,7 @@ class Agent:
         opened = Opened(t, env, time.perf_counter())
         try:
             messages = await env.open(self.limits.turns, self.chat)
+            t.tools = env.tools
             tokens = self._tokens(opened, "init: messages", self.first, messages, env.tools)
             if len(tokens) >= self.limits.length:
                 text = f"init: messages and tools of {len(tokens)} tokens leave no room for a turn"
