@@ -27,7 +27,7 @@ from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints, DiskFull
 from skyrl_mega.trainer.evaluation import Evaluator
-from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.health.failures import failures_event, refuse_broken
 from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
@@ -193,6 +193,8 @@ class Run:
             parquet.write_apart(file, trajectories, columns=columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
+        if failed := failures_event(step.number, step.trajectories):
+            self.console.record(failed)
         refuse_broken(step.trajectories, self.config.environment.max_failed)
 
     def evaluate(self, step: Step) -> None:

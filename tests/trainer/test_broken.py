@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.evaluation import Evaluator
-from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.health.failures import failures_event, refuse_broken
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Step, rollout_metrics
 from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
@@ -33,6 +34,21 @@ def test_all_failed_is_one_line_with_the_first_cause() -> None:
 def test_one_that_works_is_enough() -> None:
     refuse_broken([ended(Status.ERROR_ENV), ended(Status.TRUNCATED_TURNS)])
     refuse_broken([])
+
+
+def test_failures_of_a_step_are_recorded_by_kind() -> None:
+    def failed(text: str, status: Status = Status.ERROR_ENV) -> Trajectory:
+        return replace(ended(status), metadata={"error": text, "at": "m.py, line 9"})
+
+    trajectories = [failed(f"raised KeyError('{i}')") for i in range(3)] + [ended(Status.COMPLETED)]
+    trajectories.append(failed("took longer than 14.5 s", Status.ERROR_ENV_TIMEOUT))
+    event = failures_event(7, trajectories)
+    assert event is not None and (event.kind, event.facts["step"], event.facts["of"]) == ("failures", 7, 5)
+    assert [(k["status"], k["count"], k["error"], k["example"]) for k in event.facts["kinds"]] == [
+        ("error_env", 3, "raised KeyError(…)", "raised KeyError('0') (at m.py, line 9)"),
+        ("error_env_timeout", 1, "took longer than … s", "took longer than 14.5 s (at m.py, line 9)"),
+    ]
+    assert failures_event(7, [ended(Status.COMPLETED)]) is None
 
 
 class Plays:

@@ -5,32 +5,81 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.trainer.health.step_view import escaped
 from skyrl_mega.trajectories.trajectory import Trajectory
 
 KINDS_SHOWN = 3
 """Number of failure kinds reported with an example."""
+KINDS_RECORDED = 20
+"""Number of failure kinds of a step recorded as data."""
 VARYING = r"'[^']*'|\"[^\"]*\"|[\d.]+"
 """Varying parts of error texts of the same kind: quoted text and numbers."""
 
 
+@dataclass(frozen=True)
+class FailureKind:
+    """Failures of a step with the same cause."""
+
+    status: str
+    environment: str
+    error: str
+    """The error text without the varying parts."""
+    at: str
+    """The line in the environment's file; empty if unknown."""
+    count: int
+    example: str
+    """The first error in full, on a single line."""
+
+
+def failure_kinds(trajectories: Sequence[Trajectory]) -> list[FailureKind]:
+    """Returns the kinds of failures, the most frequent first."""
+    by_kind: dict[tuple[str, str], list[Trajectory]] = {}
+    for t in trajectories:
+        if t.status.failed:
+            by_kind.setdefault(_kind_of(t), []).append(t)
+    kinds = [
+        FailureKind(
+            alike[0].status.value,
+            alike[0].prompt.env_class,
+            error,
+            str(alike[0].metadata.get("at") or ""),
+            len(alike),
+            _first(alike[0]),
+        )
+        for (error, _), alike in by_kind.items()
+    ]
+    return sorted(kinds, key=lambda kind: -kind.count)
+
+
 def failures(trajectories: Sequence[Trajectory]) -> str | None:
     """Returns the number of failures and the most frequent kinds, with an example of each; None without failures."""
-    failed = [t for t in trajectories if t.status.failed]
-    if not failed:
+    kinds = failure_kinds(trajectories)
+    if not kinds:
         return None
-    count = f"{len(failed)} of {len(trajectories)} trajectories failed"
-    by_kind: dict[tuple[str, str], list[Trajectory]] = {}
-    for t in failed:
-        by_kind.setdefault(_kind_of(t), []).append(t)
-    if len(by_kind) == 1:
-        return f"{count}, the first one so: {_first(failed[0])}"
-    by_frequency = sorted(by_kind.values(), key=len, reverse=True)
-    described = "; ".join(f"{len(alike)} so: {_first(alike[0])}" for alike in by_frequency[:KINDS_SHOWN])
-    more = sum(map(len, by_frequency[KINDS_SHOWN:]))
-    return f"{count} in {len(by_kind)} ways, {described}" + (f"; {more} in other ways" if more else "")
+    count = f"{sum(kind.count for kind in kinds)} of {len(trajectories)} trajectories failed"
+    if len(kinds) == 1:
+        return f"{count}, the first one so: {kinds[0].example}"
+    described = "; ".join(f"{kind.count} so: {kind.example}" for kind in kinds[:KINDS_SHOWN])
+    more = sum(kind.count for kind in kinds[KINDS_SHOWN:])
+    return f"{count} in {len(kinds)} ways, {described}" + (f"; {more} in other ways" if more else "")
+
+
+def failures_event(step: int, trajectories: Sequence[Trajectory]) -> Event | None:
+    """Returns the event with the failures of a step by kind; None without failures.
+
+    Args:
+        step: The step's number.
+        trajectories: Trajectories of the step.
+    """
+    kinds, text = failure_kinds(trajectories), failures(trajectories)
+    if text is None:
+        return None
+    rows = [asdict(kind) for kind in kinds[:KINDS_RECORDED]]
+    return Event("failures", f"step {step}: {text}", step=step, of=len(trajectories), kinds=rows)
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:
