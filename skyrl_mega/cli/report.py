@@ -41,6 +41,7 @@ def trajectories(argv: Sequence[str]) -> None:
     )
     p.add_argument("--reward", metavar="MIN..MAX", help="with a reward in this range: 0.5.. or ..0 or 1")
     p.add_argument("--search", default="", metavar="TEXT", help="with this text in a message, in any case")
+    p.add_argument("--error", default="", metavar="TEXT", help="that failed with this text in the error, in any case")
     p.add_argument(
         "--sort",
         default="step",
@@ -66,6 +67,7 @@ def trajectories(argv: Sequence[str]) -> None:
         statuses=records.statuses(args.status),
         reward=_range("--reward", args.reward),
         text=args.search,
+        error=args.error,
     )
     selection = show.Selection(args.paths, query, key, args.sort.startswith("-"), args.limit)
     if args.html:
@@ -85,15 +87,19 @@ def run(argv: Sequence[str]) -> None:
     """
     p = Parser(
         prog="python -m skyrl_mega.report run",
-        description="Writes one page on how a run went; with several runs, how they compare.",
+        description="Prints what was run and what happened, and writes one page on how a run went; with several runs, "
+        "how they compare. The last line is the page's path.",
         allow_abbrev=False,
     )
     p.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder, such as runs/<name>")
     p.add_argument("--html", type=path_of, metavar="FILE", help="without it RUN/report.html, of the first run")
     args = p.parse_args(argv)
 
-    from skyrl_mega.report import overview
+    from skyrl_mega.report import header, incidents, overview, run_data
 
+    for folder in args.runs:
+        data = run_data.read(folder)
+        print("\n".join([*header.text(data), *incidents.text(data)]))
     print(overview.write(args.runs, args.html))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from skyrl_mega.report.decode import TokenDecoder, decoder_of
 from skyrl_mega.report.document import document
 from skyrl_mega.report.records import Part, Record, Tokens, tokens_of
+from skyrl_mega.report.terminal import tool_text
 
 BLOCK = 64
 """Trajectories per block."""
@@ -106,6 +107,9 @@ def _text(record: Record) -> dict[str, Any]:
         "parts": [_part(part) for part in record.parts],
         "versions": record.versions,
         "judged": _pairs(record.metadata),
+        "error": record.error,
+        "tools": [(tool_text(tool), json.dumps(tool, ensure_ascii=False, indent=1)) for tool in record.tools],
+        "truth": None if record.truth is None else _pairs({"truth": record.truth})[0][1],
         "extras": _pairs(record.extras),
         "file": f"{record.file.name}, row {record.row}",
     }

@@ -12,9 +12,9 @@ from typing import Any
 
 from skyrl_mega.common.secrets import hidden
 from skyrl_mega.config.keys import keys
-from skyrl_mega.report import estimate, gantt, plots, timeline
+from skyrl_mega.report import estimate, gantt, header, incidents, plots, timeline
 from skyrl_mega.report.document import document, save, table
-from skyrl_mega.report.run_data import RunData, local_time, read
+from skyrl_mega.report.run_data import RunData, read
 from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.table import duration, number
 
@@ -99,6 +99,8 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
         ),
     ),
 )
+FLAT_STEPS = 3
+"""Smallest number of points of a line shown small because the values are equal."""
 PHASES = ("generate", "logprobs", "train", "sync", "eval", "checkpoint", "other")
 """Phases of a step's time, from the bottom of the stack; further phases of a run follow."""
 
@@ -138,26 +140,31 @@ def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
 
 def page(runs: Sequence[RunData]) -> str:
     """Returns the HTML page of the runs."""
-    names = _names(runs)
+    names, several = _names(runs), len(runs) > 1
+    titled = [(run, name if several else "") for run, name in zip(runs, names, strict=True)]
     points: dict[str, Any] = {}
-    body = [f"<header><h1>{escape(' · '.join(names))}</h1></header>"]
-    body += [_legend(names)] if len(runs) > 1 else []
-    body += [_fault(run, name, several=len(runs) > 1) for run, name in zip(runs, names, strict=True)]
-    body.append(_tiles(runs[0]) if len(runs) == 1 else _comparison(runs, names))
+    body = [f"<header><h1>{escape(' · '.join(names))}</h1></header>", header.html(runs, names)]
+    body += [_legend(names)] if several else []
+    body += [incidents.html(run, name, several) for run, name in zip(runs, names, strict=True)]
+    body.append(_comparison(runs, names) if several else _tiles(runs[0]))
     for title, section in SECTIONS:
+        figures = [_time(run, name, points) for run, name in titled] if title == "Speed" else []
+        flat = []
+        for plot in section:
+            lines = _lines(plot, runs, names)
+            if _are_flat(lines):
+                flat.append(_flat(plot, lines))
+            else:
+                figures.append(_figure(plot, lines, runs, points))
         if title == "Speed":
-            body += [_timelines(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
-        figures = [_figure(plot, runs, names, points) for plot in section]
-        if title == "Speed":
-            figures = [
-                *(_time(run, name if len(runs) > 1 else "", points) for run, name in zip(runs, names, strict=True)),
-                *figures,
-            ]
-        if any(figures):
-            body.append(f"<section><h2>{title}</h2><div class='plots'>{''.join(figures)}</div></section>")
-    body += [estimate.table(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
+            body += [_timelines(run, name) for run, name in titled]
+        if any(figures) or flat:
+            small = f"<p class='flat num'><span class='soft'>unchanged</span>{''.join(flat)}</p>" if flat else ""
+            body.append(f"<section><h2>{title}</h2><div class='plots'>{''.join(figures)}</div>{small}</section>")
+    body += [header.story_html(run, name) for run, name in titled]
+    body += [estimate.table(run, name) for run, name in titled]
     body.append(_settings(runs, names))
-    body += [_places(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
+    body += [_places(run, name) for run, name in titled]
     main = f'<main class="report">{"".join(body)}</main>'
     return document(" · ".join(names), main, styles=["run.css"], programs=["run.js"], blocks={"points": points})
 
@@ -177,10 +184,10 @@ def _key(style: str, name: str, value: str = "") -> str:
     return f'<span><i class="key {style}"></i>{escape(name)}{f" <b>{value}</b>" if value else ""}</span>'
 
 
-def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: dict[str, Any]) -> str:
-    """Returns a plot with title, legend and last values, or an empty text if no run contains the metrics."""
+def _lines(plot: Plot, runs: Sequence[RunData], names: Sequence[str]) -> list[plots.Series]:
+    """Returns the lines of a plot: for each run the metrics that the run contains."""
     several = len(runs) > 1
-    lines, labels = [], []
+    lines = []
     metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, plot.metrics)))
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         for k, metric in enumerate(metrics):
@@ -188,13 +195,44 @@ def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: d
             if xs:
                 label = f"{name}: {metric}" if several and len(metrics) > 1 else name if several else metric
                 lines.append(plots.Series(label, xs, ys, colour=i if several else k, dash=k if several else 0))
-                if not several:
-                    labels.append(_key(f"s{k % plots.COLOURS}", metric, number(ys[-1])))
+    return lines
+
+
+def _are_flat(lines: Sequence[plots.Series]) -> bool:
+    """Returns True if every line of a plot keeps its first value, over enough steps to say so."""
+    return bool(lines) and all(len(line.ys) >= FLAT_STEPS and plots.is_flat(line.ys) for line in lines)
+
+
+def _flat(plot: Plot, lines: Sequence[plots.Series]) -> str:
+    """Returns a small entry for a plot of unchanged values."""
+    values = "".join(_key(f"s{line.colour % plots.COLOURS}", line.name, number(line.ys[-1])) for line in lines)
+    return f"<span class='unchanged'>{escape(plot.title)} {values}</span>"
+
+
+def _figure(plot: Plot, lines: Sequence[plots.Series], runs: Sequence[RunData], points: dict[str, Any]) -> str:
+    """Returns a plot with title, legend, last values and marks, or an empty text without lines."""
     if not lines:
         return ""
-    if several and len(metrics) > 1:
-        labels = [_key(f"d{min(2, k)}", metric) for k, metric in enumerate(metrics)]
-    return _card(plot.title, plot.about, plots.lines(lines, plot.log), labels, lines, points)
+    if len(runs) == 1:
+        labels = [_key(f"s{line.colour % plots.COLOURS}", line.name, number(line.ys[-1])) for line in lines]
+    else:
+        metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, plot.metrics)))
+        labels = [_key(f"d{min(2, k)}", metric) for k, metric in enumerate(metrics)] if len(metrics) > 1 else []
+    marks = _marks(runs)
+    return _card(plot.title, plot.about, plots.lines(lines, plot.log, marks), labels, lines, points)
+
+
+def _marks(runs: Sequence[RunData]) -> list[plots.Mark]:
+    """Returns the marks of a plot; for several runs in the colours of the runs."""
+    several = len(runs) > 1
+    names = _names(runs)
+    return [
+        plots.Mark(
+            mark.step, hidden(f"{name}: {mark.text}" if several else mark.text), mark.kind, i if several else None
+        )
+        for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        for mark in run.marks
+    ]
 
 
 def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
@@ -210,7 +248,7 @@ def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
     labels = [_key(f"s{k % plots.COLOURS}", phase, f"{sum(layer) / total:.0%}") for k, (phase, layer) in by_phase]
     series = [plots.Series(phase, xs, layer, k) for k, (phase, layer) in by_phase]
     title = f"where a step's time goes{f': {name}' if name else ''}"
-    return _card(title, "seconds", plots.stacked(phases, xs, layers), labels, series, points)
+    return _card(title, "seconds", plots.stacked(phases, xs, layers, _marks([run])), labels, series, points)
 
 
 def _phases(run: RunData) -> list[str]:
@@ -263,6 +301,7 @@ def _card(
     points[key] = {
         "low": drawing.low,
         "high": drawing.high,
+        "marks": [[mark.x, mark.text] for mark in drawing.marks],
         "series": [
             {"name": s.name, "colour": s.colour % plots.COLOURS, "xs": s.xs, "ys": [_plain(y) for y in s.ys]}
             for s in series
@@ -315,40 +354,6 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
         cells.append("ended by a fault" if run.fault and run.fault.last else "")
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     return table(rows, titles, "num")
-
-
-def _fault(run: RunData, name: str, several: bool) -> str:
-    """Returns the last error of a run, the recovered failures and the health findings; empty without any."""
-    parts = []
-    if fault := run.fault:
-        when = f" at {escape(fault.when)}" if fault.when else ""
-        what = "The run ended by a fault" if fault.last else "The run was resumed after a fault"
-        kind = "bad" if fault.last else "warn"
-        parts.append(f"<div class='fault {kind}'><b>{what}{when}</b><pre>{escape(fault.text)}</pre></div>")
-    if run.recovered:
-        lines = "\n".join(f"{local_time(event)}  {event.text}" for event in run.recovered[-20:])
-        parts.append(
-            f"<details class='fault warn'><summary>recovered from {len(run.recovered)} crashes</summary>"
-            f"<pre>{escape(lines)}</pre></details>"
-        )
-    if run.findings:
-        rows = [
-            f"<th>{escape(found.kind)}</th><td class='num'>{_steps_text(found.steps)}</td><td>{escape(found.text)}</td>"
-            for found in run.findings
-        ]
-        parts.append(
-            "<div class='fault warn'><b>What the run noticed about itself</b> "
-            f"<small class='soft'>docs/health.md</small>{table(rows)}</div>"
-        )
-    title = f"<h3>{escape(name)}</h3>" if several and parts else ""
-    return title + "".join(parts)
-
-
-def _steps_text(steps: Sequence[int]) -> str:
-    """Returns a text for the steps of a finding."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -39,12 +39,25 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A vertical mark of an event between two steps."""
+
+    x: float
+    text: str
+    kind: str
+    """Class of the page's style."""
+    colour: int | None = None
+    """Colour of a run; None for the colour of the kind."""
+
+
+@dataclass(frozen=True)
 class Drawing:
-    """An SVG, with the steps at the left and right end of the plotted area."""
+    """An SVG, with the steps at the left and right end of the plotted area, and the marks inside."""
 
     svg: str
     low: float = 0.0
     high: float = 1.0
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class Axis:
         return self.start + (v - low) / (high - low) * (self.end - self.start)
 
 
-def lines(series: Sequence[Series], log: bool = False) -> Drawing:
+def lines(series: Sequence[Series], log: bool = False, marks: Sequence[Mark] = ()) -> Drawing:
     """Draws lines over steps. With `log`, the axis is logarithmic, and values not above 0 leave gaps."""
     thinned = [_thin(s) for s in series]
     usable = [y for s in thinned for y in s.ys if _usable(y, log)]
@@ -75,7 +88,8 @@ def lines(series: Sequence[Series], log: bool = False) -> Drawing:
     across = _across(min(xs), max(xs))
     low, high = _bounds(min(y for y in usable if y is not None), max(y for y in usable if y is not None), log)
     up = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
-    parts = _grid(across, up)
+    inside = _inside(marks, across)
+    parts = [*_grid(across, up), *_drawn(inside, across)]
     for s in thinned:
         style = f"s{s.colour % COLOURS} d{min(2, s.dash)}"
         for run in _unbroken(s, log):
@@ -89,16 +103,27 @@ def lines(series: Sequence[Series], log: bool = False) -> Drawing:
                     f'<circle class="dot {style}" cx="{across.place(x):.1f}" cy="{up.place(y):.1f}" r="2"/>'
                     for x, y in run
                 ]
-    return Drawing(_svg(parts), across.low, across.high)
+    return Drawing(_svg(parts), across.low, across.high, inside)
 
 
-def stacked(names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]]) -> Drawing:
+def is_flat(values: Sequence[float | None]) -> bool:
+    """Returns True if all values equal the first, up to rounding."""
+    first = values[0] if values else None
+    return first is not None and all(
+        value is not None and abs(value - first) <= 1e-9 * max(abs(value), abs(first)) for value in values
+    )
+
+
+def stacked(
+    names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]], marks: Sequence[Mark] = ()
+) -> Drawing:
     """Draws bars over steps, with layers stacked.
 
     Args:
         names: Names of the layers.
         xs: Steps.
         layers: For each name a value per step, at least 0.
+        marks: Events between steps.
     """
     if not xs:
         return Drawing(_svg([]))
@@ -121,7 +146,29 @@ def stacked(names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence
                 box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"'
                 title = f"<title>{escape(name)} {layer[i]:.3g} s</title>"
                 parts.append(f'<rect class="bar s{k % COLOURS}" {box}>{title}</rect>')
-    return Drawing(_svg(parts), across.low, across.high)
+    inside = _inside(marks, across)
+    return Drawing(_svg([*parts, *_drawn(inside, across)]), across.low, across.high, inside)
+
+
+def _inside(marks: Sequence[Mark], across: Axis) -> tuple[Mark, ...]:
+    """Returns the marks within the axis. A mark up to a step beyond the end, as of a run that just resumed, moves to
+    the end."""
+    return tuple(replace(mark, x=min(mark.x, across.high)) for mark in marks if across.low <= mark.x <= across.high + 1)
+
+
+def _drawn(marks: Sequence[Mark], across: Axis) -> list[str]:
+    parts = []
+    for mark in marks:
+        x, style = (
+            across.place(mark.x),
+            f"mark {mark.kind}" + ("" if mark.colour is None else f" s{mark.colour % COLOURS}"),
+        )
+        title = f"<title>{escape(mark.text)}</title>"
+        parts.append(
+            f'<g class="{style}"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<path d="M{x - 4:.1f} {TOP - 7}h8l-4 7z"/>{title}</g>'
+        )
+    return parts
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:

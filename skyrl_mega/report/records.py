@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs.truths import spec_of
 from skyrl_mega.report import rows
 from skyrl_mega.telemetry.run_dir import by_step
 from skyrl_mega.trajectories.trajectory import Status
@@ -71,6 +72,8 @@ class Record:
     seconds: dict[str, float]
     extras: dict[str, Any]
     """Extra fields of the prompt, such as ground truth and source."""
+    tools: list[dict[str, Any]]
+    """The tools in the prompt, in the format of chat templates."""
     parts: list[Part]
     """Parts in chronological order, with consecutive messages."""
 
@@ -78,6 +81,24 @@ class Record:
     def truncated(self) -> bool:
         """True if a limit ended the trajectory."""
         return self.status.startswith("truncated")
+
+    @property
+    def failed(self) -> bool:
+        """True if the environment, or a service under the environment, failed."""
+        return Status(self.status).failed
+
+    @property
+    def error(self) -> str:
+        """The error of a failed trajectory with the place, and the error of closing the environment; empty without."""
+        error, at = (self.metadata.get(name) if self.failed else None for name in ("error", "at"))
+        failure = f"{error} (at {at})" if error and at else error
+        closing = self.metadata.get("close_error")
+        return "\n".join(str(text) for text in (failure, f"close: {closing}" if closing else None) if text)
+
+    @property
+    def truth(self) -> Any:
+        """The row's ground truth; None without."""
+        return spec_of(self.extras)[1].get("ground_truth")
 
     @property
     def weights(self) -> str:
@@ -115,12 +136,16 @@ class Query:
     reward: tuple[float, float] | None = None
     text: str = ""
     """Text in any message or in the environment's metadata, case-insensitive."""
+    error: str = ""
+    """Text in the error of a failed trajectory, case-insensitive."""
 
     def takes(self, record: Record) -> bool:
-        """Returns True if status, reward and text match the filter; `takes_step` checks the step."""
+        """Returns True if status, reward, error and text match the filter; `takes_step` checks the step."""
         if self.statuses and record.status not in self.statuses:
             return False
         if self.reward and not self.reward[0] <= record.reward <= self.reward[1]:
+            return False
+        if self.error and self.error.casefold() not in record.error.casefold():
             return False
         return not self.text or self._contains_text(record)
 

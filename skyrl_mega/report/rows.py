@@ -47,6 +47,7 @@ def read(file: Path) -> list[dict[str, Any]]:
         for number, row in enumerate(rows):
             for name in JSON:
                 row[name] = _object(row[name], number, name)
+            row["tools"] = _tools(row.get("tools"), number)
             for step in row.get("steps") or ():
                 step["tool_calls"] = tuple(map(json.loads, step["tool_calls"] or ()))
             if row["status"] not in _STATUSES:
@@ -110,6 +111,14 @@ def _object(text: str, row: int, name: str) -> dict[str, Any]:
     )
     if not isinstance(value, dict) or not numbers:
         raise safe_read.Malformed(f"row {row}, column {name}: it is no JSON object{'' if numbers else ' of numbers'}")
+    return value
+
+
+def _tools(text: str | None, row: int) -> list[dict[str, Any]]:
+    """Returns the tools in the prompt; [] for an older file."""
+    value = json.loads(text or "[]")
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise safe_read.Malformed(f"row {row}, column tools: it is no JSON list of objects")
     return value
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
 from skyrl_mega.config.keys import keys
+from skyrl_mega.report import story
 from skyrl_mega.telemetry import events, metrics
 from skyrl_mega.telemetry.console import PLACES
 from skyrl_mega.telemetry.events import Entry
@@ -22,6 +23,8 @@ from skyrl_mega.telemetry.run_dir import checkpoints_in
 
 RECOVERED = ("actor_lost", "retriever_lost", "trajectory_failed")
 """Kinds of events that a run recovers from."""
+GIVEN_UP = "actor_given_up"
+"""Kind of the event of a crash without a restart left."""
 STUCK = ("health/stuck_steps", "health/stuck_groups")
 """Health metrics other than kinds of findings."""
 
@@ -46,6 +49,19 @@ class Finding:
     """Steps with the finding."""
     text: str
     """Evidence, as first reported."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failed trajectories of a run with the same cause."""
+
+    status: str
+    environment: str
+    count: int
+    steps: list[int]
+    """Steps with such failures."""
+    example: str
+    """The first error in full."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +155,68 @@ class RunData:
             key=lambda finding: finding.steps[0],
         )
 
+    @cached_property
+    def failures(self) -> list[Failures]:
+        """Failed trajectories by kind, the most frequent first. Steps repeated after a resume count once."""
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for event in self.events:
+            step = event.facts.get("step")
+            if event.kind == "resumed" and isinstance(step, int):
+                by_step = {at: kinds for at, kinds in by_step.items() if at <= step}
+            elif event.kind == "failures" and isinstance(step, int) and isinstance(event.facts.get("kinds"), list):
+                by_step[step] = [kind for kind in event.facts["kinds"] if isinstance(kind, dict)]
+        alike: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = {}
+        for step, kinds in sorted(by_step.items()):
+            for kind in kinds:
+                key = tuple(str(kind.get(name)) for name in ("status", "environment", "error", "at"))
+                alike.setdefault(key, []).append((step, kind))
+        failures = [
+            Failures(
+                status,
+                environment,
+                sum(count for _, kind in same if isinstance(count := kind.get("count"), int)),
+                [step for step, _ in same],
+                str(same[0][1].get("example")),
+            )
+            for (status, environment, *_), same in alike.items()
+        ]
+        return sorted(failures, key=lambda of: -of.count)
+
+    @cached_property
+    def starts(self) -> list[story.Start]:
+        """The starts of the run, in order; empty for a run of an earlier version."""
+        return story.starts(self.events)
+
+    @cached_property
+    def marks(self) -> list[story.Mark]:
+        """The marks of plots over steps."""
+        return story.marks(self.events)
+
     @property
     def recovered(self) -> list[Entry]:
         """Crashes that the run recovered from: engines, rollout workers, trajectories, the retrieval service."""
-        return [event for event in self.events if event.kind in RECOVERED]
+        lost = self.given_up
+        return [event for event in self.events if event.kind in (*RECOVERED, GIVEN_UP) and event not in lost]
+
+    @property
+    def given_up(self) -> list[Entry]:
+        """Crashes of engines and rollout workers that were not restarted."""
+        return [
+            event
+            for i, event in enumerate(self.events)
+            if event.kind == GIVEN_UP and not _is_back(event.facts.get("actor"), self.events[i + 1 :])
+        ]
+
+
+def _is_back(actor: Any, later: Sequence[Entry]) -> bool:
+    """Returns True if an actor was restarted after all, before the next start of the run."""
+    same_start = takewhile(lambda event: event.kind not in ("started", "fault", "restart"), later)
+    return any(event.kind == "actor_back" and event.facts.get("actor") == actor for event in same_start)
 
 
 def local_time(event: Entry) -> str:
     """Returns the event's local time, such as `2026-01-31 18:05:09`."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+    return story.local_time(event.time)
 
 
 def read(folder: Path) -> RunData:

@@ -7,8 +7,9 @@ colour. Colours appear only on a terminal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.style import Style
@@ -24,7 +25,7 @@ WIDEST = 120
 MARGIN = 10
 """Columns for the speaker's name."""
 ROLES = {"system": "magenta", "user": "blue", "tool": "yellow"}
-POLICY, JUDGED = "green", "bright_black"
+POLICY, JUDGED, FAILED = "green", "bright_black", "bold red"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class View:
         self._print(text)
 
     def whole(self, record: Record) -> None:
-        """Prints a trajectory: figures, conversation, and the environment's metadata."""
+        """Prints a trajectory: figures, error, tools, conversation, metadata of the environment, and ground truth."""
         self._line("─" * self._width, "bright_black")
         self.titles()
         self.figures(record)
@@ -93,8 +94,12 @@ class View:
         self._line("")
 
     def _speeches(self, record: Record) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yields speaker, text, style, bar and note of each message."""
+        """Yields speaker, text, style, bar and note of each message, and of the facts around the conversation."""
         turn = 0
+        if record.error:
+            yield "error", record.error, FAILED, "!", ""
+        if record.tools:
+            yield "tools", "\n".join(map(tool_text, record.tools)), JUDGED, "·", ""
         for part in record.parts:
             turn += part.by_policy
             for message in part.messages:
@@ -104,6 +109,9 @@ class View:
                     yield printable(message["role"]), message["content"], ROLES.get(message["role"], "cyan"), "│", ""
         if record.metadata:
             yield "judged", json.dumps(record.metadata, ensure_ascii=False), JUDGED, "·", ""
+        if record.truth is not None:
+            truth = record.truth
+            yield "truth", truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False), JUDGED, "·", ""
 
     def _wrapped(self, content: str) -> list[Text]:
         """Returns the text wrapped to the width."""
@@ -130,6 +138,21 @@ class View:
     def _print(self, text: Text) -> None:
         text.rstrip()
         self._console.print(text, soft_wrap=True)
+
+
+def tool_text(tool: Mapping[str, Any]) -> str:
+    """Returns a tool in a line, such as `search(query: string, topk: integer): Searches the corpus.`"""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return json.dumps(tool, ensure_ascii=False)
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    arguments = [
+        f"{name}: {kind}" if isinstance(of, dict) and isinstance(kind := of.get("type"), str) else name
+        for name, of in (properties if isinstance(properties, dict) else {}).items()
+    ]
+    description = " ".join(str(function.get("description") or "").split())
+    return f"{function['name']}({', '.join(arguments)})" + (f": {description}" if description else "")
 
 
 def _note(part: Part) -> str:

@@ -13,7 +13,7 @@ from skyrl_mega.cli.train import FAULT
 from skyrl_mega.cli.train import main as launch
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.report import overview, run_data
+from skyrl_mega.report import incidents, overview, run_data
 from tests.report.cases import events, metrics, run_folder, when
 
 STEP = {"kind": "step", "step": 1}
@@ -91,6 +91,52 @@ def test_crashes_that_a_run_recovered_from(run: Path) -> None:
     assert data.fault is None and [event.text for event in data.recovered] == [row["text"] for row in lost]
     text = text_of(overview.write([run]).read_text())
     assert "recovered from 4 crashes" in text and all(str(row["text"]) in text for row in lost)
+
+
+def test_a_crash_without_a_restart_left_is_no_recovery(run: Path) -> None:
+    back = {"kind": "actor_back", "text": "rollout-0 restarted", "actor": "rollout-0"}
+    given_up = {"kind": "actor_given_up", "text": "rollout-0 is out of service: it died", "actor": "rollout-0"}
+    fatal = {"kind": "actor_given_up", "text": "engine-1 is out of service: it died", "actor": "engine-1"}
+    fault = {"kind": "fault", "text": "fault: engine-1 failed in service: it died"}
+    events(run, given_up, back, STEP, fatal, fault, {"kind": "actor_back", "actor": "engine-1"})
+    data = run_data.read(run)
+    assert [event.text for event in data.given_up] == [fatal["text"]]
+    assert [event.text for event in data.recovered] == [given_up["text"]], "restarted after all"
+    text = text_of(overview.write([run]).read_text())
+    assert "given up after a crash, with no restart left: engine-1" in text and "recovered from 1 crashes" in text
+
+
+def test_failed_trajectories_are_listed_by_kind(run: Path) -> None:
+    raised = {"status": "error_env", "environment": "m", "error": "raised KeyError(…)", "at": "", "count": 3}
+    late = {"status": "error_env_timeout", "environment": "m", "error": "took longer", "at": "", "count": 2}
+    events(
+        run,
+        {"kind": "failures", "step": 2, "of": 8, "kinds": [{**raised, "example": "raised KeyError('<a>')"}]},
+        {"kind": "failures", "step": 3, "of": 8, "kinds": [{**late, "count": 9, "example": "lost by the resume"}]},
+        {"kind": "resumed", "step": 2},
+        {"kind": "failures", "step": 3, "of": 8, "kinds": [{**late, "example": "b"}, {**raised, "example": "c"}]},
+        {"kind": "failures", "step": 4, "kinds": "broken"},
+    )
+    assert [(f.status, f.count, f.steps, f.example) for f in run_data.read(run).failures] == [
+        ("error_env", 6, [2, 3], "raised KeyError('<a>')"),
+        ("error_env_timeout", 2, [3], "b"),
+    ]
+    text = text_of(overview.write([run]).read_text())
+    assert "8 failed trajectories by kind" in text and "raised KeyError('<a>')" in text and "--error TEXT" in text
+    assert incidents.text(run_data.read(run)) == [
+        "  failed: 6 error_env, 2 steps, 2 to 3, such as: raised KeyError('<a>')",
+        "  failed: 2 error_env_timeout, step 3, such as: b",
+    ]
+
+
+def test_curves_without_a_change_are_small(run: Path) -> None:
+    rows = [{"step": s, "policy/loss": s / 7, "policy/lr": 1e-6, "policy/kl": 0.0} for s in (1, 2, 3)]
+    metrics(run, [*rows, {"step": 4, "policy/loss": 0.3, "policy/lr": 1e-6, "policy/entropy": 1.0}])
+    page = overview.write([run]).read_text()
+    titles = re.findall(r"<figcaption>([^<]*)", page)
+    small = re.findall(r"class='unchanged'>(.*?) <", page)
+    assert [title.strip() for title in titles] == ["loss", "entropy"], "too few values to say that the entropy is unchanged"
+    assert small == ["KL", "learning rate"]
 
 
 def test_events_that_are_damaged_are_left_out(run: Path) -> None:

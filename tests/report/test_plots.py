@@ -119,6 +119,30 @@ def test_short_labels(value: float, step: float, text: str) -> None:
     assert plots.short(value, step) == text
 
 
+def test_marks_stand_between_the_steps() -> None:
+    marks = [plots.Mark(x, f"at <{x}>", "resumed") for x in (-5.0, 1.5, 3.5, 9.0)]
+    drawing = plots.lines([Series("a", [0, 1, 2, 3], [1.0, 2.0, 3.0, 2.0])], marks=marks)
+    lines = [float(e["x1"]) for e in elements(drawing.svg, "line") if e.get("class") is None]
+    inner = WIDTH - RIGHT - LEFT
+    assert lines == pytest.approx([LEFT + inner * 1.5 / 3, WIDTH - RIGHT], abs=0.1), "the run has not gone on yet"
+    assert [mark.x for mark in drawing.marks] == [1.5, 3.0] and "at &lt;1.5&gt;" in drawing.svg
+    assert "mark resumed" in plots.stacked(["a"], [1, 2], [[1.0, 2.0]], marks[1:2]).svg
+
+
+@pytest.mark.parametrize(
+    "values, flat",
+    [
+        ([0.0, 0.0, 0.0], True),
+        ([0.1 + 0.2, 0.3, 0.3], True),
+        ([1e-6, 1e-6, 2e-6], False),
+        ([None, 1.0, 1.0], False),
+        ([1.0, None, 1.0], False),
+    ],
+)
+def test_values_without_a_change_are_flat(values: list[float | None], flat: bool) -> None:
+    assert plots.is_flat(values) is flat
+
+
 def test_colours_are_classes_of_the_page() -> None:
     svg = plots.stacked(["<a>"], [1.0], [[2.0]]).svg
     assert "style=" not in svg and "&lt;a&gt; 2 s" in svg

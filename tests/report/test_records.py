@@ -22,6 +22,8 @@ from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Status
 from tests.report.cases import double, run_folder, single, steps_of_double, with_steps
 
+FAILURE = {"error": "environment m: step raised NameError('re')", "at": "m.py, line 9, in step: re.x"}
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -29,7 +31,7 @@ def run(tmp_path: Path) -> Path:
         tmp_path / "mine",
         {
             1: [single(uid=1, reward=0.0, text="five"), single(uid=1, sample=1, text="SIX")],
-            12: [double(), single(uid=2, reward=-1.0, status=Status.ERROR_ENV)],
+            12: [double(), single(uid=2, reward=-1.0, status=Status.ERROR_ENV, metadata=FAILURE)],
         },
     )
 
@@ -59,10 +61,23 @@ def test_a_run_a_folder_and_a_file(run: Path) -> None:
         (dict(text="FOUND nothing"), [8]),
         (dict(text="why"), [8]),
         (dict(text="six", reward=(-1.0, 0.0)), []),
+        (dict(error="NAMEERROR"), [2]),
+        (dict(error="line 9"), [2]),
+        (dict(error="timeout"), []),
+        (dict(error="nameerror", steps=(1, 1)), []),
     ],
 )
 def test_filters(run: Path, query: dict[str, object], uids: list[int]) -> None:
     assert [uid for _, uid, _ in found(run, **query)] == uids
+
+
+def test_an_error_of_the_policy_is_no_error_of_a_trajectory(tmp_path: Path) -> None:
+    queries = [
+        single(metadata={"error": "no such column: x"}),
+        single(metadata={"close_error": "close raised OSError"}),
+    ]
+    run = run_folder(tmp_path / "r", {1: queries})
+    assert [r.error for r in records.load(records.files_of([run]), Query())] == ["", "close: close raised OSError"]
 
 
 def test_words_for_statuses() -> None:

@@ -15,8 +15,8 @@ from skyrl_mega.report import __main__ as command
 from skyrl_mega.report import records
 from skyrl_mega.report.records import Query, Record
 from skyrl_mega.report.show import summary
-from skyrl_mega.report.terminal import COLUMNS, MARGIN, View
-from skyrl_mega.trajectories.trajectory import GREEDY, Trajectory
+from skyrl_mega.report.terminal import COLUMNS, MARGIN, View, tool_text
+from skyrl_mega.trajectories.trajectory import GREEDY, Status, Trajectory
 from tests.report.cases import EVIL, double, run_folder, single, steps_of_double, with_steps
 
 
@@ -66,6 +66,33 @@ def test_what_is_known_of_a_turn_stands_under_it(tmp_path: Path) -> None:
         "call plain words",
     ]
     assert lines[lines.index("policy 2  ┃ second") + 1].strip().startswith("3 tokens · ended by length · reward 0.25")
+
+
+def test_error_tools_and_ground_truth_stand_beside_the_conversation(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"query": {"type": "string"}, "top": {}}}
+    tools = [{"type": "function", "function": {"name": "search", "description": "Finds\npages.", "parameters": schema}}]
+    failure = {"error": "environment m: step raised \x1b[2J", "at": "m.py, line 9"}
+    failed = single(status=Status.ERROR_ENV, metadata=failure, tools=tools)
+    assert shown(loaded(tmp_path, failed))[3:] == [
+        "",
+        "error     ! environment m: step raised \\x1b[2J (at m.py, line 9)",
+        "",
+        "tools     · search(query: string, top): Finds pages.",
+        "",
+        "user      │ 2*3 = ü?",
+        "",
+        "policy 1  ┃ 6",
+        "",
+        'judged    · {"error": "environment m: step raised \\u001b[2J", "at": "m.py, line 9"}',
+        "",
+        "truth     · 6",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("tool", [{}, {"function": 3}, {"function": {"name": "f", "parameters": {"properties": [1]}}}])
+def test_tools_of_any_form_are_a_line(tool: dict[str, object]) -> None:
+    assert "\n" not in tool_text(tool)
 
 
 def test_columns_line_up_over_all_trajectories(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ class Page {
     const view = { text, tokens, pieces };
     const content = this.view === "samples" ? await samples(index, number, (i) => this.list.show(i))
       : this.view === "tokens" ? tokenView(view)
-      : [this.shaded && legend(false), ...conversation(view, this.shaded)];
+      : [this.shaded && legend(false), toolsOf(text), ...conversation(view, this.shaded), truthOf(text)];
     if (number !== this.number) return;  // somebody has gone on
-    this.main.replaceChildren(this.head(number), el("div.content", null, content.flat().filter(Boolean)),
+    this.main.replaceChildren(this.head(number), el("div.content", null, errorOf(text), content.flat().filter(Boolean)),
       el("footer", null, facts("judged", text.judged), facts("the prompt's data", text.extras), el("p.soft", null, text.file)));
     if (moved) this.main.scrollTop = 0;
     this.hover(null);

@@ -114,7 +114,7 @@ class List {
         if (asked !== this.asked) return found;
       }
       const text = texts[i % this.index.block];
-      text.folded ??= [...text.parts.flatMap((part) => part.messages.map((m) => m[1])), ...text.judged.map((pair) => pair.join(" "))].join("\n").toLowerCase();
+      text.folded ??= [...text.parts.flatMap((part) => part.messages.map((m) => m[1])), ...text.judged.map((pair) => pair.join(" ")), text.error].join("\n").toLowerCase();
       if (text.folded.includes(wanted)) found.push(i);
     }
     return found;

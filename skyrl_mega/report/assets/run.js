@@ -17,7 +17,7 @@ block("points").then((points) => {
   const show = (id, event) => {
     const box = document.querySelector(`#${id} svg`).getBoundingClientRect();
     const across = ((event.clientX - box.left) / box.width) * AREA.width;
-    const { low, high, series } = points[id];
+    const { low, high, marks, series } = points[id];
     const share = (across - AREA.left) / (AREA.width - AREA.left - AREA.right);
     const steps = [...new Set(series.flatMap((s) => s.xs))];
     const at = low === high ? low : low + share * (high - low);
@@ -27,6 +27,8 @@ block("points").then((points) => {
     const rows = series.map((s) => [s, s.ys[s.xs.indexOf(step)]]).filter(([, y]) => y != null);
     hint.replaceChildren(el("b", null, `step ${step}`), ...rows.map(([s, y]) =>
       el("div", null, el("span", null, el(`i.key.s${s.colour}`), s.name), el("span.num", null, Number(y.toPrecision(4)).toString()))));
+    const near = marks.filter(([x]) => Math.abs(x - step) <= 0.5);
+    hint.append(...near.flatMap(([, text]) => text.split("\n")).map((line) => el("p.event", null, line)));
     hint.hidden = false;
     const right = event.clientX + 18 + hint.offsetWidth > innerWidth;
     hint.style.left = `${right ? event.clientX - hint.offsetWidth - 18 : event.clientX + 18}px`;

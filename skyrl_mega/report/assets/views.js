@@ -202,6 +202,23 @@ async function tokensOf(index, i) {
   return (await block(`tokens-${Math.floor(i / index.block)}`))[i % index.block];
 }
 
+/** The error of a failed trajectory. */
+function errorOf(text) {
+  return text.error && el("article.speech.failed", null, el("header", null, el("b", null, "error")), body(text.error, true));
+}
+
+/** The tools in the prompt: a line each, with the schema folded. */
+function toolsOf(text) {
+  return text.tools.length > 0 && el("article.speech.prompt.tools", null,
+    el("header", null, el("b", null, "tools"), el("span.soft", null, "offered in the prompt")),
+    text.tools.map(([line, schema]) => el("details", null, el("summary.mono", null, visible(line)), body(schema, true))));
+}
+
+/** What a right answer is compared with. */
+function truthOf(text) {
+  return text.truth != null && el("article.speech.truth", null, el("header", null, el("b", null, "ground truth")), body(text.truth, true));
+}
+
 /** Names and values at the foot of a trajectory. */
 function facts(title, pairs) {
   return pairs.length > 0 && el("details.facts", { open: title === "judged" }, el("summary", null, title),

@@ -20,7 +20,19 @@ from tests.fuzz.values import packed, real, replaced, spoilt, unpacked, value
 
 EVENTS = b"".join(
     b'{"time": 1.8e9, "after_step": 0, "text": "x", "kind": %b}\n' % kind
-    for kind in (b'"step", "step": 1', b'"health", "step": 1, "finding": "slow", "evidence": "x"', b'"fault"')
+    for kind in (
+        b'"started", "algorithm": "grpo", "gpus": 8, "model": {"parameters": 9}, "versions": {"torch": "2"}',
+        b'"stage", "actors": "engine", "stage": "load", "count": 2',
+        b'"stage_done", "actors": "engine", "stage": "load", "count": 2, "seconds": 1.5',
+        b'"placed", "hosts": ["a"]',
+        b'"settings_changed", "changes": ["a 1 \\u2192 2"]',
+        b'"resumed", "step": 1',
+        b'"step", "step": 1',
+        b'"failures", "step": 1, "kinds": [{"status": "error_env", "count": 3, "example": "x"}]',
+        b'"actor_given_up", "actor": "engine-1"',
+        b'"health", "step": 1, "finding": "slow", "evidence": "x"',
+        b'"fault"',
+    )
 )
 SAMPLE: dict[str, Any] = {
     "uid": 1,
@@ -36,6 +48,7 @@ SAMPLE: dict[str, Any] = {
     "versions": [{"version": 1, "start": 2}],
     "seconds": '{"total": 1.0}',
     "extras": "{}",
+    "tools": "[]",
     "tokens": [1, 2, 3, 4],
     "mask": [0, 0, 1, 1],
     "logprobs": [0.0, 0.0, -1.0, -0.5],
@@ -72,7 +85,9 @@ def _samples(random: Random) -> bytes:
     samples = [SAMPLE, SAMPLE]
     if random.random() < 0.5:
         name = random.choice(list(SAMPLE))
-        changed = json.dumps(real(value(random))) if name in ("metadata", "seconds", "extras") else value(random)
+        changed = (
+            json.dumps(real(value(random))) if name in ("metadata", "seconds", "extras", "tools") else value(random)
+        )
         samples = [{**SAMPLE, name: changed}] * 2
     elif random.random() < 0.5:
         samples = [replaced(random, SAMPLE)]
