@@ -128,6 +128,7 @@ def _run(args: argparse.Namespace) -> int:
         raise _with_fix(error, config) from error
 
     from skyrl_mega.telemetry.console import Console
+    from skyrl_mega.telemetry.events import Event
     from skyrl_mega.telemetry.run_dir import run_folder
     from skyrl_mega.telemetry.trackers import registry
 
@@ -136,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
         console.log_to(folder / "logs" / "run.log")
         console.events_to(folder)
         if changed:
-            console.say(resuming.changes_text(changed))
+            console.say(Event("settings_changed", resuming.changes_text(changed), changes=changed))
         if finished := resuming.nothing_left(config):
             console.say(finished)
             return DONE

@@ -24,6 +24,10 @@ END_S = 10.0
 """Seconds until the processes of killed actors must be gone."""
 
 
+Waiting = Callable[[Sequence[str]], None]
+"""Receives the names of the actors that a call still waits for."""
+
+
 @dataclass(frozen=True)
 class PendingCall:
     """A pending call to an actor."""
@@ -65,6 +69,7 @@ class ActorGroup:
         placement: Placement | None = None,
         env: dict[str, str] | None = None,
         logs: Path | None = None,
+        waiting: Waiting | None = None,
     ) -> ActorGroup:
         """Starts an actor per entry of `arguments` and waits until all are up.
 
@@ -77,6 +82,7 @@ class ActorGroup:
                 `placement.by_gpu` if Ray assigned GPUs. None leaves the choice to Ray.
             env: Environment variables of every actor process.
             logs: Folder of the log files; None keeps Ray's log files.
+            waiting: Receives the names of the actors that are not up.
 
         Raises:
             UserError: A constructor raised it.
@@ -97,13 +103,14 @@ class ActorGroup:
         slots: list[Slot | None] = [None] * len(arguments) if placement is None else [*placement.slots]
         group = cls(name, [start(slot) for slot in slots], placement)
         group.logs = files
-        locations = group.call_all("location", timeout=timeout)
+        locations = group.call_all("location", timeout=timeout, waiting=waiting)
         order = by_gpu(locations)
         slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
         group.where = [locations[i] for i in order]
         group._start = lambda rank: start(slots[rank])
         group._places = [(ActorIdentity(name, rank, files[rank]), kwargs) for rank, kwargs in enumerate(arguments)]
-        group.call_all("construct", per_rank=group._places, timeout=max(0.0, until - time.monotonic()))
+        left = max(0.0, until - time.monotonic())
+        group.call_all("construct", per_rank=group._places, timeout=left, waiting=waiting)
         return group
 
     def __len__(self) -> int:
@@ -132,7 +139,12 @@ class ActorGroup:
         return [self.submit(rank, method, *(args if per_rank is None else per_rank[rank])) for rank in range(len(self))]
 
     def call_all(
-        self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None, timeout: float
+        self,
+        method: str,
+        *args: Any,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        timeout: float,
+        waiting: Waiting | None = None,
     ) -> list[Any]:
         """Calls every actor and returns the answers by rank. On a failure the whole group is ended first.
 
@@ -141,13 +153,14 @@ class ActorGroup:
             args: Arguments of the method, the same for all actors.
             per_rank: Arguments of each rank, in place of `args`; None uses `args`.
             timeout: Time limit in seconds.
+            waiting: Receives the names of the actors without an answer, at first and after every answer.
 
         Raises:
             UserError: An actor raised it.
             ActorFailed: An actor died or raised another error; names the root cause.
             ActorTimeout: Some actors did not answer within `timeout` seconds.
         """
-        return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout)
+        return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout, waiting)
 
     def call_one(self, rank: int, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Calls an actor and returns the answer. On a failure the whole group is ended first.
@@ -165,9 +178,9 @@ class ActorGroup:
         """
         return self._bounded([self.submit(rank, method, *args, **kwargs)], timeout)[0]
 
-    def _bounded(self, calls: list[PendingCall], timeout: float) -> list[Any]:
+    def _bounded(self, calls: list[PendingCall], timeout: float, waiting: Waiting | None = None) -> list[Any]:
         try:
-            return gather(calls, timeout)
+            return gather(calls, timeout, waiting)
         except BaseException:
             # Other actors may be waiting in a collective for the failed actor.
             self.shutdown()
@@ -287,6 +300,7 @@ def settle(
     timeout: float,
     after_failure: float,
     failed: Callable[[BaseException], None] | None = None,
+    waiting_for: Waiting | None = None,
 ) -> Outcomes:
     """Waits for calls to any number of groups and collects answers and failures instead of raising.
 
@@ -295,6 +309,7 @@ def settle(
         timeout: Time limit in seconds.
         after_failure: Seconds to keep waiting for the other calls after the first failure.
         failed: Called with the first failure, to notify waiting peers of the failed actor. None calls nothing.
+        waiting_for: Receives the names of the actors without an answer, at first and after every answer.
     """
     import ray
 
@@ -303,6 +318,8 @@ def settle(
     waiting = list(by_ref)
     deadline = time.monotonic() + timeout
     while waiting and (remaining := deadline - time.monotonic()) > 0:
+        if waiting_for is not None:
+            waiting_for([by_ref[ref].actor for ref in waiting])
         done, waiting = ray.wait(waiting, num_returns=1, timeout=remaining)
         for ref in done:
             try:
@@ -317,7 +334,7 @@ def settle(
     return outcomes
 
 
-def gather(calls: Sequence[PendingCall], timeout: float) -> list[Any]:
+def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | None = None) -> list[Any]:
     """Waits for calls to any number of groups and returns the answers in order.
 
     Raises:
@@ -325,7 +342,7 @@ def gather(calls: Sequence[PendingCall], timeout: float) -> list[Any]:
         ActorFailed: The root cause: the first actor death, or without any death the first error.
         ActorTimeout: Some actors did not answer within `timeout` seconds.
     """
-    outcomes = settle(calls, timeout, SETTLE_S)
+    outcomes = settle(calls, timeout, SETTLE_S, waiting_for=waiting_for)
     if outcomes.failures or outcomes.silent:
         outcomes.raise_first()
     return [outcomes.answers[call] for call in calls]

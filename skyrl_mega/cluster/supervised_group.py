@@ -105,7 +105,8 @@ class SupervisedGroup:
             else:
                 then = f"Restarting it ({left} restarts left)."
             text = f"{failure.actor} is out of service: {failure.cause}. {self.lost_note}{then}"
-            self.say(Event("actor_lost", text, **failure.facts, restarts_left=left))
+            kind = "actor_lost" if restart else "actor_given_up"
+            self.say(Event(kind, text, **failure.facts, restarts_left=left))
             if restart:
                 self._restart(rank)
             else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.samples import Samples
-from skyrl_mega.cluster.group import ActorGroup, PendingCall
+from skyrl_mega.cluster.group import ActorGroup, PendingCall, Waiting
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.parallel.balance import balance_groups
@@ -35,13 +35,14 @@ class TrainGroup:
         self._lengths: list[Tensor] = []
         self._rows: list[Rows] = []
 
-    def load(self, path: Path) -> None:
-        """Loads a Hugging Face directory into all ranks."""
-        self._call("load", str(path.absolute()))
+    def load(self, path: Path, waiting: Waiting | None = None) -> None:
+        """Loads a Hugging Face directory into all ranks. `waiting` receives the names of the ranks not ready."""
+        self._call("load", str(path.absolute()), waiting=waiting)
 
-    def keep_reference(self, path: Path) -> None:
-        """Keeps a frozen copy of the weights in `path` next to the policy's weights."""
-        self._call("keep_reference", str(path.absolute()))
+    def keep_reference(self, path: Path, waiting: Waiting | None = None) -> None:
+        """Keeps a frozen copy of the weights in `path` next to the policy's weights. `waiting` receives the names of
+        the ranks not ready."""
+        self._call("keep_reference", str(path.absolute()), waiting=waiting)
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer and schedule by new ones."""
@@ -194,8 +195,10 @@ class TrainGroup:
         """Writes a Hugging Face directory, with configuration and tokenizer from `source`."""
         self._call("export", str(path.absolute()), str(source.absolute()))
 
-    def _call(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
-        return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)
+    def _call(
+        self, method: str, *args: Any, per_rank: list[Any] | None = None, waiting: Waiting | None = None
+    ) -> list[Any]:
+        return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s, waiting=waiting)
 
     def _send(self, method: str, cut: Callable[[int, Tensor], Any], *args: Any) -> None:
         """Calls `method` on all ranks with `cut(mini-batch, rows)` for each of the rank's micro-batches, then `args`.

@@ -63,12 +63,19 @@ class Phase:
     """Live progress line of the phase on a terminal."""
     start: float = field(default_factory=lambda: time.monotonic())
     done: int = 0
+    detail: str = ""
+    """Present activity, shown after the name."""
     last_line_s: float = field(default_factory=lambda: time.monotonic())
     """Time of the last plain line."""
 
     def update(self, done: int) -> None:
         """Reports the number of finished items out of `total`."""
         self.done = done
+        self.console._on_progress(self)
+
+    def describe(self, detail: str) -> None:
+        """Reports the present activity of the phase."""
+        self.detail = detail
         self.console._on_progress(self)
 
     @property
@@ -150,6 +157,11 @@ class Console:
         self._write_log(hidden(text))
         self.record(text)
 
+    def progress(self, text: str) -> None:
+        """Logs a line, and prints the line unless a live line shows the progress."""
+        with self._lock:
+            self._plain_line(hidden(text))
+
     def record(self, text: str) -> None:
         """Writes an event to `events.jsonl` and to the JSON output; ignores plain text."""
         if not isinstance(text, Event):
@@ -158,7 +170,7 @@ class Console:
             self._finished_step = text.facts["step"]
         row = all_hidden(events.row(text, self._finished_step))
         if self._events:
-            with writing(Path(self._events.name)):
+            with self._lock, writing(Path(self._events.name)):
                 self._events.write(json.dumps(row) + "\n")
         if text.kind != "step":  # the JSON output has the metrics of the step
             self._emit({"event": text.kind, **row})
@@ -226,11 +238,14 @@ class Console:
     def _on_progress(self, phase: Phase) -> None:
         with self._lock:
             if self._progress and phase.task is not None:
-                self._progress.update(phase.task, completed=phase.done)
+                description = f"{phase.name}: {phase.detail}" if phase.detail else phase.name
+                self._progress.update(phase.task, completed=phase.done, description=description)
             if time.monotonic() - phase.last_line_s >= QUIET_S:
                 phase.last_line_s = time.monotonic()
-                total = f"/{phase.total}" if phase.total else ""
-                self._plain_line(f"{phase.name} {phase.done}{total}, {table.duration(phase.seconds)}")
+                count = f" {phase.done}" + (f"/{phase.total}" if phase.total else "")
+                detail = f": {phase.detail}" if phase.detail else ""
+                seconds = table.duration(phase.seconds)
+                self._plain_line(f"{phase.name}{'' if detail else count}, {seconds}{detail}")
 
     def _leave(self, phase: Phase, how: str) -> None:
         with self._lock:

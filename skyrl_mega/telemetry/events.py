@@ -5,14 +5,20 @@ Each line of the file is one JSON object: `time` (seconds since 1970), `kind`, `
 
 | kind | what happened | fields |
 |---|---|---|
+| `started` | a run starts or starts again | `algorithm`, `model`, `layout`, `gpus`, `host`, `commit`, `versions` |
+| `settings_changed` | a resumed run has other settings | `changes`: `key old → new` |
+| `stage`, `stage_done` | a stage of the start begins, ends | `actors`, `stage`, `count`; at the end also `seconds` |
+| `placed` | all actors run | `hosts`, and the ranks on each node by group |
 | `step` | a training step finished | `step` |
 | `resumed` | the run continues from a checkpoint | `step`, `checkpoint` |
 | `fault` | an error ended or restarted the run | `error`, of an actor `actor`, `rank`, `method`, `cause`, `log` |
 | `restart` | the run restarts from its newest checkpoint after a fault | `restarts_left` |
-| `actor_lost` | an engine or a rollout worker crashed or hangs | as of `fault` without `error`; `restarts_left` |
+| `actor_lost` | an engine or a rollout worker is restarted after a crash | of `fault`; `restarts_left` |
+| `actor_given_up` | no restart is left for an engine or a rollout worker | of `actor_lost` |
 | `actor_back` | its replacement is up | `actor`, `rank` |
 | `retriever_lost` | the retrieval service ended | `code`, `restarted` |
 | `trajectory_failed` | a trajectory failed, having crashed rollout workers | `trajectory`, `environment`, `cause` |
+| `failures` | environments failed in a step | `step`, `of`, `kinds` (of `trainer.health.failures.FailureKind`) |
 | `health` | a watcher found something (docs/health.md) | `step`, `finding`, `evidence` |
 """
 

@@ -35,8 +35,10 @@ from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.workers.group import Workers
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.telemetry.stages import Stages
 from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
+from skyrl_mega.trainer import start_facts
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
@@ -67,25 +69,22 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     logs = folder / "logs"
     model = Path(config.model.path).absolute()
     hf = read_config(model)
-    chat = Renderer(str(model), config.rollout)
-    chat.check_vocabulary(architecture(hf).describe(hf).vocab)
-    train, evaluation = prompts_of(config, chat, console)
-    device = config.cluster.device
+    stages = Stages(console)
+    console.note(start_facts.started_event(config, hf))
+    with stages.phase("read data"):
+        chat = Renderer(str(model), config.rollout)
+        chat.check_vocabulary(architecture(hf).describe(hf).vocab)
+        train, evaluation = prompts_of(config, chat, console)
     with ExitStack() as stack:
         config = replace(
             config, environment=stack.enter_context(running_service(config.environment, logs, console.say))
         )
-        with console.phase("start ray"):
+        with stages.phase("start ray"):
             stack.enter_context(ray_of(config, console))
         preflight.before_run(config, model, folder, console)
-        with console.phase("start engines and policy"):
-            placement = reserve_run(config, device)
-            setup = Setup(config, hf, model, device=device, folder=folder, stack=stack, say=console.say)
-            started = start_actors(setup, placement)
-            workers = start_workers(setup)
+        setup = Setup(config, hf, model, config.cluster.device, folder, stack, say=console.say, stages=stages)
+        started, workers = start_all(setup, console)
         policy, reference, critic, fleet = started
-        if placement.policy:  # set with several nodes or with GPUs
-            print_placement(started, workers, console)
 
         timeline = Timeline() if config.telemetry.timeline else None
         generator = stack.enter_context(generator_of(config, fleet, chat, workers, timeline))
@@ -109,23 +108,33 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             shutdown=shutdown,
         )
         stack.callback(run.rollouts.close)
-        if not run.restore() and config.warmup.steps:
+        with stages.phase("restore"):
+            restored = run.restore()
+        if not restored and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # None: repeats the initial evaluation
         run.health.remember(read(run.trackers.path))
-        with console.phase("connect weights"):
+        with stages.phase("connect weights"):
             run.sync_engines()
         generator.look = shutdown.raise_if_requested
         generator.refill = run.resync_restarted_engines
         yield run
 
 
-def print_placement(actors: Actors, workers: Workers | None, console: Console) -> None:
-    """Prints the nodes of policy ranks, engines and environments."""
-    console.say(f"policy ranks: {actors.policy.group.ranks_by_node}")
-    console.say(f"engines: {actors.engines.group.ranks_by_node}")
+def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
+    """Starts policy, reference, critic, engines and rollout workers; records the nodes, and prints several nodes."""
+    with setup.stages.phase("start engines and policy"):
+        placement = reserve_run(setup.config, setup.device)
+        actors = start_actors(setup, placement)
+        workers = start_workers(setup)
+    groups = {"policy ranks": actors.policy.group, "engines": actors.engines.group}
     if workers is not None:
-        console.say(f"rollout workers: {workers.group.ranks_by_node}")
+        groups["rollout workers"] = workers.group
+    console.note(start_facts.placed_event(groups))
+    if placement.policy:  # set with several nodes or with GPUs
+        for name, group in groups.items():
+            console.say(f"{name}: {group.ranks_by_node}")
+    return actors, workers
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY, REFERENCE, ModelRole
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.telemetry.stages import Stages
 from skyrl_mega.trainer.placement import Reservations
 from skyrl_mega.trainer.reference import ReferenceModel
 
@@ -54,6 +55,8 @@ class Setup:
     stack: ExitStack
     """Shuts the actors down on close."""
     say: Callable[[str], None]
+    stages: Stages = field(default_factory=Stages)
+    """Reports the stages of the start."""
 
     @property
     def logs(self) -> Path:
@@ -95,8 +98,8 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
         else:
             booting = background.submit(boot, placement.engines)
             group = spawn()
-        policy = build_model(config, group, POLICY, layout)
-        policy.load(setup.model)
+        policy = build_model(setup, group, POLICY, layout)
+        load_weights(setup, policy, setup.model)
         reference = start_reference(setup, policy, placement.reference)
         critic = start_critic(setup, placement.critic)
         fleet = booting.result()
@@ -159,15 +162,17 @@ def spawn_ranks(
         value_clip=config.critic.value_clip,
         deterministic=config.run.deterministic,
     )
-    group = ActorGroup.spawn(
-        role.name,
-        MegatronActor,
-        [{"rank": rank, **shared} for rank in range(ranks)],
-        timeout=setup.timeout_s,
-        placement=placement,
-        env=rank_environment(config, setup.device),
-        logs=setup.logs,
-    )
+    with setup.stages.stage(role.name, "start processes", ranks) as waiting:
+        group = ActorGroup.spawn(
+            role.name,
+            MegatronActor,
+            [{"rank": rank, **shared} for rank in range(ranks)],
+            timeout=setup.timeout_s,
+            placement=placement,
+            env=rank_environment(config, setup.device),
+            logs=setup.logs,
+            waiting=waiting,
+        )
     setup.stack.callback(group.shutdown)
     return group
 
@@ -196,14 +201,21 @@ def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
     return policy_settings(replace(config, policy=critic_model(config)) if role is CRITIC else config)
 
 
-def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
+def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
     """Connects a role's actors to a process group and builds the model on all, without weights."""
-    timeout = config.cluster.start_timeout_s
-    host = group.where[0].address
-    port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
-    group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout)
+    config, timeout = setup.config, setup.timeout_s
+    with setup.stages.stage(role.name, "connect ranks and build the model", len(group)) as waiting:
+        host = group.where[0].address
+        port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
+        group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout, waiting=waiting)
     parallel = layout_of(role, layout, len(group))
     return TrainGroup(group, parallel, settings_of(role, config), config.cluster.call_timeout_s)
+
+
+def load_weights(setup: Setup, model: TrainGroup, path: Path) -> None:
+    """Loads a Hugging Face directory into all ranks of a model."""
+    with setup.stages.stage(model.group.name, "load weights", len(model.group)) as waiting:
+        model.load(path, waiting)
 
 
 def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
@@ -217,11 +229,12 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
     path = Path(config.reference.path or setup.model)
     layout = config.reference.layout
     if layout is None:
-        policy.keep_reference(path)
+        with setup.stages.stage(POLICY.name, "load the reference's weights", len(policy.group)) as waiting:
+            policy.keep_reference(path, waiting)
         return ReferenceModel(policy)
     group = spawn_ranks(setup, REFERENCE, layout, reference_ranks(config), placement)
-    reference = build_model(config, group, REFERENCE, layout)
-    reference.load(path)
+    reference = build_model(setup, group, REFERENCE, layout)
+    load_weights(setup, reference, path)
     return ReferenceModel(policy, reference)
 
 
@@ -231,8 +244,8 @@ def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None
     if not has_critic(config):
         return None
     layout = critic_layout(config)
-    critic = build_model(config, spawn_ranks(setup, CRITIC, layout, critic_ranks(config), placement), CRITIC, layout)
-    critic.load(Path(config.critic.path or setup.model))
+    critic = build_model(setup, spawn_ranks(setup, CRITIC, layout, critic_ranks(config), placement), CRITIC, layout)
+    load_weights(setup, critic, Path(config.critic.path or setup.model))
     return critic
 
 
@@ -269,17 +282,20 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,
     )
-    group = ActorGroup.spawn(
-        "engine",
-        VllmEngine,
-        [{"spec": spec}] * config.rollout.engines,
-        timeout=setup.timeout_s,
-        placement=placement,
-        env=environment(spec),
-        logs=setup.logs,
-    )
+    with setup.stages.stage("engine", "start processes", config.rollout.engines) as waiting:
+        group = ActorGroup.spawn(
+            "engine",
+            VllmEngine,
+            [{"spec": spec}] * config.rollout.engines,
+            timeout=setup.timeout_s,
+            placement=placement,
+            env=environment(spec),
+            logs=setup.logs,
+            waiting=waiting,
+        )
     setup.stack.callback(group.shutdown)
-    facts = group.call_all("start", timeout=setup.timeout_s)
+    with setup.stages.stage("engine", "load the model", config.rollout.engines) as waiting:
+        facts = group.call_all("start", timeout=setup.timeout_s, waiting=waiting)
     fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say, facts=facts)
     setup.stack.callback(fleet.close)
     return fleet

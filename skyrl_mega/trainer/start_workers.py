@@ -37,14 +37,16 @@ def start_workers(setup: Setup) -> Workers | None:
         )
         for rank, node in enumerate(nodes)
     ]
-    group = ActorGroup.spawn(
-        "rollout",
-        RolloutWorker,
-        arguments,
-        timeout=setup.timeout_s,
-        placement=on_nodes(nodes, elsewhere=not on_driver_node(config.environment)),
-        logs=setup.logs,
-    )
+    with setup.stages.stage("rollout", "start processes", count) as waiting:
+        group = ActorGroup.spawn(
+            "rollout",
+            RolloutWorker,
+            arguments,
+            timeout=setup.timeout_s,
+            placement=on_nodes(nodes, elsewhere=not on_driver_node(config.environment)),
+            logs=setup.logs,
+            waiting=waiting,
+        )
     setup.stack.callback(group.shutdown)
     workers = Workers(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say)
     setup.stack.callback(workers.close)

@@ -112,7 +112,7 @@ class LocalActors:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def call_all(self, method: str, timeout: float) -> list[Facts]:
+    def call_all(self, method: str, timeout: float, **_: object) -> list[Facts]:
         """Returns the facts of all engines for `start`; their vLLM starts once there is an event loop."""
         assert method == "start"
         return [self.facts] * len(self)

@@ -16,6 +16,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.rollout.slots import SlotPlayer, Slots
 from skyrl_mega.rollout.workers.messages import EngineAwaitsSync, EngineDead, RolloutFailed
 from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.telemetry.events import Event
 from skyrl_mega.telemetry.timeline import ActivityReport, Timeline
 from tests.support.mortal_workers import PROMPT, player_of
 
@@ -56,6 +57,7 @@ def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run(
         group.actors[0].die()
         assert len(await asyncio.gather(*playing)) == 20
         assert "No restart is left (rollout.restarts)" in lines[-1]
+        assert isinstance(lines[-1], Event) and lines[-1].kind == "actor_given_up"
         group.actors[1].die()
         with pytest.raises(ActorFailed, match=r"rollout-1 .*its process died .*rollout-1\.log"):
             await player.play(PROMPT, 0, "0")
