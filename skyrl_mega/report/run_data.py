@@ -183,12 +183,12 @@ class RunData:
         return sorted(failures, key=lambda of: -of.count)
 
     @cached_property
-    def starts(self) -> list[story.Start]:
+    def starts(self) -> list[story.RunStart]:
         """The starts of the run, in order; empty for a run of an earlier version."""
         return story.starts(self.events)
 
     @cached_property
-    def marks(self) -> list[story.Mark]:
+    def marks(self) -> list[story.StepMark]:
         """The marks of plots over steps."""
         return story.marks(self.events)
 

@@ -34,7 +34,7 @@ class StageTime:
 
 
 @dataclass
-class Start:
+class RunStart:
     """A start of a run, and everything up to the next start."""
 
     began: float
@@ -58,7 +58,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepMark:
     """A mark in plots over steps."""
 
     step: float
@@ -68,16 +68,16 @@ class Mark:
     text: str
 
 
-def starts(events: Sequence[Entry]) -> list[Start]:
+def starts(events: Sequence[Entry]) -> list[RunStart]:
     """Returns the starts of a run, in order; empty for a run without such events."""
-    all_starts: list[Start] = []
+    all_starts: list[RunStart] = []
     changes: list[str] = []
     for event in events:
         if event.kind == "settings_changed":
             changes += _texts(event.facts.get("changes"))
             continue
         if event.kind == "started":
-            all_starts.append(Start(event.time, event.time, event.facts, changes=changes))
+            all_starts.append(RunStart(event.time, event.time, event.facts, changes=changes))
             changes = []
         if not all_starts:
             continue
@@ -94,7 +94,7 @@ def starts(events: Sequence[Entry]) -> list[Start]:
     return all_starts
 
 
-def _add_stage(start: Start, event: Entry) -> None:
+def _add_stage(start: RunStart, event: Entry) -> None:
     actors, stage = str(event.facts.get("actors")), str(event.facts.get("stage"))
     count, seconds = event.facts.get("count"), event.facts.get("seconds")
     row = StageTime(
@@ -110,7 +110,7 @@ def _add_stage(start: Start, event: Entry) -> None:
         start.stages.append(row)
 
 
-def _changed_facts(before: Start, after: Start) -> Iterator[str]:
+def _changed_facts(before: RunStart, after: RunStart) -> Iterator[str]:
     """Yields the changes of source code, versions and hosts between two starts."""
     pairs = [("commit", before.facts.get("commit"), after.facts.get("commit"))]
     old, new = (_mapping(start.facts.get("versions")) for start in (before, after))
@@ -122,27 +122,27 @@ def _changed_facts(before: Start, after: Start) -> Iterator[str]:
             yield f"{name} {a or 'unknown'} → {b or 'unknown'}"
 
 
-def marks(events: Sequence[Entry]) -> list[Mark]:
+def marks(events: Sequence[Entry]) -> list[StepMark]:
     """Returns the marks of a run's plots, in order, one for each position."""
-    by_step: dict[float, Mark] = {}
+    by_step: dict[float, StepMark] = {}
     for start in starts(events):
         if start.resumed_after is not None:
             text = "\n".join([f"resumed after step {start.resumed_after}", *start.changes])
             kind = "changed" if start.changes else "resumed"
-            _add_mark(by_step, Mark(start.resumed_after + 0.5, kind, text))
+            _add_mark(by_step, StepMark(start.resumed_after + 0.5, kind, text))
     for event in events:
         if event.kind in MARKED:
-            _add_mark(by_step, Mark(event.after_step + 0.5, "failure", event.text.partition("\n")[0]))
+            _add_mark(by_step, StepMark(event.after_step + 0.5, "failure", event.text.partition("\n")[0]))
     kept = sorted(by_step.values(), key=lambda mark: (mark.kind == "failure", mark.step))[:MARKS]
     return sorted(kept, key=lambda mark: mark.step)
 
 
-def _add_mark(by_step: dict[float, Mark], mark: Mark) -> None:
+def _add_mark(by_step: dict[float, StepMark], mark: StepMark) -> None:
     """Adds a mark, joined with an earlier mark at the same position."""
     if (earlier := by_step.get(mark.step)) is not None:
         kinds = {earlier.kind, mark.kind}
         kind = next(kind for kind in ("changed", "resumed", "failure") if kind in kinds)
-        mark = Mark(mark.step, kind, f"{earlier.text}\n{mark.text}")
+        mark = StepMark(mark.step, kind, f"{earlier.text}\n{mark.text}")
     by_step[mark.step] = mark
 
 
@@ -160,7 +160,7 @@ def lines(events: Sequence[Entry]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def stages_text(start: Start) -> str:
+def stages_text(start: RunStart) -> str:
     """Returns the seconds of a start by group of actors, such as `driver: read data 1.0 s, start ray 4.0 s`."""
     by_actors: dict[str, list[str]] = {}
     for stage in start.stages:

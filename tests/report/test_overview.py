@@ -135,7 +135,9 @@ def test_curves_without_a_change_are_small(run: Path) -> None:
     page = overview.write([run]).read_text()
     titles = re.findall(r"<figcaption>([^<]*)", page)
     small = re.findall(r"class='unchanged'>(.*?) <", page)
-    assert [title.strip() for title in titles] == ["loss", "entropy"], "too few values to say that the entropy is unchanged"
+    assert [title.strip() for title in titles] == ["loss", "entropy"], (
+        "too few values to say that the entropy is unchanged"
+    )
     assert small == ["KL", "learning rate"]
 
 
