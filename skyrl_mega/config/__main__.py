@@ -1,5 +1,8 @@
 """`python -m skyrl_mega.config > docs/configuration.md`: manual of every setting, generated from the schema's
-docstrings."""
+docstrings.
+
+`python -m skyrl_mega.config migrate verl|skyrl|slime|trl FILE_OR_ARGUMENTS`: another program's run as our YAML.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import textwrap
 from typing import Any
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, guarded
 from skyrl_mega.config.keys import Key, keys
 from skyrl_mega.config.other_programs import lookup
@@ -89,10 +93,22 @@ def _default(value: Any) -> str:
 
 
 def main() -> int:
-    """Prints the manual; returns the exit code."""
+    """Prints the manual; returns the exit code.
+
+    Raises:
+        UserError: The command has other arguments than `migrate`.
+    """
+    if len(sys.argv) > 1:
+        raise UserError(
+            "no such command; allowed is migrate, or nothing for the manual", key=sys.argv[1], fix="migrate --help"
+        )
     print(manual(), end="")
     return DONE
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["migrate"]:
+        from skyrl_mega.cli import migrate
+
+        sys.exit(migrate.main(sys.argv[2:]))
     sys.exit(guarded(main))

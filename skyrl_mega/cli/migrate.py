@@ -1,0 +1,117 @@
+"""`python -m skyrl_mega.config migrate`: settings of SkyRL, verl, slime or TRL as a file for our launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.common.secrets import hidden
+from skyrl_mega.config.command import DONE, Parser, guarded, path_of
+from skyrl_mega.config.migrate import text
+from skyrl_mega.config.migrate.account import Migration
+from skyrl_mega.config.migrate.read import read
+from skyrl_mega.config.migrate.translate import translate
+
+PROGRAMS = {"verl": "verl", "skyrl": "SkyRL", "slime": "slime", "trl": "TRL"}
+"""Names on the command line → names of `other_programs/table.yaml`."""
+EPILOG = """\
+  migrate verl run_dapo.sh --out dapo.yaml                   a script: its variables are replaced, nothing is run
+  migrate skyrl run_gsm8k.sh trainer.epochs=2                 a script with further settings
+  migrate verl trainer.nnodes=2 actor_rollout_ref.rollout.n=16
+  migrate slime run-qwen3-30B-A3B.sh --json
+  migrate trl train_grpo.py --num_processes 4                 a Python script is read, never imported
+  migrate trl --learning_rate 1e-6 --num_generations 8
+"""
+
+
+def parser() -> Parser:
+    """Creates the parser of the command's own options; everything else is the input."""
+    p = Parser(
+        prog="python -m skyrl_mega.config migrate",
+        description="Writes the settings of another program's run as our YAML, and what happened to each setting.",
+        usage="%(prog)s verl|skyrl|slime|trl FILE_OR_ARGUMENTS… [--out FILE] [--json] [--plain]",
+        epilog=EPILOG,
+        formatter_class=_formatter(),
+        allow_abbrev=False,
+    )
+    p.add_argument("--out", type=path_of, help="file for our YAML; without it, YAML goes to standard output")
+    p.add_argument("--json", action="store_true", help="print settings and account as JSON")
+    p.add_argument("--plain", action="store_true", help="neither choose a layout nor check the result by a dry run")
+    return p
+
+
+def _formatter() -> Any:
+    import argparse
+
+    return argparse.RawDescriptionHelpFormatter
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `migrate`; the exit code is 0 if a file was written, even if the dry run refuses it."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _run(words), "--json" in words)
+
+
+def _run(words: list[str]) -> int:
+    options, rest = _split(words)
+    args = parser().parse_args(options)
+    if not rest or rest[0] not in PROGRAMS:
+        raise UserError(
+            "the program of the run is missing; allowed is " + ", ".join(PROGRAMS),
+            key="migrate",
+            value=rest[0] if rest else "",
+            fix="python -m skyrl_mega.config migrate verl run_dapo.sh --out dapo.yaml",
+        )
+    migration = translate(read(PROGRAMS[rest[0]], rest[1:]))
+    verdict = "" if args.plain else _complete(migration)
+    source = (
+        f"{migration.program}: {Path(rest[1]).name}" if Path(rest[1]).is_file() else f"{migration.program}'s settings"
+    )
+    written = text.as_yaml(migration, source)
+    if args.out:
+        _write(args.out, written)
+    if args.json:
+        print(json.dumps({**text.as_values(migration), "yaml": written, "dry_run": verdict}))
+        return DONE
+    print(hidden(text.as_text(migration)), file=sys.stdout if args.out else sys.stderr)
+    if verdict:
+        print(f"dry run: {verdict}", file=sys.stdout if args.out else sys.stderr)
+    if args.out:
+        print(f"next: python -m skyrl_mega.launch --config {args.out} --dry-run")
+    else:
+        print(written, end="")
+    return DONE
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the command's own options, and the program with its input."""
+    options, rest, at = list[str](), list[str](), 0
+    while at < len(words):
+        word = words[at]
+        if word == "--out":
+            options += words[at : at + 2]
+            at += 1
+        elif word.startswith("--out=") or word in ("--json", "--plain", "-h", "--help"):
+            options.append(word)
+        else:
+            rest.append(word)
+        at += 1
+    return options, rest
+
+
+def _write(path: Path, content: str) -> None:
+    if path.suffix != ".yaml":
+        raise UserError("allowed is a file that ends in .yaml", key="--out", value=path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+
+
+def _complete(migration: Migration) -> str:
+    """Chooses a layout if the other program had none, and returns the result of a dry run in one line."""
+    from skyrl_mega.cli import migrate_check
+
+    return migrate_check.complete(migration)

@@ -1,0 +1,70 @@
+"""Completion of a migrated run: a layout for a model that FSDP cut, and the result of a dry run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cli import dry_run, inputs, refusal
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.migrate import text
+from skyrl_mega.config.migrate.account import Migration
+from skyrl_mega.config.schema import Config
+from skyrl_mega.planner.candidates import changed
+
+TENSOR, PIPELINE, CONTEXT, EXPERT = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 8)
+"""Sizes that are tried for the layout."""
+
+
+def complete(migration: Migration) -> str:
+    """Adds a layout if needed; returns the result of a dry run in one line.
+
+    A refusal is no error of the migration: the line names the setting that is impossible here.
+    """
+    try:
+        config = composed(migration)
+        if migration.open_layout:
+            _choose_layout(migration, config)
+            config = composed(migration)
+        _, absent = dry_run.checked(config)
+    except UserError as error:
+        return f"refused: {'; '.join(error.lines)}"
+    return "passes" + (f"; not on this machine: {', '.join(absent)}" if absent else "")
+
+
+def composed(migration: Migration) -> Config:
+    """Returns the settings as the launcher reads the written file.
+
+    Raises:
+        UserError: The launcher refuses the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "migrated.yaml"
+        file.write_text(text.as_yaml(migration, migration.program), encoding="utf-8")
+        return compose(file)
+
+
+def _choose_layout(migration: Migration, config: Config) -> None:
+    """Adds the smallest layout that fits, with safe memory first; adds nothing if no layout fits."""
+    hf, _ = inputs.planned_inputs(config)
+    for strict in (True, False):
+        for layout in _layouts(config, bool(hf.get("num_experts"))):
+            trial = changed(config, tuple(layout.items()))
+            if refusal.find_error(trial, hf, planned=True, strict=strict) is None:
+                why = f"{migration.program} cut the model by FSDP, which has no such sizes: the smallest cut that fits"
+                migration.add("layout", layout, f"{why}; --suggest compares others")
+                return
+
+
+def _layouts(config: Config, experts: bool) -> Iterator[dict[str, Any]]:
+    """Yields layouts from the fewest cuts to the most, with sizes of 1 left out."""
+    names = ("tensor", "pipeline", "context", "expert")
+    sizes = product(TENSOR, PIPELINE, CONTEXT, EXPERT if experts else (1,))
+    ranks = config.cluster.nodes * config.cluster.gpus_per_node
+    for cut in sorted(sizes, key=lambda cut: (cut[0] * cut[1] * cut[2], cut[1:], cut)):
+        if cut[0] <= config.cluster.gpus_per_node and cut[0] * cut[1] * cut[2] <= ranks:
+            yield {f"policy.layout.{name}": size for name, size in zip(names, cut, strict=True) if size > 1}

@@ -1,0 +1,91 @@
+"""Data sets that `python -m skyrl_mega.data` converts, recognized by their names."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable
+from typing import Any
+
+from skyrl_mega.config.migrate.state import State
+
+ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
+"""Graders of other programs that compare a final answer as mathematics."""
+
+
+def choose(t: State) -> None:
+    """Adds the conversion of a known data set, its environment, and settings for a run without evaluation."""
+    files = t.migration.settings.get("data.train") or []
+    first = files[0] if files else ""
+    known = next((add for name, add in KNOWN.items() if name in first.casefold() and t.program != "SkyRL"), None)
+    if known:
+        known(t, first)
+    elif t.program == "TRL" and first:
+        folder = f"data/{first.rpartition('/')[2]}"
+        _replace(t, "dataset_name", {"data.train": [f"{folder}/train.parquet"]}, _rows(first))
+    for key in ("--rm-type", "reward_funcs"):
+        if key in t.given and all(row.theirs != key for row in t.migration.rows):
+            t.consume(key, "dropped", {}, _own_reward(t.given[key].value))
+    if not t.migration.settings.get("data.eval"):
+        for key in ("evaluation.every", "evaluation.before"):
+            if t.migration.settings.get(key):
+                t.migration.settings.pop(key)
+        t.migration.add("no evaluation data", {"evaluation.every": 0, "evaluation.before": False})
+
+
+def _rows(name: str) -> str:
+    return f"write the rows of {name} with prompt, env_class and reward_spec (docs/environments.md)"
+
+
+def _own_reward(value: Any) -> str:
+    return "an environment gives the reward: give environment.classes and environment.default (docs/own-environment.md)"
+
+
+def _math(t: State, file: str) -> None:
+    """Adds the conversion of DAPO-Math-17k, or of another file of problems and answers."""
+    rewards = [*t.theirs("reward_funcs")] if isinstance(t.theirs("reward_funcs"), list) else []
+    grader = "math" if {str(t.theirs("--rm-type")), *map(str, rewards)} & {*ALGEBRA} else "aime"
+    folder = posixpath.join(posixpath.dirname(file), "skyrl_mega")
+    tests = t.migration.settings.get("data.eval") or []
+    arguments = ["math", "--output", "${data.folder}", "--env", grader, "--train-file", file]
+    arguments += ["--test-file", tests[0]] if tests else []
+    settings: dict[str, Any] = {"data.train": ["${data.folder}/train.parquet"]}
+    settings |= {"data.eval": ["${data.folder}/test.parquet"]} if tests else {}
+    why = "its rows are converted by data.prepare before the run"
+    for key in ("data.train_files", "--prompt-data", "dataset_name"):
+        _replace(t, key, {"data.train": settings["data.train"]}, why)
+    for key in ("data.val_files", "--eval-prompt-data"):
+        _replace(t, key, {"data.eval": settings.get("data.eval")}, why)
+    prepare = {"data.prepare": " ".join(arguments)}
+    _replace(t, "--rm-type", prepare, f"environment {grader} grades (docs/math.md)")
+    t.migration.add("data set: mathematics", {"data.folder": folder, **prepare}, "as configs/dapo.yaml")
+    if grader == "aime":
+        answer = {"environment.options.aime.answer": "dapo"}
+        for key in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
+            if t.theirs(key) == "dapo":
+                _replace(t, key, answer, "environment aime grades: the last `Answer:` line alone counts, ±1")
+        t.migration.add("data set: mathematics", answer, "the last `Answer:` line alone counts, ±1, as in DAPO")
+
+
+def _gsm8k(t: State, file: str) -> None:
+    """Adds the download of GSM8K and its environment."""
+    why = "the rows are downloaded and written by data.prepare before the run"
+    for key in ("data.train_files", "--prompt-data", "dataset_name"):
+        _replace(t, key, {"data.train": ["${data.folder}/train.parquet"]}, why)
+    for key in ("data.val_files", "--eval-prompt-data"):
+        _replace(t, key, {"data.eval": ["${data.folder}/test.parquet"]}, why)
+    folder = posixpath.dirname(file) if "parquet" in file else "data/gsm8k"
+    settings = {"data.folder": folder, "data.prepare": "gsm8k --output ${data.folder}", "environment.default": "gsm8k"}
+    t.migration.add("data set: GSM8K", settings, "as configs/gsm8k.yaml")
+
+
+def _replace(t: State, key: str, settings: dict[str, Any], why: str) -> None:
+    """Replaces the row and the settings of a given key."""
+    if key in t.given and all(settings.values()):
+        t.migration.rows = [row for row in t.migration.rows if row.theirs != key]
+        for name in settings:
+            t.migration.settings.pop(name, None)
+        t.consume(key, "changed", settings, why)
+
+
+KNOWN: dict[str, Callable[[State, str], None]] = {"dapo-math-17k": _math, "dapo_math": _math, "gsm8k": _gsm8k}
+"""Part of a file's or data set's name → the function that adds its settings."""

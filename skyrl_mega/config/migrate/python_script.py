@@ -1,0 +1,172 @@
+"""Settings in a Python script that uses TRL, read from the syntax tree. The script is never imported or run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.migrate.given import Given
+from skyrl_mega.config.migrate.shell import script_text
+
+CONFIGS = ("GRPOConfig", "RLOOConfig", "PPOConfig", "ModelConfig", "ScriptArguments")
+"""Classes whose keywords are settings."""
+INSTANCES = ("training_args", "config", "args", "grpo_config")
+"""Usual names of a configuration whose fields are set later."""
+TRAINERS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer")
+TRAINER_KEYWORDS = {"model": "model_name_or_path", "reward_funcs": "reward_funcs"}
+"""Keyword of a trainer → the setting of the command line with the same meaning."""
+DATA_KEYWORDS = {"train_dataset": "dataset_name", "eval_dataset": "eval_dataset_name"}
+
+
+def read(path: Path) -> tuple[list[Given], str]:
+    """Returns the settings of a script, and its docstring if that shows a command with options.
+
+    Settings are the keywords of `GRPOConfig` and of `GRPOTrainer`, fields set later, and the training data set.
+
+    Raises:
+        UserError: The script is no Python, or has neither of the two.
+    """
+    try:
+        tree = ast.parse(script_text(path))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"is no Python script ({error})", key=path, fix="give the script that calls GRPOConfig"
+        ) from error
+    assigned: dict[str, list[ast.expr]] = {}
+    for name, node in _assignments(tree):
+        assigned.setdefault(name, []).append(node)
+    values = {name: nodes[0] for name, nodes in assigned.items() if len(nodes) == 1}
+    found = [given for call in _calls(tree) for given in _settings(call, values)]
+    found += [Given(key, data) for key, data in _data_sets(tree, assigned)]
+    found += [_given(name, node, values) for name, node in _fields(tree)]
+    command = next((text for text in _docstrings(tree) if " --" in text), "")
+    if not found and not command:
+        raise UserError(
+            "names no setting: neither GRPOConfig(…) nor GRPOTrainer(…) with keywords",
+            key=path,
+            fix="give the options of its command line instead, as --learning_rate 1e-6",
+        )
+    return found, command.replace("```", "\n")
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yields the texts at the top of a script, where examples show their command."""
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def _fields(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the fields set on a configuration after its creation, as `training_args.beta = 0.01`."""
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(target, ast.Attribute)
+            and ast.unparse(target.value) in INSTANCES
+        ):
+            yield target.attr, node.value
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the names and values of plain assignments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            [target] = node.targets
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+            elif isinstance(target, ast.Tuple) and all(isinstance(name, ast.Name) for name in target.elts):
+                yield from ((name.id, node.value) for name in target.elts if isinstance(name, ast.Name))
+
+
+def _calls(tree: ast.AST) -> list[ast.Call]:
+    """Returns the calls of configurations and trainers, in the order of the script."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _called(n) in (*CONFIGS, *TRAINERS)]
+    return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _settings(call: ast.Call, values: Mapping[str, ast.expr]) -> Iterator[Given]:
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            yield Given(
+                f"**{ast.unparse(keyword.value)}", "", "keywords in a variable are known only to running Python"
+            )
+        elif _called(call) in CONFIGS:
+            yield _given(keyword.arg, keyword.value, values)
+        elif keyword.arg in TRAINER_KEYWORDS:
+            yield from _of_trainer(TRAINER_KEYWORDS[keyword.arg], keyword.value, values)
+        elif keyword.arg not in ("args", "config", "processing_class", *DATA_KEYWORDS):
+            yield _given(keyword.arg, keyword.value, values)
+
+
+def _of_trainer(key: str, node: ast.expr, values: Mapping[str, ast.expr]) -> Iterator[Given]:
+    """Yields a setting given to the trainer; functions are named by their names, a parsed option is left out."""
+    if ast.unparse(node).endswith(f".{key}"):  # model_args.model_name_or_path is on the command line
+        return
+    if key == "reward_funcs":
+        nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+        yield Given(key, [ast.unparse(each) for each in nodes])
+    else:
+        yield _given(key, node, values)
+
+
+def _given(key: str, node: ast.expr, values: Mapping[str, ast.expr]) -> Given:
+    try:
+        return Given(key, _value(node, values, 0))
+    except ValueError:
+        return Given(key, ast.unparse(node), f"{ast.unparse(node)[:60]} is known only to running Python")
+
+
+def _value(node: ast.expr, values: Mapping[str, ast.expr], depth: int) -> Any:
+    """Returns the value of a literal, a name assigned once, or arithmetic on them; raises ValueError otherwise."""
+    if isinstance(node, ast.Name) and node.id in values and depth < 10:
+        return _value(values[node.id], values, depth + 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.FloorDiv):
+        left, right = _value(node.left, values, depth + 1), _value(node.right, values, depth + 1)
+        if (
+            type(left) in (int, float)
+            and type(right) in (int, float)
+            and (right or not isinstance(node.op, ast.FloorDiv))
+        ):
+            match node.op:
+                case ast.Mult():
+                    return left * right
+                case ast.Add():
+                    return left + right
+                case ast.Sub():
+                    return left - right
+            return left // right
+        raise ValueError("no numbers")
+    return ast.literal_eval(node)
+
+
+def _data_sets(tree: ast.Module, assigned: Mapping[str, list[ast.expr]]) -> Iterator[tuple[str, str]]:
+    """Yields setting and name of the data sets given to a trainer."""
+    for call in _calls(tree):
+        for keyword in call.keywords:
+            if _called(call) in TRAINERS and keyword.arg in DATA_KEYWORDS:
+                names = [*_loaded(keyword.value, assigned, 0)]
+                yield from ((DATA_KEYWORDS[keyword.arg], name) for name in names[:1])
+
+
+def _loaded(node: ast.expr, assigned: Mapping[str, list[ast.expr]], depth: int) -> Iterator[str]:
+    """Yields the names given to `load_dataset` behind an expression, through names and methods such as `.map`."""
+    if depth > 8:
+        return
+    if isinstance(node, ast.Name):
+        for value in assigned.get(node.id, []):
+            yield from _loaded(value, assigned, depth + 1)
+    elif isinstance(node, ast.Subscript):
+        yield from _loaded(node.value, assigned, depth + 1)
+    elif isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args:
+        if isinstance(name := node.args[0], ast.Constant) and isinstance(name.value, str):
+            yield name.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        yield from _loaded(node.func.value, assigned, depth + 1)

@@ -1,0 +1,223 @@
+"""Settings of another program from arguments, a YAML file, a shell script or a Python script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.migrate import python_script, shell
+from skyrl_mega.config.migrate.expansion import Variables
+from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.shell import Argument, Command
+from skyrl_mega.config.other_programs import lookup
+from skyrl_mega.config.other_programs.table import programs
+
+SUFFIXES = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".yaml": "yaml", ".yml": "yaml"}
+HYDRA = ("SkyRL", "verl")
+"""Programs with `key=value` arguments; the others have `--option value`."""
+LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
+_HYDRA = re.compile(r"(?:\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NEGATIVE = re.compile(r"-\.?\d")
+
+
+def read(program: str, words: Sequence[str]) -> Reading:
+    """Returns the settings of an input: a file, arguments, or a file followed by arguments that replace its settings.
+
+    Args:
+        program: SkyRL, verl, slime or TRL.
+        words: The arguments of the command after the program.
+
+    Raises:
+        UserError: No input is given, the file cannot be read, or no setting is found.
+    """
+    reading = Reading(program)
+    arguments = [Argument(word) for word in words]
+    if words and (kind := _kind(words[0])):
+        arguments = arguments[1:]
+        path = Path(words[0])
+        if not path.is_file():
+            raise UserError(
+                "no such file", key=words[0], fix="give a .sh, .yaml or .py file, or the arguments themselves"
+            )
+        {"shell": _read_shell, "yaml": _read_yaml, "python": _read_python}[kind](reading, path)
+    reading.settings += _settings(program, arguments)
+    if not reading.settings:
+        example = "trainer.nnodes=2" if program in HYDRA else "--num_generations 8"
+        raise UserError(
+            f"no setting of {program} is given",
+            key=" ".join(words)[:80],
+            fix=f"give a file, or settings such as {example}",
+        )
+    return reading
+
+
+def _kind(word: str) -> str | None:
+    """Returns shell, yaml or python for the name of a file; None for an argument."""
+    suffix = Path(word).suffix
+    if word.startswith("-") or "=" in word:
+        return None
+    return "python" if suffix == ".py" else SUFFIXES.get(suffix) or ("shell" if Path(word).is_file() else None)
+
+
+def _read_shell(reading: Reading, path: Path) -> None:
+    """Takes the command of the script with most settings of the program."""
+    script = shell.read(path)
+    commands = [command for command in script.commands if _known(reading.program, command)]
+    if not commands:
+        raise UserError(
+            f"has no command with settings of {reading.program}",
+            key=path,
+            fix="give the arguments of the command themselves",
+        )
+    command = max(commands, key=lambda each: _known(reading.program, each))
+    reading.entry, arguments = _split(command)
+    launcher = command[: len(command) - len(arguments)]
+    for option, value in pairwise(launcher):
+        if option.text in LAUNCHER_PROCESSES and value.text.isdigit():
+            reading.processes = int(value.text)
+    reading.settings += _settings(reading.program, arguments)
+    reading.assumptions += script.variables.assumptions
+
+
+def _known(program: str, command: Command) -> int:
+    """Returns the number of settings of the program in a command."""
+    table = programs()[program]
+    if program in HYDRA:
+        names = [found["key"] for word in command if (found := _HYDRA.fullmatch(word.text))]
+    else:
+        names = [_option(program, word.text.partition("=")[0]) for word in command if word.text.startswith("--")]
+    return sum(lookup.find(table, name) is not None for name in names)
+
+
+def _split(command: Command) -> tuple[str, Command]:
+    """Returns the module or script that a command starts, and the arguments behind its name."""
+    start, entry = 0, ""
+    for n, word in enumerate(command):
+        if word.text == "-m" and n + 1 < len(command) and "=" not in command[n + 1].text:
+            start, entry = n + 2, command[n + 1].text
+        elif word.text.endswith(".py") and not word.text.startswith("-") and "=" not in word.text:
+            start, entry = n + 1, word.text
+        elif word.text == "grpo" and n and command[n - 1].text.endswith("trl"):
+            start, entry = n + 1, "trl grpo"
+    return entry, command[start:]
+
+
+def _settings(program: str, arguments: Sequence[Argument]) -> list[Given]:
+    return [*(_hydra(arguments) if program in HYDRA else _options(program, arguments))]
+
+
+def _hydra(arguments: Iterable[Argument]) -> Iterator[Given]:
+    """Yields the settings of `key=value` arguments; other words are kept with their text, for the account."""
+    for argument in arguments:
+        found = _HYDRA.fullmatch(argument.text)
+        if found is None:
+            name, _, value = argument.text.partition("=")
+            yield Given(name, value, argument.unresolved or "is no key=value")
+        else:
+            yield Given(found["key"], parsed(found["value"]), argument.unresolved)
+
+
+def _options(program: str, arguments: Sequence[Argument]) -> Iterator[Given]:
+    """Yields the settings of `--option value …`; an option without a value is true."""
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        at += 1
+        name, assigned, value = word.text.partition("=")
+        values = [Argument(value, word.unresolved)] if assigned else []
+        while not assigned and at < len(arguments) and not _is_option(arguments[at].text):
+            values.append(arguments[at])
+            at += 1
+        if not word.text.startswith("--"):
+            yield Given(word.text, " ".join(v.text for v in values), word.unresolved or "is no --option")
+            continue
+        texts = [parsed(each.text.removesuffix(",")) for each in values]
+        unresolved = next((each.unresolved for each in values if each.unresolved), "")
+        yield Given(_option(program, name), True if not texts else texts[0] if len(texts) == 1 else texts, unresolved)
+
+
+def _is_option(text: str) -> bool:
+    return text.startswith("-") and not _NEGATIVE.match(text)
+
+
+def _option(program: str, name: str) -> str:
+    """Returns the table's spelling of an option: slime's with dashes, TRL's as the field of its configuration."""
+    return name if program == "slime" else name.removeprefix("--").replace("-", "_")
+
+
+def parsed(text: str) -> Any:
+    """Returns the value of a text as Hydra reads it: numbers such as 1e-6, true, null, lists; else the text."""
+    stripped = text.strip()
+    if _NUMBER.fullmatch(stripped):
+        number = stripped.replace("_", "")
+        return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
+    try:
+        value = yaml.safe_load(stripped) if stripped[:1] in ("[", "{", "'", '"') else stripped
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        return {"true": True, "false": False, "null": None}.get(value.casefold(), value)
+    return value
+
+
+def _read_yaml(reading: Reading, path: Path) -> None:
+    """Takes every key of a file; `${…}` between keys is replaced where the file alone decides the value."""
+    try:
+        content = yaml.safe_load(shell.script_text(path))
+        if not isinstance(content, dict):
+            raise UserError("holds no mapping of settings", key=path, fix="give a file such as `trainer: {nnodes: 2}`")
+        tree = OmegaConf.create({str(key): value for key, value in content.items()})
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"is not YAML ({str(error).splitlines()[0]})", key=path) from error
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    for name, value in plain.items():
+        for key, inner in _leaves(reading.program, str(name), value):
+            spelled = f"--{key.replace('_', '-').removeprefix('--')}" if reading.program == "slime" else key
+            reading.settings.append(_resolved(spelled, key, inner, tree))
+
+
+def _leaves(program: str, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys and values of a group, down to keys that take a mapping."""
+    table = programs()[program]
+    entry = table.get(key)
+    if isinstance(value, dict) and value and entry is None:
+        for name, inner in value.items():
+            yield from _leaves(program, f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _resolved(name: str, key: str, value: Any, tree: Any) -> Given:
+    """Returns a setting with `${other.key}` replaced; values of the environment stay as `${oc.env:NAME}`."""
+    if isinstance(value, str) and "${" in value and "${oc.env:" not in value:
+        try:
+            return Given(name, OmegaConf.select(tree, key, throw_on_resolution_failure=True))
+        except OmegaConfBaseException:
+            return Given(name, value, f"{value} names settings outside of this file")
+    return Given(name, parsed(value) if isinstance(value, str) else value)
+
+
+def _read_python(reading: Reading, path: Path) -> None:
+    if reading.program != "TRL":
+        raise UserError(
+            f"{reading.program} takes its settings from the command line", key=path, fix="give the script of it"
+        )
+    settings, command = python_script.read(path)
+    reading.settings += settings
+    if command:  # the usual place of an example's command line
+        script = shell.Script(Variables())
+        script.read(command)
+        known = max(script.commands, key=lambda each: _known(reading.program, each), default=[])
+        if _known(reading.program, known):
+            reading.settings += _settings(reading.program, _split(known)[1])
+            reading.assumptions.append("the options are from the command in the script's docstring")

@@ -1,0 +1,209 @@
+"""Words and operators of a shell script, as plain values. Nothing is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+_SPECIAL = re.compile(r"[@*#?$!0-9-]")
+_OPERATOR = re.compile(r"&&|\|\||;;|<<-?|[<>]&|&>|>>|[;|&()<>\n]")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_PLAIN = re.compile(r"[^\s\\'\"$`;|&()<>]+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a word."""
+
+    kind: str
+    """text, variable (`$X`, `${X:-1}`), arithmetic (`$((…))`) or command (`$(…)`)."""
+    content: str
+    """The text, or the source between the brackets."""
+    quoted: bool
+    """True between quotes: the shell then does not split the value into words."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command."""
+
+    pieces: tuple[Piece, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A variable with its value: `X=1`, `X+=" 2"`, `ARGS=(--a 1)`."""
+
+    name: str
+    value: Word | tuple[Word, ...]
+    """A word, or the words of an array."""
+    appends: bool
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A separator or a bracket between commands; `((…))` is one operator."""
+
+    sign: str
+
+
+Token = Word | Assignment | Operator
+
+
+def tokens(script: str) -> Iterator[Token]:
+    """Yields the words, assignments and operators of a script, without comments and here-documents."""
+    return _Lexer(script.replace("\\\n", " ")).tokens()
+
+
+class _Lexer:
+    """Reader of a script from a position."""
+
+    def __init__(self, script: str) -> None:
+        """Starts at the first character."""
+        self.script, self.at = script, 0
+        self.documents: list[str] = []
+
+    def tokens(self) -> Iterator[Token]:
+        """Yields tokens until the end of the script."""
+        while self._skip_space():
+            if self.script.startswith("((", self.at):
+                end = self._closing("((", "))", self.at)
+                yield Operator(self.script[self.at : end])
+                self.at = end
+            elif operator := _OPERATOR.match(self.script, self.at):
+                self.at = operator.end()
+                if operator[0].startswith("<<"):
+                    self._skip_space()
+                    self.documents.append(re.sub(r"['\"\\]", "", self._word().source))
+                elif operator[0] == "\n":
+                    self._skip_documents()
+                    yield Operator("\n")
+                else:
+                    yield Operator(operator[0])
+            else:
+                yield self._assignment() or self._word()
+
+    def _skip_space(self) -> bool:
+        """Skips blanks and a comment; returns False at the end of the script."""
+        while self.at < len(self.script) and self.script[self.at] in " \t\r":
+            self.at += 1
+        if self.script.startswith("#", self.at):
+            end = self.script.find("\n", self.at)
+            self.at = len(self.script) if end < 0 else end
+        return self.at < len(self.script)
+
+    def _skip_documents(self) -> None:
+        """Skips the here-documents announced on the line before."""
+        for end in self.documents:
+            found = re.compile(rf"^\s*{re.escape(end)}\s*$", re.MULTILINE).search(self.script, self.at)
+            self.at = found.end() if found else len(self.script)
+        self.documents = []
+
+    def _assignment(self) -> Assignment | None:
+        named = _ASSIGNMENT.match(self.script, self.at)
+        if named is None:
+            return None
+        self.at = named.end()
+        if self.script.startswith("(", self.at):
+            self.at += 1
+            return Assignment(named[1], tuple(self._array()), bool(named[2]))
+        return Assignment(named[1], self._word(), bool(named[2]))
+
+    def _array(self) -> Iterator[Word]:
+        """Yields the words up to the closing bracket of an array."""
+        while self._skip_space():
+            if self.script[self.at] == ")":
+                self.at += 1
+                return
+            if operator := _OPERATOR.match(self.script, self.at):
+                self.at = operator.end()
+            else:
+                yield self._word()
+
+    def _word(self) -> Word:
+        """Returns the word at the position; an empty word before a blank or an operator."""
+        start, pieces = self.at, list[Piece]()
+        while self.at < len(self.script):
+            sign = self.script[self.at]
+            if sign in " \t\r\n;|&<>" or sign in "()":
+                break
+            if sign == "'":
+                end = self._find("'", self.at + 1)
+                pieces.append(Piece("text", self.script[self.at + 1 : end], True))
+                self.at = end + 1
+            elif sign == '"':
+                self.at += 1
+                pieces += self._double_quoted()
+            elif sign == "\\":
+                pieces.append(Piece("text", self.script[self.at + 1 : self.at + 2], True))
+                self.at += 2
+            elif sign in "$`":
+                pieces.append(self._expansion(quoted=False))
+            else:
+                plain = _PLAIN.match(self.script, self.at)
+                text = plain[0] if plain else sign
+                pieces.append(Piece("text", text, False))
+                self.at += len(text)
+        return Word(tuple(pieces), self.script[start : self.at])
+
+    def _double_quoted(self) -> Iterator[Piece]:
+        """Yields the pieces up to the closing double quote; an empty piece keeps an empty word."""
+        yield Piece("text", "", True)
+        while self.at < len(self.script) and self.script[self.at] != '"':
+            sign = self.script[self.at]
+            if sign == "\\" and self.script[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
+                yield Piece("text", self.script[self.at + 1], True)
+                self.at += 2
+            elif sign in "$`":
+                yield self._expansion(quoted=True)
+            else:
+                end = self.at + 1
+                while end < len(self.script) and self.script[end] not in '"\\$`':
+                    end += 1
+                yield Piece("text", self.script[self.at : end], True)
+                self.at = end
+        self.at += 1
+
+    def _expansion(self, *, quoted: bool) -> Piece:
+        """Returns the piece of `$…` or of a command between backticks."""
+        script, start = self.script, self.at
+        if script[start] == "`":
+            end = self._find("`", start + 1)
+            self.at = end + 1
+            return Piece("command", script[start + 1 : end], quoted)
+        for opening, closing, kind in (("$((", "))", "arithmetic"), ("$(", ")", "command"), ("${", "}", "variable")):
+            if script.startswith(opening, start):
+                end = self._closing(opening[1:], closing, start + 1)
+                self.at = end
+                return Piece(kind, script[start + len(opening) : end - len(closing)], quoted)
+        named = NAME.match(script, start + 1) or _SPECIAL.match(script, start + 1)
+        self.at = named.end() if named else start + 1
+        return Piece("variable", named[0], quoted) if named else Piece("text", "$", quoted)
+
+    def _closing(self, opening: str, closing: str, at: int) -> int:
+        """Returns the position after the bracket that closes the bracket at `at`; brackets nest, quotes hide."""
+        pair = {"(": ")", "{": "}"}[opening[0]]
+        depth, quote = 0, ""
+        while at < len(self.script):
+            sign = self.script[at]
+            if sign == "\\":
+                at += 1
+            elif quote:
+                quote = "" if sign == quote else quote
+            elif sign in "'\"":
+                quote = sign
+            elif sign == opening[0]:
+                depth += 1
+            elif sign == pair:
+                depth -= 1
+                if depth == 0:
+                    return at + 1
+            at += 1
+        return at
+
+    def _find(self, sign: str, at: int) -> int:
+        end = self.script.find(sign, at)
+        return len(self.script) if end < 0 else end

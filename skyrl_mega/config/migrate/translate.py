@@ -1,0 +1,267 @@
+"""Translation of a reading into our settings, with a row for every setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from skyrl_mega.common.values import shown
+from skyrl_mega.config import verbatim
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.migrate import data_sets, figures
+from skyrl_mega.config.migrate.account import Migration, Row
+from skyrl_mega.config.migrate.convert import CONTEXTUAL, CONVERSIONS, Dropped, Settings, fitted
+from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.rules import Conversion, conversion, rules
+from skyrl_mega.config.other_programs import lookup
+from skyrl_mega.config.other_programs.table import Entry, programs
+
+KEEP = "residency.keep"
+"""Setting that several switches of other programs shorten."""
+NOT_NEEDED = "nothing here needs it; leave it out"
+
+
+def translate(reading: Reading) -> Migration:
+    """Returns our settings for another program's, and a row for every setting that was given or added."""
+    translator = Translator(reading)
+    for contextual in (False, True):
+        translator.translate_given(contextual)
+        translator.translate_defaults(contextual)
+        if not contextual:
+            figures.batches(translator)
+    translator.add_fixed()
+    figures.cluster(translator)
+    data_sets.choose(translator)
+    translator.order_rows()
+    return translator.migration
+
+
+class Translator:
+    """The state of a translation: settings so far, and the key that each came from."""
+
+    def __init__(self, reading: Reading) -> None:
+        """Sorts the given settings: the last of each key counts."""
+        self.program, self.reading = reading.program, reading
+        self.table, self.rules = programs()[reading.program], rules(reading.program)
+        self.migration = Migration(reading.program, assumptions=list(reading.assumptions))
+        self.given: dict[str, Given] = {}
+        for given in reading.settings:
+            if given.key in self.given:
+                why = f"given again: {shown(given.value)} holds"
+                self._row("dropped", given.key, self.given[given.key].value, why=why)
+            self.given[given.key] = given
+        self.origins: dict[str, tuple[str, bool]] = {}
+        """Our setting → the key that set it, and True if that key was given."""
+
+    def ours(self, key: str) -> Any:
+        """Returns the value of one of our settings: translated so far, or our default."""
+        return self.migration.settings.get(key, keys()[key].default if key in keys() else None)
+
+    def theirs(self, key: str) -> Any:
+        """Returns a key's value: given, or the program's default; None without either."""
+        if key in self.given and not self.given[key].unresolved:
+            return self.given[key].value
+        switch = self.rules.switches.get(key)
+        return self.rules.defaults.get(key, switch.default if switch else None)
+
+    def translate_given(self, contextual: bool) -> None:
+        """Translates the given settings that need other settings, or the settings that do not."""
+        for given in sorted(self.given.values(), key=lambda given: self._order(given.key)):
+            entry = lookup.find(self.table, given.key)
+            if self._contextual(given.key, given.value, entry) == contextual:
+                self._translate(given, entry)
+
+    def translate_defaults(self, contextual: bool) -> None:
+        """Applies the program's defaults for keys that are not given; a default that is ours too adds nothing."""
+        for key, value in self.rules.defaults.items():
+            entry = lookup.find(self.table, key)
+            if key in self.given or entry is None or self._contextual(key, value, entry) != contextual:
+                continue
+            if self._turned_off(key):
+                continue
+            try:
+                ours, why = self._converted(key, value, entry)
+            except Dropped:
+                continue
+            new: Settings = {name: v for name, v in ours.items() if self._is_news(name, v)}
+            origin = f"{self.program}'s default {key}={shown(value)}"
+            self._place(origin, new, given=False)
+            if new:
+                self._row("added", origin, None, new, why)
+
+    def _is_news(self, key: str, value: Any) -> bool:
+        """True if a default of the program changes our settings."""
+        settings = self.migration.settings
+        if key == KEEP and key in settings:
+            return _shorter(settings[key], value) != settings[key]
+        return key not in settings and self.ours(key) != value
+
+    def add_fixed(self) -> None:
+        """Adds what the program always does and no key of it says."""
+        fixed = dict(self.rules.fixed)
+        if not self.ours("algorithm.kl.coefficient"):
+            fixed.pop("algorithm.kl.mean", None)
+        if not self.ours("policy.optimizer.warmup_steps"):
+            fixed.pop("policy.optimizer.warmup_from_zero", None)
+        self.migration.add(f"as {self.program} always does", fixed)
+
+    def consume(self, key: str, kind: str, ours: Mapping[str, Any], why: str = "") -> None:
+        """Accounts for a given key outside of the table's translation; a key that is not given adds nothing."""
+        if key in self.given:
+            self._place(key, dict(ours), given=True)
+            self._row(kind, key, self.given[key].value, ours, why)
+
+    def order_rows(self) -> None:
+        """Sorts the rows: given settings in their order, then added settings, all with their final values."""
+        place = {given.key: n for n, given in enumerate(self.reading.settings)}
+        rows = sorted(self.migration.rows, key=lambda row: place.get(row.theirs, len(place)))
+        self.migration.rows = [self._final(row) for row in rows]
+
+    def _final(self, row: Row) -> Row:
+        """Returns a row with the final value of a setting that several keys change, or a switch leaves to a key."""
+        entry = lookup.find(self.table, row.theirs) if row.kind == "changed" and not row.ours else None
+        if entry and _text(row.value) in entry.values:
+            entry = entry.values[_text(row.value)]
+        names = [KEEP] if KEEP in row.ours else [*entry.here] if entry else []
+        return replace(row, ours={**row.ours, **{n: self.ours(n) for n in names if n in self.migration.settings}})
+
+    def _translate(self, given: Given, entry: Entry | None) -> None:
+        if entry is None:
+            self._row("unknown", given.key, given.value, why=self._unknown(given))
+            return
+        if not entry.here and not entry.values:
+            self._row("dropped", given.key, given.value, why=entry.note)
+            return
+        rule = conversion(self.program, given.key, entry)
+        if rule is not None and rule.name == "figures":
+            return  # figures.py and data_sets.py account for it
+        if given.unresolved:
+            instead = f"give {entry.here[0].partition('=')[0]}" if entry.here else entry.note
+            self._row("dropped", given.key, given.value, why=f"{given.unresolved}; {instead}")
+            return
+        if off := self._turned_off(given.key):
+            self._row("dropped", given.key, given.value, why=off)
+            return
+        try:
+            ours, why = self._converted(given.key, given.value, entry)
+        except Dropped as reason:
+            self._row("dropped", given.key, given.value, why=str(reason) or entry.note or NOT_NEEDED)
+            return
+        taken = [*ours.values()] in ([given.value], [[given.value]])
+        conflict = self._place(given.key, ours, given=True)
+        if ours and not set(ours) - set(conflict):
+            why = "; ".join(f"{key} is {shown(self.ours(key))}, from {self.origins[key][0]}" for key in conflict)
+            self._row("dropped", given.key, given.value, why=why)
+            return
+        held = {key: self.ours(key) for key in ours if key not in conflict}
+        kind = "taken" if taken and held == ours else "changed"
+        self._row(kind, given.key, given.value, held, why or (entry.note if kind == "changed" else ""))
+
+    def _converted(self, key: str, value: Any, entry: Entry) -> tuple[Settings, str]:
+        """Returns our settings for a value, and the reason of a change; raises Dropped without a counterpart."""
+        text = value if isinstance(value, str) else shown(value)
+        if text in entry.values:
+            rule = conversion(self.program, key, entry, value, by_value=True)
+            return self._convert(rule, value, entry.values[text]) if rule else _assigned(entry.values[text], value)
+        if value is False and "true" in entry.values:
+            raise Dropped("off there, and off unless given")
+        here = [name for name in entry.here if "=" not in name]
+        if entry.here and not here:
+            rule = conversion(self.program, key, entry)
+            if rule is not None:
+                return self._convert(rule, value, entry)
+            if value in (False, None):
+                raise Dropped("off there, and off unless given")
+            return _assigned(entry, value)
+        if entry.values and not entry.here:
+            raise Dropped("")
+        rule = conversion(self.program, key, entry) or Conversion("same")
+        ours, why = self._convert(rule, value, entry)
+        fixed, _ = _assigned(entry, value) if len(here) < len(entry.here) else ({}, "")
+        return {**ours, **{name: v for name, v in fixed.items() if name not in ours}}, why
+
+    def _convert(self, rule: Conversion, value: Any, entry: Entry) -> tuple[Settings, str]:
+        here = [name.partition("=")[0] for name in entry.here]
+        ours, why = CONVERSIONS[rule.name](value, here, rule.argument, self)
+        return ours, why
+
+    def _place(self, origin: str, ours: Settings, *, given: bool) -> list[str]:
+        """Sets our settings; returns the settings that keep another value, from a key that was given before."""
+        kept = []
+        settings = self.migration.settings
+        for key, value in ours.items():
+            if key == KEEP and key in settings:
+                settings[key] = _shorter(settings[key], value)
+            elif key in settings and settings[key] != value and self.origins[key][1]:
+                kept.append(key)
+                continue
+            else:
+                settings[key] = value
+            self.origins[key] = (origin, given)
+        return kept
+
+    def _turned_off(self, key: str) -> str:
+        """Returns the reason why a key has no effect under its switches; empty if the key has an effect."""
+        above = {name: switch for name, switch in self.rules.switches.items() if key in switch.governed}
+        states = {name: self.theirs(name) for name in above}
+        if not above or any(key in above[name].turns_on.get(_text(value), ()) for name, value in states.items()):
+            return ""
+        return " and ".join(f"{name}={shown(value)}" for name, value in states.items()) + ": it has no effect there"
+
+    def _contextual(self, key: str, value: Any, entry: Entry | None) -> bool:
+        if entry is None:
+            return False
+        rule = conversion(self.program, key, entry, value, by_value=True) or conversion(self.program, key, entry)
+        return rule is not None and rule.name in CONTEXTUAL
+
+    def _order(self, key: str) -> tuple[bool, bool]:
+        """Returns the rank of a key among keys of the same setting: keys of one setting alone come first, then keys
+        that the table names first for their setting."""
+        entry = lookup.find(self.table, key)
+        here = [name.partition("=")[0] for name in entry.here] if entry else []
+        return len(here) > 1, all(_first_name(name).get(self.program) != key for name in here)
+
+    def _unknown(self, given: Given) -> str:
+        """Returns what is known about an unknown key: the nearest known keys."""
+        last = given.key.rpartition(".")[2]
+        same = [key for key in self.table if key.rpartition(".")[2] == last and len(last) > 4]
+        near = get_close_matches(given.key, same or list(self.table), n=1, cutoff=0.3 if same else 0.75)
+        hint = f"the nearest known is {near[0]}" if near else "no known key is near"
+        return f"{given.unresolved}; {hint}" if given.unresolved else hint
+
+    def _row(self, kind: str, theirs: str, value: Any, ours: Mapping[str, Any] | None = None, why: str = "") -> None:
+        self.migration.rows.append(Row(kind, theirs, value, dict(ours or {}), why))
+
+
+_first_name = cache(lookup.names)
+"""Our setting → the key that names it first, by program."""
+
+
+def _assigned(entry: Entry, value: Any) -> tuple[Settings, str]:
+    """Returns the settings of an entry with values: `algorithm.loss=ppo`; a setting without a value takes its own."""
+    pairs = [_parsed(name) for name in entry.here if "=" in name]
+    if not pairs and not entry.here:
+        raise Dropped("")
+    return {key: fitted(key, v) for key, v in pairs}, entry.note
+
+
+@cache
+def _parsed(assignment: str) -> tuple[str, Any]:
+    """Returns key and value of `group.key=value`; Hydra's parser takes milliseconds."""
+    override = verbatim.parse_override(assignment)
+    return override.key_or_group, override.value()
+
+
+def _shorter(left: Sequence[str] | None, right: Sequence[str] | None) -> list[str] | None:
+    """Returns the parts that stay under both switches; null keeps all."""
+    if left is None or right is None:
+        kept = left if right is None else right
+        return None if kept is None else list(kept)
+    return [part for part in left if part in right]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)

@@ -1,0 +1,87 @@
+"""The command `python -m skyrl_mega.config migrate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cli import migrate
+from skyrl_mega.config.command import DONE, WRONG_INPUT
+from skyrl_mega.config.compose import compose
+
+SCRIPT = """\
+#!/bin/bash
+NODES=${NODES:-2}
+MODEL=Qwen/Qwen3-4B-Base
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/rows.parquet data.val_files=$HOME/held.parquet \\
+    data.train_batch_size=128 actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    data.max_prompt_length=1024 data.max_response_length=2048 \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \\
+    trainer.nnodes=$NODES "$@"
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_a_script_becomes_a_file_that_passes_the_dry_run(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "own" / "run.yaml"
+    assert migrate.main(["verl", str(script), "trainer.total_epochs=2", "--out", str(out)]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    config = compose(out)
+    assert (config.cluster.nodes, config.run.epochs, config.data.samples_per_prompt) == (2, 2, 8)
+    assert config.rollout.engines == 8 and config.policy.recompute == "full"
+    assert lines[-1] == f"next: python -m skyrl_mega.launch --config {out} --dry-run"
+    assert lines[-2].startswith("dry run: passes; not on this machine: ")
+    assert any(line.startswith("  layout ") for line in lines) or "policy.layout" not in out.read_text()
+    assert "12 settings of verl: 10 taken, 2 changed, 0 dropped, 0 unknown; " in "\n".join(lines)
+
+
+def test_what_is_impossible_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate.main(["verl", str(script), "actor_rollout_ref.actor.ppo_mini_batch_size=48"]) == DONE
+    printed = capsys.readouterr()
+    assert "dry run: refused: data.mini_batch_prompts = 48: it does not divide" in printed.err
+    assert printed.out.startswith("# verl: run.sh, brought over by")
+
+
+def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate.main(["verl", str(script), "trainer.nodes=3", "--json", "--plain"]) == DONE
+    values = json.loads(capsys.readouterr().out)
+    [row] = [row for row in values["rows"] if row["kind"] == "unknown"]
+    assert row["theirs"] == "trainer.nodes" and row["why"] == "the nearest known is trainer.nnodes"
+    assert values["settings"]["data.prompts_per_step"] == 128 and values["dry_run"] == ""
+    assert sum(values["counts"].values()) == len(values["rows"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "the program of the run is missing; allowed is verl, skyrl, slime, trl"),
+        (["nemo", "x.sh"], "migrate = nemo: the program of the run is missing"),
+        (["verl"], "no setting of verl is given"),
+        (["verl", "gone.sh"], "gone.sh: no such file"),
+        (["slime", "{script}"], "has no command with settings of slime"),
+        (["skyrl", "{python}"], "SkyRL takes its settings from the command line"),
+        (["trl", "{python}"], "names no setting: neither GRPOConfig"),
+        (["verl", "a.b=1", "--out", "x.txt", "--plain"], "--out x.txt: allowed is a file that ends in .yaml"),
+    ],
+)
+def test_wrong_input(
+    words: list[str], line: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "x.py"
+    python.write_text("print(1)\n")
+    assert migrate.main([word.format(script=script, python=python) for word in words]) == WRONG_INPUT
+    assert line in capsys.readouterr().err

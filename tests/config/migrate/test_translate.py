@@ -1,0 +1,189 @@
+"""Translated settings, and the account of every setting."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.migrate import text
+from skyrl_mega.config.migrate.account import Migration
+from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.read import read
+from skyrl_mega.config.migrate.translate import translate
+from skyrl_mega.config.other_programs.table import programs
+
+
+def migrated(program: str, *words: str) -> Migration:
+    return translate(read(program, words))
+
+
+def kinds(migration: Migration) -> dict[str, str]:
+    """Returns key → kind of the given settings."""
+    return {row.theirs: row.kind for row in migration.rows if row.kind != "added"}
+
+
+def why(migration: Migration, key: str) -> str:
+    return next(row.why for row in migration.rows if row.theirs == key)
+
+
+def accepted(migration: Migration, folder: Path) -> Any:
+    """Returns the settings as the launcher reads the written file."""
+    file = folder / "migrated.yaml"
+    file.write_text(text.as_yaml(migration, "a test"))
+    return compose(file)
+
+
+VERL = shlex.split("""
+algorithm.adv_estimator=grpo data.train_files=my.parquet data.val_files=held.parquet data.train_batch_size=64
+data.max_prompt_length=512 data.max_response_length=1024 data.gen_batch_size=160 actor_rollout_ref.rollout.n=4
+algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=5
+actor_rollout_ref.model.path=Org/Small-1B actor_rollout_ref.actor.optim.lr=2e-6
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.01
+actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=8192 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.rollout.tensor_model_parallel_size=2
+trainer.nnodes=2 trainer.n_gpus_per_node=4 trainer.logger=['console','wandb'] trainer.project_name=mine
+trainer.total_epochs=3 trainer.save_freq=-1 trainer.test_freq=7
+""")
+
+
+def test_verl(tmp_path: Path) -> None:
+    migration = migrated("verl", *VERL, "actor_rollout_ref.actor.nothing_known=1", "trainer.nnodes=4")
+    config = accepted(migration, tmp_path)
+    assert (config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.shared) == (4, 4, True)
+    assert (config.rollout.engines, config.rollout.tensor) == (8, 2)  # 16 GPUs of 2 an engine
+    assert (config.data.prompts_per_step, config.data.mini_batch_prompts, config.data.samples_per_prompt) == (64, 16, 4)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.3, 0.28)  # the narrower key counts
+    assert config.algorithm.dual_clip == 3.0 and config.algorithm.loss_mean == "sequences"
+    assert config.algorithm.kl.coefficient == 0  # use_kl_loss is off
+    assert config.algorithm.dynamic_sampling.oversample == 2.5  # 160 / 64
+    assert (config.rollout.max_response_tokens, config.rollout.sampling.max_tokens) == (1024, 1024)
+    assert (config.policy.micro_tokens, config.policy.optimizer.lr) == (4096, 2e-6)
+    assert (config.checkpoint.every, config.evaluation.every, config.evaluation.temperature) == (0, 7, 0)
+    assert config.residency.keep == [] and config.telemetry.trackers[-1] == "wandb"
+    assert config.model.path.endswith("/Small-1B") and migration.open_layout
+    of = kinds(migration)
+    assert of["trainer.total_epochs"] == "taken" and of["data.gen_batch_size"] == "changed"
+    assert of["actor_rollout_ref.actor.kl_loss_coef"] == "dropped"
+    assert of["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"] == "dropped"
+    assert "ppo_max_token_len_per_gpu" in why(migration, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu")
+    assert of["actor_rollout_ref.actor.nothing_known"] == "unknown"
+    assert migration.counts["dropped"] == sum(kind == "dropped" for kind in of.values()) + 1  # trainer.nnodes, twice
+
+
+def test_megatrons_sizes_are_kept() -> None:
+    sizes = ["tensor_model_parallel_size=4", "expert_model_parallel_size=8", "param_offload=True"]
+    migration = migrated("verl", *(f"actor_rollout_ref.actor.megatron.{size}" for size in sizes))
+    assert migration.settings["policy.layout.tensor"] == 4 and migration.settings["policy.layout.expert"] == 8
+    assert not migration.open_layout
+
+
+def test_skyrl(tmp_path: Path) -> None:
+    words = shlex.split("""data.train_data="['d/train.parquet']" data.val_data="['d/held.parquet']"
+        trainer.logger=console
+        trainer.placement.colocate_all=false trainer.placement.policy_num_nodes=2
+        trainer.placement.policy_num_gpus_per_node=8 generator.inference_engine.num_engines=4
+        generator.inference_engine.tensor_parallel_size=4 trainer.algorithm.loss_reduction=token_mean_legacy
+        trainer.micro_train_batch_size_per_gpu=2 generator.max_turns=3 generator.max_input_length=3000
+        generator.sampling_params.max_generate_length=500 trainer.max_ckpts_to_keep=-1 environment.env_class=mine
+        trainer.algorithm.off_policy_correction.tis_ratio_type=token trainer.policy.optimizer_config.num_warmup_steps=9
+        """)
+    migration = migrated("SkyRL", *words)
+    config = accepted(migration, tmp_path)
+    assert (config.policy.ranks, config.cluster.nodes) == (16, 4)  # 16 for the policy, 16 for the engines
+    assert (config.algorithm.loss_mean, config.algorithm.loss_mean_samples) == ("micro_batches", 2)
+    assert (config.rollout.max_input_tokens, config.rollout.max_length) == (3000, 3500)
+    assert (config.algorithm.kl.coefficient, config.algorithm.kl.mean) == (0.001, "sequences")  # SkyRL's defaults
+    assert config.algorithm.importance_cap == 2.0 and config.policy.optimizer.warmup_from_zero
+    assert config.rollout.conversation == "messages" and config.run.seed == 42
+    assert config.policy.micro_tokens == 2 * 3500
+    assert kinds(migration)["environment.env_class"] == "dropped" and config.environment.default is None
+
+
+def test_slime(tmp_path: Path) -> None:
+    words = shlex.split("""--actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint /m/Qwen3-30B-A3B
+        --prompt-data /d/own.jsonl --eval-prompt-data a /d/a.parquet b /d/b.parquet --rollout-batch-size 32
+        --n-samples-per-prompt 8 --global-batch-size 128 --over-sampling-batch-size 64 --eps-clip 0.2
+        --eps-clip-high 0.28 --rollout-num-gpus-per-engine 8 --advantage-estimator gspo --use-wandb
+        --wandb-group g --distributed-timeout-minutes 30 --num-layers 48""")
+    migration = migrated("slime", *words)
+    config = accepted(migration, tmp_path)
+    assert (config.data.mini_batch_prompts, config.algorithm.dynamic_sampling.oversample) == (16, 2)
+    assert (config.algorithm.gspo.clip_low, config.algorithm.gspo.clip_high) == (0.2, 0.28)
+    assert config.algorithm.loss == "gspo" and config.algorithm.loss_mean == "sequences"
+    assert config.data.eval == ["/d/a.parquet", "/d/b.parquet"] and config.rollout.engines == 2
+    assert config.cluster.call_timeout_s == 1800 and config.telemetry.options["wandb"] == {"group": "g"}
+    assert kinds(migration)["--num-layers"] == "dropped" and not migration.open_layout
+
+
+def test_trl_counts_prompts_and_steps(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer\nraise SystemExit('was run')\n"
+        "N = 4\ndata = load_dataset('own/puzzles', split='train')\ndata = data.map(str)\n"
+        "config = GRPOConfig(per_device_train_batch_size=N * 2, num_generations=N, gradient_accumulation_steps=2,\n"
+        "    steps_per_generation=4, max_steps=100, save_steps=20, learning_rate=5e-7, beta=unknown_name,\n"
+        "    use_vllm=True, loss_type='dr_grpo')\n"
+        "config.epsilon_high = 0.28\n"
+        "GRPOTrainer(model='Org/Small-1B', reward_funcs=[mine], args=config, train_dataset=data)\n"
+    )
+    migration = migrated("TRL", str(script), "--num_processes", "2")
+    settings = migration.settings
+    # A generation: 8 × 2 processes × 4 = 64 completions = 16 prompts; an optimizer step: 8 × 2 × 2 = 32 = 8 prompts.
+    assert (settings["data.prompts_per_step"], settings["data.mini_batch_prompts"]) == (16, 8)
+    assert (settings["run.steps"], settings["checkpoint.every"]) == (50, 10)  # two optimizer steps an RL step
+    assert settings["policy.optimizer.decay_steps"] == 100  # TRL's default: linear to the end
+    assert settings["data.train"] == ["data/puzzles/train.parquet"] and settings["cluster.gpus_per_node"] == 2
+    assert kinds(migration)["beta"] == "dropped" and "running Python" in why(migration, "beta")
+    assert kinds(migration)["reward_funcs"] == "dropped"
+    algorithm = accepted(migration, tmp_path).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
+    assert (algorithm.loss_mean, algorithm.loss_mean_length) == ("constant", 512)  # TRL's default max_completion_length
+
+
+def test_a_known_data_set_is_converted() -> None:
+    words = ["data.train_files=/d/dapo-math-17k.parquet", "data.val_files=/d/aime-2024.parquet"]
+    migration = migrated("verl", *words, "reward_model.reward_manager=dapo")
+    assert migration.settings["data.prepare"].split()[-4:] == [
+        "--train-file", "/d/dapo-math-17k.parquet", "--test-file", "/d/aime-2024.parquet",
+    ]  # fmt: skip
+    assert migration.settings["environment.options.aime.answer"] == "dapo"
+    assert {row.kind for row in migration.rows if row.theirs in ("data.train_files", "data.val_files")} == {"changed"}
+
+
+@pytest.mark.parametrize("program", programs())
+@pytest.mark.parametrize("value", [17, True, False, None, "x", 0.5, ["a", "b"]], ids=str)
+def test_no_setting_vanishes(program: str, value: Any) -> None:
+    names = [key.replace("*", "anything") for key in programs()[program]]
+    given = [Given(name, value) for name in (*names, "trainer.no_such_key")]
+    migration = translate(Reading(program, given))
+    rows = [row.theirs for row in migration.rows if row.kind != "added"]
+    assert sorted(rows) == sorted(each.key for each in given)
+    assert all(row.why for row in migration.rows if row.kind in ("dropped", "unknown"))
+    text.as_yaml(migration, "a test")
+
+
+@pytest.mark.parametrize("program", programs())
+def test_every_value_of_the_table_gives_allowed_settings(program: str) -> None:
+    plain = {"true": True, "false": False, "null": None, "-1": -1, "0": 0}
+    for key, entry in programs()[program].items():
+        for value in entry.values:
+            settings = translate(Reading(program, [Given(key, plain.get(value, value))])).settings
+            wrong = [name for name, ours in settings.items() if name in keys() and not keys()[name].allows(ours)]
+            assert not wrong, f"{key}={value}: {wrong}"
+
+
+def test_the_yaml_has_numbers_that_yaml_reads() -> None:
+    written = text.as_yaml(Migration("verl", {"policy.optimizer.lr": 1e-06, "policy.optimizer.eps": 1.5e-08}), "x")
+    assert "lr: 1.0e-06" in written and "eps: 1.5e-08" in written
+
+
+def test_secrets_are_masked_in_the_account() -> None:
+    migration = migrated("slime", "--wandb-key", "0123456789abcdef0123456789abcdef01234567", "--lr", "1e-6")
+    assert "0123456789abcdef" not in text.as_text(migration) + str(text.as_values(migration))
