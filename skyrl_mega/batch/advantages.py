@@ -99,18 +99,37 @@ def _judged_tokens(batch: Batch) -> Tensor:
     return batch.trained_here & batch.judged.repeat_interleave(batch.trajectory_tokens)
 
 
+def need_no_pass(algorithm: AlgorithmConfig) -> bool:
+    """Returns True if advantages follow from rewards and lengths alone, before any log-probs or values are known."""
+    return not is_per_token(algorithm) and not needs(algorithm)
+
+
 def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
     """Returns True if a mini-batch contains anything to learn. Otherwise the gradient is 0, and an optimizer step would
     move the weights only by Adam's moments and weight decay.
-
-    A user-defined loss may also learn from tokens with advantage 0.
 
     Args:
         counts_S: Number of tokens in the loss of each sample.
         learning_S: `Advantages.learning` of each sample.
         algorithm, moe: The settings.
     """
-    entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
-    loss = algorithm.loss_traits.learns_without_advantage
-    without_advantage = algorithm.kl.in_loss or entropy or moe.aux_loss or loss
-    return bool((counts_S if without_advantage else learning_S).any())
+    return bool((counts_S if moe.aux_loss or _pulled(algorithm) else learning_S).any())
+
+
+def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> Tensor:
+    """Returns the samples of a mini-batch with a gradient of exactly 0: bool [S].
+
+    A router's load-balancing loss counts all tokens, so with this loss no sample is silent.
+
+    Args:
+        counts_S, learning_S, algorithm, moe: See `has_gradient`.
+    """
+    if moe.aux_loss:
+        return torch.zeros(len(counts_S), dtype=torch.bool)
+    return (counts_S if _pulled(algorithm) else learning_S) == 0
+
+
+def _pulled(algorithm: AlgorithmConfig) -> bool:
+    """Returns True if tokens with advantage 0 may have a gradient. A user-defined loss may learn from such tokens."""
+    entropy = bool(algorithm.entropy.coefficient) or algorithm.entropy.target is not None
+    return bool(algorithm.kl.in_loss) or entropy or algorithm.loss_traits.learns_without_advantage

@@ -187,7 +187,9 @@ class MegatronActor:
             micro[name] = values
 
     @record_function("train")
-    def train(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
+    def train(
+        self, mini: int, temperature: float, loss: str, figures: Figures | None = None, measured: int = 0
+    ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch and returns the metrics.
 
         Args:
@@ -195,11 +197,13 @@ class MegatronActor:
             temperature: Divides the logits; unused by a critic.
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
             figures: Figures of the run for the loss; None takes the defaults.
+            measured: Number of micro-batches at the end that take a forward pass only.
 
         Raises:
             FloatingPointError: The gradient is NaN or infinite.
         """
-        return self.rank.train(self.minis[mini], self._objective(loss, figures), temperature=temperature)
+        objective = self._objective(loss, figures)
+        return self.rank.train(self.minis[mini], objective, temperature=temperature, measured=measured)
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:

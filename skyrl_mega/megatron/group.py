@@ -15,12 +15,9 @@ from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.group import ActorGroup, PendingCall, Waiting
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
-from skyrl_mega.parallel.balance import balance_groups
+from skyrl_mega.megatron.micro_batches import Split, split_apart
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences, ragged_arange
-
-Rows = list[list[Tensor]]
-"""For each data-parallel rank, the indices of the sequences in each micro-batch."""
+from skyrl_mega.trajectories.sequences import Sequences, ragged_arange
 
 
 class TrainGroup:
@@ -33,7 +30,7 @@ class TrainGroup:
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
         self._lengths: list[Tensor] = []
-        self._rows: list[Rows] = []
+        self._splits: list[Split] = []
 
     def load(self, path: Path, waiting: Waiting | None = None) -> None:
         """Loads a Hugging Face directory into all ranks. `waiting` receives the names of the ranks not ready."""
@@ -52,11 +49,26 @@ class TrainGroup:
         """Sets the loss settings of all ranks, for callers that train several times with the same actors."""
         self._call("set_algorithm", algorithm)
 
-    def hold(self, minis: Sequence[Samples | Sequences]) -> None:
+    def hold(self, minis: Sequence[Samples | Sequences], silent: Sequence[Tensor] | None = None) -> None:
         """Splits mini-batches into micro-batches and sends those to the ranks, in place of the previous ones. The ranks
-        read the tokens of samples, and the group keeps no reference."""
-        self._lengths, self._rows = [mini.lengths for mini in minis], [self._micro_batch_rows(mini) for mini in minis]
+        read the tokens of samples, and the group keeps no reference.
+
+        Args:
+            minis: The mini-batches.
+            silent: bool [S] for each mini-batch: True for samples with a gradient of exactly 0, for which `train` may
+                leave out the backward pass. None: no sample.
+        """
+        tokens = micro_tokens(self.config) * self.parallel.context
+        of_minis: Sequence[Tensor | None] = silent or [None] * len(minis)
+        self._lengths = [mini.lengths for mini in minis]
+        self._splits = [
+            split_apart(mini, of_mini, self.parallel, tokens) for mini, of_mini in zip(minis, of_minis, strict=True)
+        ]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
+
+    def measured(self, mini: int) -> Tensor:
+        """Returns the sequences of a stored mini-batch for which `train` computes metrics, but no backward pass."""
+        return self._splits[mini].measured_sequences
 
     def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
         """Adds a column to the micro-batches on the ranks.
@@ -129,8 +141,8 @@ class TrainGroup:
             if answer is None or at.tp or at.cp:
                 continue
             micros = iter(answer)
-            for mini, (values, rows) in enumerate(zip(joined, self._rows, strict=True)):
-                for micro in rows[at.dp]:
+            for mini, (values, split) in enumerate(zip(joined, self._splits, strict=True)):
+                for micro in split.rows[at.dp]:
                     values[self._index(mini, micro)] = torch.tensor(next(micros))
         return joined
 
@@ -154,7 +166,7 @@ class TrainGroup:
         Raises:
             ActorFailed: A rank failed, for example because the gradient is NaN or infinite.
         """
-        metrics_by_rank = self._call("train", mini, temperature, loss, figures)
+        metrics_by_rank = self._call("train", mini, temperature, loss, figures, self._splits[mini].measured)
         return max(metrics_by_rank, key=len)  # only the last pipeline stage returns the loss's metrics
 
     def measure(
@@ -206,36 +218,8 @@ class TrainGroup:
         Ranks with the same tokens share one object, stored once per node.
         """
         stored = [
-            ray.put([[cut(mini, micro) for micro in rows[data]] for mini, rows in enumerate(self._rows)])
+            ray.put([[cut(mini, micro) for micro in split.rows[data]] for mini, split in enumerate(self._splits)])
             for data in range(self.parallel.data)
         ]
         per_rank = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
         self._call(method, per_rank=[(micros, *args) for micros in per_rank])
-
-    def _micro_batch_rows(self, batch: Samples | Sequences) -> Rows:
-        """Returns the rows of each data-parallel rank's micro-batches."""
-        return split_micro_batches(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
-
-
-def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:
-    """Splits a mini-batch into micro-batches of the data-parallel ranks.
-
-    With `algorithm.sequence_unit: trajectory`, all samples of a trajectory are in one micro-batch.
-
-    Args:
-        batch: The mini-batch.
-        parallel: The layout.
-        tokens: Token budget of one micro-batch, over all context ranks; a single trajectory may exceed the budget.
-    """
-    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-    rows = balance_groups(batch.lengths.tolist(), _group_numbers(batch), parallel.data, tokens, multiple)
-    return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
-
-
-def _group_numbers(batch: Samples | Sequences) -> list[int]:
-    """Returns a number for each sequence; sequences with equal numbers share a micro-batch."""
-    if TRAJECTORY not in batch.columns:
-        return list(range(len(batch.lengths)))
-    if isinstance(batch, Samples):
-        return batch.columns[TRAJECTORY].tolist()
-    return batch[TRAJECTORY][batch.starts].tolist()

@@ -6,6 +6,7 @@ micro-batches, which belong to the rank's data-parallel group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -289,7 +290,12 @@ class ModelWorker:
         return [out["placed"].cpu() for out in outputs]
 
     def train(
-        self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
+        self,
+        micros: Sequence[Sequences],
+        objective: Objective | ValueObjective,
+        *,
+        temperature: float = 1.0,
+        measured: int = 0,
     ) -> dict[str, float]:
         """Takes one optimizer step on the micro-batches' summed objective.
 
@@ -300,6 +306,8 @@ class ModelWorker:
             micros: This rank's micro-batches.
             objective: The loss of a micro-batch.
             temperature: Divides the logits; unused by a critic.
+            measured: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks. They take a
+                forward pass for the metrics, and no backward pass.
 
         Returns:
             The metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
@@ -317,12 +325,10 @@ class ModelWorker:
         if self.balance:
             with torch.no_grad(), self.balance.counting_choices(self.chunks[0].config.num_moe_experts, self.device):
                 self._run(micros, _no_loss, forward_only=True)
-        metrics = summed(self._run(micros, self._compute(objective, temperature), forward_only=False))
+        metrics = self._objective_sums(micros, self._compute(objective, temperature), measured)
         if self.balance:
             balance = self.balance.value()
             metrics |= {"expert_balance": balance} if metrics else {}
-        if self.replay:
-            metrics |= self.replay.metrics() if metrics else {}
         if not self.from_zero:
             self.schedule.step(1)
         lr = float(max(group["lr"] for group in self.optimizer.param_groups))
@@ -350,8 +356,22 @@ class ModelWorker:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            metrics = summed(self._run(micros, self._compute(objective, temperature), forward_only=True))
-        return metrics | (self.replay.metrics() if self.replay and metrics else {})
+            return self._objective_sums(micros, self._compute(objective, temperature), len(micros))
+
+    def _objective_sums(self, micros: Sequence[Sequences], compute: Finish, measured: int) -> dict[str, float]:
+        """Returns the summed metrics of an objective. The last `measured` micro-batches take no backward pass."""
+        trained = len(micros) - measured
+        outputs: list[dict[str, Tensor]] = []
+        replayed: Counter[str] = Counter()
+        for part, forward_only in ((micros[:trained], False), (micros[trained:], True)):
+            if not part:
+                continue
+            with torch.no_grad() if forward_only else nullcontext():
+                outputs += self._run(part, compute, forward_only=forward_only)
+            if self.replay:
+                replayed.update(self.replay.metrics())
+        metrics = summed(outputs)
+        return {**metrics, **replayed} if metrics else {}
 
     def _compute(self, objective: Any, temperature: float) -> Finish:
         """Returns a function for a micro-batch's objective: an `Objective`, or a `ValueObjective` for a critic."""

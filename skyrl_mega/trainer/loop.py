@@ -15,12 +15,12 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
 from skyrl_mega.algorithms.token_weights import MEANS, averages
-from skyrl_mega.batch.advantages import compute_advantages, has_gradient
+from skyrl_mega.batch.advantages import Advantages, compute_advantages, has_gradient, need_no_pass, silent_samples
 from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.batch.samples import Samples
 from skyrl_mega.cluster.channel import polling_for_stop
-from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema import AlgorithmConfig, Config
 from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
@@ -75,8 +75,11 @@ def take_step(run: Run) -> None:
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     """Trains the policy, and the critic if there is one, on a step's groups.
 
-    Computes log-probs and values under the present weights, then advantages over the whole step, then trains the critic
+    Computes log-probs and values under the present weights and advantages over the whole step, then trains the critic
     and the policy. In the first `critic.warmup_steps` steps the policy's updates are only measured, not applied.
+
+    Advantages that follow from rewards alone come first: samples without a gradient then get micro-batches without a
+    backward pass.
 
     The driver holds a few numbers per sample. The driver reads tokens, and columns from the ranks, only if the
     algorithm works on tokens (`needs_tokens`).
@@ -88,8 +91,9 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
         batch.read_tokens()
     if policy.moe.replay == "rollout":
         check_routes(batch.tokens)
+    advantages = compute_advantages(batch, algorithm) if need_no_pass(algorithm) else None
     with step.phase("logprobs"):
-        run.policy.hold(minis)
+        run.policy.hold(minis, silent_by_mini_batch(advantages, minis, run.config) if advantages else None)
         compute_logprobs(run, step, minis)
         for name in sorted(columns(algorithm) - {"values"}):  # values come from the critic
             batch.tokens[name] = torch.cat(run.policy.column(name))
@@ -100,7 +104,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     only_critic = run.critic is not None and step.number <= run.config.critic.warmup_steps
     if algorithm.kl.where == "reward":
         step.record(run.kl.penalize(batch, adapt=not only_critic))
-    advantages = compute_advantages(batch, algorithm)
+    advantages = advantages or compute_advantages(batch, algorithm)
     step.record({"policy/advantage_fraction": int(advantages.learning.sum()) / max(1, int(batch.counts.sum()))})
     parts = split(advantages.whitened, minis, by_token=by_token)
     run.policy.add("advantages", parts, per_sample=not by_token)
@@ -120,10 +124,18 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
         not only_critic and has_gradient(mini.counts, learning, algorithm, policy.moe)
         for mini, learning in zip(minis, split(advantages.learning, minis, by_token=False), strict=True)
     ]
+    step.record({"policy/forward_only_fraction": forward_only_fraction(run, minis, trainable)})
     order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
         updates = run_optimizer_steps(run, step, minis, order, trainable, importance_means)
     record_updates(run, step, updates, [minis[index] for index in order], adapt=not only_critic)
+
+
+def silent_by_mini_batch(advantages: Advantages, minis: Sequence[Samples], config: Config) -> list[Tensor]:
+    """Returns the samples of each mini-batch with a gradient of exactly 0, bool [S] each."""
+    algorithm, moe = config.algorithm, config.policy.moe
+    learning = split(advantages.learning, minis, by_token=False)
+    return [silent_samples(mini.counts, part, algorithm, moe) for mini, part in zip(minis, learning, strict=True)]
 
 
 def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
@@ -172,8 +184,26 @@ def run_optimizer_steps(
         figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=importance_means[index])
         update = run.policy.train if trainable[index] else run.policy.measure
         metrics.append(update(index, temperature=run.temperature, loss=loss, figures=figures))
-        step.add_load("train", forward_load(minis[index]), BACKWARD if trainable[index] else 1)
+        count_training_flops(step, minis[index], run.policy.measured(index), trained=trainable[index])
     return metrics
+
+
+def count_training_flops(step: Step, mini: Samples, measured: Tensor, *, trained: bool) -> None:
+    """Counts an optimizer step, or only the forward pass of a mini-batch that is not `trained`. The samples `measured`
+    take no backward pass."""
+    step.add_load("train", forward_load(mini))
+    if trained:
+        learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, measured, False)
+        step.add_load("train", forward_load(mini.take(learning.nonzero()[:, 0])), BACKWARD - 1)
+
+
+def forward_only_fraction(run: Run, minis: Sequence[Samples], trainable: Sequence[bool]) -> float:
+    """Returns the share of a step's tokens for which an epoch of training computes metrics, but no backward pass."""
+    without = [
+        int((mini.lengths[run.policy.measured(index)] if trained else mini.lengths).sum())
+        for index, (mini, trained) in enumerate(zip(minis, trainable, strict=True))
+    ]
+    return sum(without) / max(1, sum(int(mini.lengths.sum()) for mini in minis))
 
 
 def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, find
 from skyrl_mega.config.schema import AlgorithmConfig, GmpoConfig, GspoConfig, OverlongConfig, RejectionConfig
-from skyrl_mega.megatron.group import split_micro_batches
+from skyrl_mega.megatron.micro_batches import split_micro_batches
 from skyrl_mega.megatron.packing import pack
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trajectories.sequences import Column, Sequences

@@ -13,7 +13,7 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.config.schema import MoeConfig, PolicyConfig
 from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron.group import split_micro_batches
+from skyrl_mega.megatron.micro_batches import split_micro_batches
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trajectories.sequences import TRAJECTORY, Sequences
 from tests.megatron import layouts

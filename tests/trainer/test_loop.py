@@ -33,9 +33,14 @@ class Notes:
         self.lengths: list[torch.Tensor] = []
         self.added: dict[str, torch.Tensor] = {}
 
-    def hold(self, minis: list[Samples]) -> None:
+    def hold(self, minis: list[Samples], silent: list[torch.Tensor] | None = None) -> None:
         self.calls.append(("hold", len(minis)))
         self.lengths = [mini.lengths for mini in minis]
+        self.silent = silent
+
+    def measured(self, mini: int) -> torch.Tensor:
+        """Returns the samples without a gradient, as if every split were worth it."""
+        return torch.zeros(0).long() if self.silent is None else self.silent[mini].nonzero()[:, 0]
 
     @property
     def tokens(self) -> list[int]:
@@ -160,6 +165,36 @@ def test_one_that_teaches_in_part_is_a_step() -> None:
     calls, metrics = after([group(1.0, 1.0), group(1.0, 0.0)], None)
     assert calls == [("hold", 1), ("advantages", [12]), ("train", 0)]
     assert metrics["policy/steps_skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "silent", "share"),
+    [
+        ({}, [[True, True, False, False], [True, True, True]], 15 / 21),
+        ({"kl.coefficient": 0.1}, [[False, False, False, False], [True, False, False]], 3 / 21),
+        ({"entropy.target": 0.2}, [[False, False, False, False], [True, False, False]], 3 / 21),
+        ({"loss": "dro"}, [[False, False, False, False], [True, False, False]], 3 / 21),
+        ({"advantage": "grpo_turns"}, None, 9 / 21),
+    ],
+    ids=str,
+)
+def test_samples_without_a_gradient_are_named_before_ranks_get_them(
+    change: dict[str, Any], silent: list[list[bool]] | None, share: float
+) -> None:
+    """Trains on groups without a signal, with one, and with a failure and equal rewards; KL and an entropy bonus pull
+    on every counted token."""
+    config, policy, step = Config(), Notes(), Step(1, Console())
+    config.data.mini_batch_prompts = 2
+    for name, value in change.items():
+        section, _, field = name.rpartition(".")
+        setattr(getattr(config.algorithm, section) if section else config.algorithm, field, value)
+    failed = group(1.0, 1.0, 1.0)
+    failed.trajectories[0].status = Status.ERROR_ENV
+    run: Any = SimpleNamespace(config=config, policy=policy, reference=None, critic=None, temperature=1.0)
+    run.entropy = EntropyCoefficient(config.algorithm.entropy)
+    train_on(run, step, [group(1.0, 1.0), group(1.0, 0.0), failed])
+    assert (None if policy.silent is None else [part.tolist() for part in policy.silent]) == silent
+    assert step.metrics["policy/forward_only_fraction"] == pytest.approx(share)
 
 
 def test_a_step_without_any_signal_only_measures() -> None:
