@@ -48,6 +48,11 @@ class BaseTextEnv:
     `step` may block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
     """
 
+    blocking: ClassVar[bool] = True
+    """False if every method returns within a millisecond whatever the policy wrote: the environment then runs without
+    threads and without time limits. Not inherited: a subclass with other methods repeats the declaration.
+    """
+
     requires_ground_truth: ClassVar[bool] = True
     """True if every row needs `reward_spec.ground_truth`: rows without a ground truth are refused before the run
     starts. Set False to judge without a ground truth.

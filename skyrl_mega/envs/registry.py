@@ -89,9 +89,30 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
     Raises:
         UserError: The name is unknown, or the import path leads nowhere.
     """
+    return create(resolve(name, config), name, extras, config, max_turns)
+
+
+def create(
+    cls: type[BaseTextEnv], name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None
+) -> BaseTextEnv:
+    """Creates the environment for a trajectory from the resolved class.
+
+    Args:
+        cls: Result of `resolve`.
+        name, extras, config, max_turns: See `make`.
+    """
     row_extras = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
-    cls = resolve(name, config)
     return cls(env_config=_settings(cls, config.options.get(name) or {}, config), extras=row_extras)
+
+
+def runs_inline(cls: type[BaseTextEnv]) -> bool:
+    """Returns True if the class declares that no method blocks (`BaseTextEnv.blocking`)."""
+    return vars(cls).get("blocking") is False
+
+
+def needs_close(cls: type[BaseTextEnv]) -> bool:
+    """Returns True if the class's `close` does anything."""
+    return cls.close is not BaseTextEnv.close
 
 
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:

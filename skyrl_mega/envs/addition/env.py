@@ -18,6 +18,7 @@ def units_first(number: int) -> str:
 class AdditionEnv(BaseTextEnv):
     """Reward 1 if the answer is exactly the reversed sum (surrounding white space ignored), else 0; one turn."""
 
+    blocking: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     @classmethod

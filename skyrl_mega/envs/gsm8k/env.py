@@ -36,6 +36,7 @@ def wrong_truth(truth: Any) -> str | None:
 class Gsm8kEnv(BaseTextEnv):
     """Reward 1 if the strict answer equals the ground truth, else 0; one turn."""
 
+    blocking: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     @classmethod

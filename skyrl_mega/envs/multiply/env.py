@@ -18,6 +18,7 @@ class MultiplyEnv(BaseTextEnv):
     turns are used.
     """
 
+    blocking: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "discount": number(
             1.0,

@@ -14,7 +14,7 @@ from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs import validate
-from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import edits
 from skyrl_mega.rollout.agent.env_pool import EnvPool
@@ -138,6 +138,8 @@ class Agent:
         self.router, self.chat, self.limits = router, chat, limits
         self.environments, self.threads = environments, threads
         self.reward_weights, self.retries = reward_weights or {}, retries
+        self.classes: dict[str, type[BaseTextEnv]] = {}
+        """The environment classes used so far, by name."""
         self.spans: Callable[[], list[Span] | None] = lambda: None
         """Returns the list that records environment calls at present, or None."""
 
@@ -180,7 +182,8 @@ class Agent:
         stored in the trajectory's status and metadata.
         """
         t = new_trajectory(prompt, sample)
-        env = Environment(t, self.environments, self.threads, self.limits.env_timeout_s, self.spans)
+        limit_s = self.limits.env_timeout_s
+        env = Environment(t, self.environments, self.threads, limit_s, self.spans, self.classes)
         opened = Opened(t, env, time.perf_counter())
         try:
             messages = await env.open(self.limits.turns, self.chat)

@@ -82,11 +82,12 @@ class EnvPool:
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
         self._slots, self._count = asyncio.Semaphore(most), count
 
-    async def run(self, call: Call, limit_s: float) -> Any:
+    async def run(self, call: Call, limit_s: float, *, inline: bool = False) -> Any:
         """Runs a call in a thread and returns the value.
 
         Args:
             call: The call; runs once.
+            inline: Runs the call in this thread, without a limit on time or calls.
             limit_s: Time limit in seconds. Not counted are the wait for a slot, waits for shared resources, and times
                 at which the machine is overloaded.
 
@@ -94,6 +95,10 @@ class EnvPool:
             Abandoned: The call exceeded the limit.
             Raised: The call raised an exception.
         """
+        return _value(*(call.run() if inline else await self._in_thread(call, limit_s)))
+
+    async def _in_thread(self, call: Call, limit_s: float) -> tuple[Any, BaseException | None]:
+        """Runs a call in a thread and returns the value, or the exception."""
         async with self._slots:
             loop = asyncio.get_running_loop()
             answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -116,10 +121,7 @@ class EnvPool:
                 raise
             finally:
                 self._count(-1)
-        value, error = answer.result()
-        if error is not None:
-            raise Raised(error) from error
-        return value
+        return answer.result()
 
 
 class Abandoned(Exception):
@@ -133,6 +135,13 @@ class Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         self.error = error
         super().__init__(type(error).__name__)
+
+
+def _value(value: Any, error: BaseException | None) -> Any:
+    """Returns the value of a call, or raises its exception as `Raised`."""
+    if error is not None:
+        raise Raised(error) from error
+    return value
 
 
 def _set_result(answer: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:

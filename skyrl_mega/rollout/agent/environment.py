@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_mega.cluster import channel
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import blame, registry, validate
-from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout.agent.env_pool import Abandoned, Call, EnvPool, Raised
@@ -35,8 +36,8 @@ class EnvironmentFault(Exception):
 
 
 class Environment:
-    """The environment of a trajectory. Each call runs in a thread. If the caller stops waiting for a call, the thread
-    closes the environment when the call returns.
+    """The environment of a trajectory. Each call runs in a thread, unless the class declares that no method blocks. If
+    the caller stops waiting for a call, the thread closes the environment when the call returns.
 
     The methods raise EnvironmentFault if the environment's code raises an exception, exceeds the time limit or breaks
     the contract.
@@ -47,6 +48,7 @@ class Environment:
         threads: Runs the calls, so that a blocking environment delays no other trajectory.
         limit_s: Time limit of a call (`rollout.env_timeout_s`).
         spans: Receives a record of each call; None records nothing.
+        classes: The resolved classes by name, shared by the environments of an agent.
     """
 
     def __init__(
@@ -56,8 +58,12 @@ class Environment:
         threads: EnvPool,
         limit_s: float,
         spans: Callable[[], list[Span] | None],
+        classes: dict[str, type[BaseTextEnv]],
     ) -> None:
         self.t, self.settings, self.threads, self.limit_s, self.spans = t, settings, threads, limit_s, spans
+        self.classes = classes
+        self._inline = False
+        """True if calls run in the event loop's thread."""
         self.tools: list[dict[str, Any]] = []
         """Tools offered to the policy, in the format of the template; known once the environment is open."""
         self._made: list[Any] = []
@@ -78,9 +84,12 @@ class Environment:
             chat: Parses the policy's tool calls.
         """
 
+        prompt = self.t.prompt
+        cls = self._resolve(prompt.env_class)
+        self._inline = registry.runs_inline(cls)
+
         def make() -> list[Message]:
-            prompt = self.t.prompt
-            env: Any = registry.make(prompt.env_class, prompt.extras, self.settings, turns)
+            env: Any = registry.create(cls, prompt.env_class, prompt.extras, self.settings, turns)
             self._made.append(env)  # before `init`, which may fail, for `close`
             if calls_tools(env):
                 env.parse = chat.parse
@@ -89,6 +98,15 @@ class Environment:
             return messages
 
         return await self._call("init", make)
+
+    def _resolve(self, name: str) -> type[BaseTextEnv]:
+        """Returns the class of a name. Start-up has imported the classes of all rows, so this does not block."""
+        if name not in self.classes:
+            try:
+                self.classes[name] = registry.resolve(name, self.settings)
+            except UserError as error:
+                raise self.fault(Status.ERROR_ENV, f"init raised {_safe_repr(error)}", error) from error
+        return self.classes[name]
 
     async def step(self, answer: str, reward_weights: Mapping[str, float]) -> validate.StepOutput:
         """Returns the environment's answer to a turn of the policy."""
@@ -103,8 +121,11 @@ class Environment:
         complete."""
         if not self.is_open:
             return
+        env = self._made.pop()
+        if not registry.needs_close(type(env)):
+            return
         try:
-            await self._call("close", self._made.pop().close)
+            await self._call("close", env.close)
         except EnvironmentFault as fault:
             self.t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
 
@@ -119,7 +140,7 @@ class Environment:
         call = Call(function, *args, late=lambda: [env.close() for env in self._made])
         try:
             with channel.running_environment(name):
-                return await self.threads.run(call, self.limit_s)
+                return await self.threads.run(call, self.limit_s, inline=self._inline)
         except Abandoned:
             text = f"{what} took longer than rollout.env_timeout_s={self.limit_s:g}"
             raise self.fault(Status.ERROR_ENV_TIMEOUT, text) from None
