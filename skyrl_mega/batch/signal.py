@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
 
-from skyrl_mega.algorithms.advantages.base import LEAST
-from skyrl_mega.algorithms.filters import informative_groups
+from skyrl_mega.algorithms.advantages.base import LEAST, ROUNDING, check_finite
 from skyrl_mega.batch.rewards import Turns, rewards_by_name
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.trajectories.trajectory import Trajectory
@@ -17,15 +17,23 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 def rewards_differ(rewards: Sequence[Sequence[float]], tolerance: float = 0.0) -> bool:
     """Returns True if trajectories earned different rewards, beyond rounding, in the comparison made by advantages.
 
+    Equal to `algorithms.filters.informative_groups` in float64, without a tensor for each group.
+
     Args:
         rewards: A list per compared quantity, with a reward per trajectory.
         tolerance: Largest difference that still counts as equal.
+
+    Raises:
+        ValueError: A reward is NaN or infinite.
     """
-    return any(
-        bool(informative_groups(torch.tensor([each], dtype=torch.float64), tolerance=tolerance))
-        for each in rewards
-        if each
-    )
+    return any(_differ(each, tolerance) for each in rewards if each)
+
+
+def _differ(rewards: Sequence[float], tolerance: float) -> bool:
+    highest, lowest = max(rewards), min(rewards)
+    if not all(map(math.isfinite, rewards)):
+        check_finite(torch.tensor(rewards, dtype=torch.float64))
+    return highest - lowest - tolerance > max(ROUNDING * max(abs(highest), abs(lowest)), LEAST)
 
 
 def compared_rewards(judged: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[list[float]]:
