@@ -32,6 +32,7 @@ from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.measurements import Measurements
+from skyrl_mega.trainer.records import Records
 from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollouts_ahead import Rollouts
@@ -86,6 +87,8 @@ class Run:
     """True once this process measured a step."""
     killed_for_memory: int = 0
     """Sandboxed programs killed for memory, counted up to the newest step."""
+    records: Records = field(default_factory=Records)
+    """Writes trajectory files."""
     health: Health = field(init=False)
     """Checks after each step if the policy can still learn."""
 
@@ -139,8 +142,14 @@ class Run:
         )
 
     def complete(self, step: Step) -> None:
-        """Completes a step: writes the metrics and prints the health findings."""
+        """Completes a step: waits for the trajectory file, writes the metrics and prints the health findings.
+
+        Raises:
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            OSError: The trajectory file could not be written.
+        """
         self.checkpoint_metrics = {}
+        self.records.wait()
         step.record(self.measurements.metrics_of(step))
         seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
@@ -180,7 +189,8 @@ class Run:
             raise
 
     def record_rollouts(self, step: Step) -> None:
-        """Records metrics of the step's trajectories and writes the trajectories to disk and trackers.
+        """Records metrics of the step's trajectories, sends the trajectories to trackers, and starts to write them to
+        disk; `complete` waits for the file.
 
         Raises:
             UserError: All environments failed, or more than the share `environment.max_failed`.
@@ -190,12 +200,16 @@ class Run:
         if every and step.number % every == 0:
             file = self.folder / "trajectories" / f"step_{step.number:06d}.parquet"
             trajectories, columns = step.trajectories + step.greedy, self.config.telemetry.trajectory_columns
-            parquet.write_apart(file, trajectories, columns=columns)
+            self.records.write(file, trajectories, columns=columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         if failed := failures_event(step.number, step.trajectories):
             self.console.record(failed)
-        refuse_broken(step.trajectories, self.config.environment.max_failed)
+        try:
+            refuse_broken(step.trajectories, self.config.environment.max_failed)
+        except UserError:
+            self.records.wait()  # the error's text points to the file
+            raise
 
     def evaluate(self, step: Step) -> None:
         """Scores the evaluation prompts under the engines' weights."""

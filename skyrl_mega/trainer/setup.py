@@ -108,6 +108,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             shutdown=shutdown,
         )
         stack.callback(run.rollouts.close)
+        stack.callback(run.records.close)
         with stages.phase("restore"):
             restored = run.restore()
         if not restored and config.warmup.steps:

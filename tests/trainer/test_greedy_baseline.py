@@ -15,6 +15,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trainer.records import Records
 from skyrl_mega.trainer.run import Run, rollout_metrics
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories import parquet
@@ -113,8 +114,9 @@ def test_files_of_trajectories_mark_it(tmp_path: Path) -> None:
     _, step, _, config = played(DynamicSamplingConfig())
     config.telemetry.tracked_trajectories = 0
     (tmp_path / "trajectories").mkdir()
-    run: Any = SimpleNamespace(config=config, folder=tmp_path)
+    run: Any = SimpleNamespace(config=config, folder=tmp_path, records=Records())
     Run.record_rollouts(run, step)
+    run.records.wait()
     kept = parquet.read(tmp_path / "trajectories" / "step_000003.parquet")
     assert [t.sample for t in kept] == [*range(SAMPLES)] * WANTED + [GREEDY] * WANTED
     assert [t.prompt.uid for t in kept[-WANTED:]] == [0, 1, 2, 3] and kept[-1].reward == 0.75

@@ -1,0 +1,43 @@
+"""Trajectory files of a run, written in a background thread while the ranks train."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from skyrl_mega.trajectories import parquet
+from skyrl_mega.trajectories.trajectory import Trajectory
+
+
+class Records:
+    """Writes one trajectory file at a time, in the order of the calls. Errors surface in the next call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "records")
+        self._writing: Future[None] | None = None
+
+    def write(self, file: Path, trajectories: list[Trajectory], *, columns: bool) -> None:
+        """Starts writing a file; see `parquet.write_apart`. Waits for the previous file, so that no more than one
+        step's trajectories are kept.
+
+        Raises:
+            ClusterError: See `wait`.
+            OSError: See `wait`.
+        """
+        self.wait()
+        self._writing = self._thread.submit(parquet.write_apart, file, trajectories, columns=columns)
+
+    def wait(self) -> None:
+        """Waits until the file is complete.
+
+        Raises:
+            ClusterError: The trajectories' arrays are lost, or writing took too long.
+            OSError: The file could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Waits for the file, whatever its outcome, and ends the thread."""
+        self._thread.shutdown()
