@@ -208,7 +208,7 @@ class Run:
         try:
             refuse_broken(step.trajectories, self.config.environment.max_failed)
         except UserError:
-            self.records.wait()  # the error's text points to the file
+            self.records.wait()  # the file shows what failed
             raise
 
     def evaluate(self, step: Step) -> None:
