@@ -14,8 +14,8 @@ from skyrl_mega.config.schema import Config, DynamicSamplingConfig, RolloutConfi
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.records import Records
+from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run, rollout_metrics
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trajectories import parquet
