@@ -18,18 +18,35 @@ def rounds(config: Config, signal: float = SIGNAL_SHARE) -> list[int]:
         config: The settings.
         signal: Share of groups with a signal, above 0.
     """
+    return [sampled for sampled, _ in _rounds(config, signal)]
+
+
+def trained(config: Config, signal: float = SIGNAL_SHARE) -> int:
+    """Returns the number of groups on which a step trains: fewer than `data.prompts_per_step` if all rounds of dynamic
+    sampling together find fewer groups with a signal."""
+    wanted = config.data.prompts_per_step
+    settings = config.algorithm.dynamic_sampling
+    if not settings.enabled or settings.mode == "replace":  # copies fill the step up
+        return wanted
+    return min(wanted, sum(informative for _, informative in _rounds(config, signal)))
+
+
+def _rounds(config: Config, signal: float) -> list[tuple[int, int]]:
+    """Returns the prompts sampled in each round, and the groups with a signal among them."""
     settings, wanted = config.algorithm.dynamic_sampling, config.data.prompts_per_step
     if not settings.enabled:
-        return [wanted]
+        return [(wanted, wanted)]
     if config.asynchrony.mode == "full":  # dropped groups are replaced at once
-        return [ceil(min(1 / signal, settings.max_rounds) * wanted)]
+        sampled = ceil(min(1 / signal, settings.max_rounds) * wanted)
+        return [(sampled, round(signal * sampled))]
     share = settings.replace_from if settings.mode == "replace" else 1.0
-    sampled: list[int] = []
+    rounds: list[tuple[int, int]] = []
     with_signal = 0
-    while not sampled or (with_signal < share * wanted and len(sampled) < settings.max_rounds):
-        sampled.append(ceil(settings.oversample * (wanted - with_signal)))
-        with_signal += max(1, round(signal * sampled[-1]))
-    return sampled
+    while not rounds or (with_signal < share * wanted and len(rounds) < settings.max_rounds):
+        sampled = ceil(settings.oversample * (wanted - with_signal))
+        rounds.append((sampled, max(1, round(signal * sampled))))
+        with_signal += rounds[-1][1]
+    return rounds
 
 
 def note(config: Config, signal: float = SIGNAL_SHARE) -> str | None:

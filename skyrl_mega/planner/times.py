@@ -20,11 +20,11 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
-from skyrl_mega.planner.dynamic import rounds
 from skyrl_mega.planner.flops import BACKWARD, PassWork, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
@@ -100,8 +100,9 @@ def step_time(
     sizes, played = batch(config, parallel), trajectories or assumed(config, parallel)
     if trajectories is not None:
         config, sizes = sizes_of(config, parallel, trajectories)
-    train, forward = policy_times(config, decoder, parallel, sizes)
-    critic = critic_time(config, decoder)
+    share = dynamic.trained(config, played.signal) / config.data.prompts_per_step
+    train, forward = (seconds * share for seconds in policy_times(config, decoder, parallel, sizes))
+    critic = critic_time(config, decoder) * share
     generate, tools = rollout_times(config, decoder, sizes, played)
     return StepTime(
         generate=generate,
@@ -162,7 +163,7 @@ def rollout_times(
         trajectories: Lengths and environments.
         prompts: Prompts of each round; None takes the rounds of dynamic sampling.
     """
-    batches = (replace(sizes, prompts=n) for n in prompts or rounds(config, trajectories.signal))
+    batches = (replace(sizes, prompts=n) for n in prompts or dynamic.rounds(config, trajectories.signal))
     times = [
         _round_times(config, decoder, step, count, trajectories)
         for step in batches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from skyrl_mega.cli import dry_run_notes, suggest_text
@@ -12,6 +14,7 @@ from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.search import SearchResult
 from skyrl_mega.planner.times import generate_time, step_time
+from skyrl_mega.planner.trajectories import assumed
 from tests.weights.grids import MODELS
 
 
@@ -44,6 +47,27 @@ def test_groups_that_are_generated_all_the_time_have_no_rounds() -> None:
     config = settings(enabled=True)
     config.asynchrony.mode = "full"
     assert dynamic.rounds(config) == [1024]
+
+
+@pytest.mark.parametrize(
+    "sampling, signal, groups",
+    [
+        ({}, 0.1, 512),
+        ({"enabled": True}, 0.5, 512),
+        ({"enabled": True, "max_rounds": 2}, 0.5, 256 + 128),
+        ({"enabled": True, "max_rounds": 1}, 0.1, 51),
+        ({"enabled": True, "max_rounds": 1, "mode": "replace", "replace_from": 0.3}, 0.1, 512),
+    ],
+)
+def test_a_step_trains_on_the_groups_that_the_rounds_find(
+    sampling: dict[str, object], signal: float, groups: int
+) -> None:
+    config = settings(**sampling)
+    assert dynamic.trained(config, signal) == groups
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d = architecture(hf).describe(hf)
+    whole, given = step_time(settings(), d, parallel), replace(assumed(config, parallel), signal=signal)
+    assert step_time(config, d, parallel, 0.0, given).train == pytest.approx(whole.train * groups / 512)
 
 
 def test_seconds_of_a_step_have_the_prompts_that_the_filter_needs() -> None:
