@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, MOST, Parser, guarded, integer, path_of
 
+LOOPBACK = "127.0.0.1"
+
 
 def trajectories(argv: Sequence[str]) -> None:
     """Prints trajectories, or writes a page of them. Raises UserError if an option is wrong, or a path contains no
@@ -93,7 +95,22 @@ def run(argv: Sequence[str]) -> None:
     )
     p.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder, such as runs/<name>")
     p.add_argument("--html", type=path_of, metavar="FILE", help="without it RUN/report.html, of the first run")
+    p.add_argument(
+        "--serve",
+        type=integer(0, 65535),
+        metavar="PORT",
+        help="serves a page that follows the run; 0: any port",
+    )
+    p.add_argument("--host", default=LOOPBACK, help=f"--serve: address (default: {LOOPBACK})")
     args = p.parse_args(argv)
+    if args.serve is not None:
+        if args.html or len(args.runs) > 1:
+            raise UserError("it serves the page of one run, and writes no file", key="--serve")
+        from skyrl_mega.report.live import foreground
+
+        return foreground.serve_until_interrupted(args.runs[0], args.host, args.serve)
+    if args.host != LOOPBACK:
+        raise UserError("it is for --serve", key="--host")
 
     from skyrl_mega.report import header, incidents, overview, run_data
 

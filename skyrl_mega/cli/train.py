@@ -127,6 +127,7 @@ def _run(args: argparse.Namespace) -> int:
     except UserError as error:
         raise _with_fix(error, config) from error
 
+    from skyrl_mega.report.live.process import live_page
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.events import Event
     from skyrl_mega.telemetry.run_dir import run_folder
@@ -151,7 +152,8 @@ def _run(args: argparse.Namespace) -> int:
             console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)
 
-        return _train(config, folder, console)
+        with live_page(config.telemetry, folder, console):
+            return _train(config, folder, console)
 
 
 def _check_options(args: argparse.Namespace) -> None:

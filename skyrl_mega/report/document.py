@@ -39,7 +39,13 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(
-    title: str, body: str, *, styles: Sequence[str], programs: Sequence[str], blocks: Mapping[str, Any] | None = None
+    title: str,
+    body: str,
+    *,
+    styles: Sequence[str],
+    programs: Sequence[str],
+    blocks: Mapping[str, Any] | None = None,
+    served: bool = False,
 ) -> str:
     """Returns the HTML page.
 
@@ -49,12 +55,14 @@ def document(
         styles: Files of `assets/`, added after `common.css`.
         programs: Files of `assets/`, added after `common.js`.
         blocks: Name → value for the page's program, unpacked on demand.
+        served: True for a page with requests to its own server.
     """
     style = "".join(map(_asset, ("common.css", *styles)))
     program = "".join(map(_asset, ("common.js", *programs)))
+    connect = "connect-src 'self'; " if served else ""
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(program)}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"{connect}base-uri 'none'; form-action 'none'"
     )
     packed = [
         f'<script type="application/octet-stream" id="{escape(name)}">{pack(value)}</script>\n'

@@ -138,8 +138,13 @@ def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
         say(f"{FILE} was not written: {error!r}")
 
 
-def page(runs: Sequence[RunData]) -> str:
-    """Returns the HTML page of the runs."""
+def page(runs: Sequence[RunData], live: str = "") -> str:
+    """Returns the HTML page of the runs.
+
+    Args:
+        runs: The runs.
+        live: Version of a page that asks its server for newer versions; empty for a file.
+    """
     names, several = _names(runs), len(runs) > 1
     titled = [(run, name if several else "") for run, name in zip(runs, names, strict=True)]
     points: dict[str, Any] = {}
@@ -166,7 +171,14 @@ def page(runs: Sequence[RunData]) -> str:
     body.append(_settings(runs, names))
     body += [_places(run, name) for run, name in titled]
     main = f'<main class="report">{"".join(body)}</main>'
-    return document(" · ".join(names), main, styles=["run.css"], programs=["run.js"], blocks={"points": points})
+    return document(
+        " · ".join(names),
+        main,
+        styles=["run.css", *(["live.css"] if live else [])],
+        programs=["run.js", *(["live.js"] if live else [])],
+        blocks={"points": points, **({"live": {"version": live}} if live else {})},
+        served=bool(live),
+    )
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:

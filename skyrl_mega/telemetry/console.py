@@ -152,6 +152,12 @@ class Console:
         self._write_log(shown)
         self.record(text)
 
+    def show_secret(self, text: str, instead: str) -> None:
+        """Prints a line with a secret, only on a terminal; other people may read a file or a pipe and receive
+        `instead`, as does the log."""
+        self._print(printable(text if self._out.is_terminal else instead))
+        self._write_log(instead)
+
     def note(self, text: str) -> None:
         """Writes a line to the run's log only. Records an `Event`."""
         self._write_log(hidden(text))

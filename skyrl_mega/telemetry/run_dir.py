@@ -160,6 +160,19 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def is_at_work(folder: Path) -> bool:
+    """Returns True if a process of this machine holds the lock of a run's folder.
+
+    Reads the kernel's list: trying the lock could fail the start of a run.
+    """
+    try:
+        inode = f":{(folder / '.lock').stat().st_ino}"
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:  # the folder was never locked, or there is no /proc
+        return False
+    return any("FLOCK" in fields and any(field.endswith(inode) for field in fields) for fields in locks)
+
+
 @contextmanager
 def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     """Locks a folder against other processes until the context ends.

@@ -59,12 +59,16 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def open(self, file: Path, fragment: str = "", width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Loads a page and waits until the load is complete."""
+        """Loads a page in a file and waits until the load is complete."""
+        self.visit(f"{file.absolute().as_uri()}{fragment}", width, height, dark)
+
+    def visit(self, address: str, width: int = 1400, height: int = 900, dark: bool = False) -> None:
+        """Loads an address and waits until the load is complete."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         # Starts from a blank page: a move within the same page would only scroll.
-        for url in ("about:blank", f"{file.absolute().as_uri()}{fragment}"):
+        for url in ("about:blank", address):
             self._arrived.clear()
             self._call("Page.navigate", url=url)
             deadline = time.monotonic() + PATIENCE_S

@@ -100,5 +100,18 @@ class TelemetryConfig:
     timeline: bool = True
     """Writes a small file per step, `timeline/step_<n>.json.gz` in the run's folder, with the activity of engines,
     environments and policy over time, and measures idle time (docs/report.md)."""
+    page: Optional[int] = between(0, 65535, None)
+    """Port of the live page on the driver's node (docs/report.md): the report during the run, alarms, and `/metrics`
+    for Prometheus; 0 takes a free port, null serves no page. Every request needs the token printed at the start."""
+    page_host: str = "127.0.0.1"
+    """Address of the live page: the default is reachable from the driver's node only; 0.0.0.0 is every interface."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps and ranks recorded for a profiler's view."""
+
+    def refusals(self) -> Refusals:
+        """Yields an address of the live page without a port, and a malformed address."""
+        if self.page is None and self.page_host != TelemetryConfig.page_host:
+            why = "no page is served; give telemetry.page=8265 too, or leave the address out"
+            yield "telemetry.page_host", why
+        if not re.fullmatch(r"[\w.:-]+", self.page_host):
+            yield "telemetry.page_host", "allowed is an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0"

@@ -2,9 +2,14 @@
 
 const AREA = { width: 440, height: 200, left: 52, right: 10, top: 8, bottom: 22 };  // as in plots.py
 
-document.querySelector(".report > header").append(themeButton());
+/** Adds what the program draws into the report: the button and the line at the mouse. */
+function startReport() {
+  const header = document.querySelector(".report > header");
+  if (header) header.append(themeButton());
+  return block("points").then(followMouse);
+}
 
-block("points").then((points) => {
+function followMouse(points) {
   const hint = el("div.hint", { hidden: true });
   document.body.append(hint);
   const figures = Object.keys(points).map((id) => document.getElementById(id));
@@ -40,7 +45,7 @@ block("points").then((points) => {
     svg.addEventListener("pointermove", (event) => show(figure.id, event));
     svg.addEventListener("pointerleave", clear);
   }
-});
+}
 
 function cursor(figure, { low, high }, step) {
   if (step < low || step > high) return;
@@ -50,3 +55,5 @@ function cursor(figure, { low, high }, step) {
   for (const [name, value] of Object.entries({ class: "cursor", x1: x, x2: x, y1: AREA.top, y2: AREA.height - AREA.bottom })) line.setAttribute(name, value);
   figure.querySelector("svg").append(line);
 }
+
+startReport();

@@ -1,0 +1,40 @@
+"""The live page of a run of another command, or of a finished run: `report run RUN --serve PORT`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.report import run_data
+from skyrl_mega.report.live.access import token_of
+from skyrl_mega.report.live.process import address, bound
+from skyrl_mega.report.live.server import serve, yield_to_the_run
+from skyrl_mega.report.live.snapshot import Follower
+from skyrl_mega.telemetry.run_dir import is_at_work
+
+
+def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
+    """Serves the page of a run until Ctrl-C or SIGTERM, and prints the address with the token.
+
+    Args:
+        folder: The run's folder.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+
+    Raises:
+        UserError: The folder does not belong to a run, the address cannot be bound, or the token cannot be kept.
+    """
+    run_data.read(folder)
+    token = token_of(folder)
+    try:
+        listening = bound(host, port)
+    except UserError as error:
+        raise UserError(error, key="--serve", value=port) from error
+    with listening:
+        yield_to_the_run()
+        print(f"{address(host, listening)}/?token={token}\nCtrl-C ends the page", flush=True)
+        try:
+            asyncio.run(serve(listening, Follower(folder, lambda: is_at_work(folder)), token))
+        except KeyboardInterrupt:
+            return
