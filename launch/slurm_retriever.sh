@@ -94,8 +94,12 @@ watch_service() {
 
 end_service() {
     [[ $watcher ]] && kill "$watcher" 2>/dev/null
-    if [[ $service && $service != job ]]; then
-        kill "$service" 2>/dev/null
-        wait "$service"
-    fi
+    [[ $service && $service != job ]] || return 0
+    rm -f "$folder/retriever" # the service ends without its file; a signal to srun would have Slurm kill it
+    for _ in {1..20}; do
+        kill -0 "$service" 2>/dev/null || break
+        sleep 1
+    done
+    kill "$service" 2>/dev/null
+    wait "$service"
 }

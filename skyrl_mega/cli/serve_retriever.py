@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,14 +16,16 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser, enter, path_of
 from skyrl_mega.config.schema import Config
 
+LOOK_EVERY_S = 1.0
+
 
 def parser() -> argparse.ArgumentParser:
     """Returns the argument parser of `python -m skyrl_mega.retriever run`."""
     p = Parser(
         prog="python -m skyrl_mega.retriever run",
-        description="Serves environment.retriever.index of a run's settings on this node's address until SIGTERM. "
-        "Builds a missing index if environment.retriever.build says how. Exit codes: 0 ended by a signal, 2 the input "
-        "is wrong, 1 the service cannot be kept alive.",
+        description="Serves environment.retriever.index of a run's settings on this node's address until SIGTERM or "
+        "the removal of the address file. Builds a missing index if environment.retriever.build says how. Exit codes: "
+        "0 ended on request, 2 the input is wrong, 1 the service cannot be kept alive.",
         allow_abbrev=False,
     )
     p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
@@ -83,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         assert url is not None
         with _announced(address_file, url, os.environ[served.retriever.token_variable]):
             say("retriever: ready")
-            ending.wait()
+            while not ending.wait(LOOK_EVERY_S) and address_file.exists():
+                pass
     return FAULT if lost.is_set() else DONE
 
 
@@ -101,22 +105,28 @@ def _make_corpus(config: Config) -> None:
 
 
 def _host() -> str:
-    """Returns this node's address: of the interface SKYRL_MEGA_INTERFACE, else the address that Ray would use.
+    """Returns this node's address: of the interface SKYRL_MEGA_INTERFACE, else of the default route, as Ray does.
 
     Raises:
-        UserError: The interface does not exist or has no IPv4 address.
+        UserError: The interface does not exist or has no IPv4 address, or there is no route.
     """
     from skyrl_mega.cluster.actor_process import address_of
 
     interface = os.environ.get("SKYRL_MEGA_INTERFACE")
-    if not interface:
-        import ray
-
-        return str(ray.util.get_node_ip_address())
     with suppress(OSError):
-        if address := address_of(interface):
-            return address
-    raise UserError("allowed is an interface with an IPv4 address", key="SKYRL_MEGA_INTERFACE", value=interface)
+        if interface:
+            if address := address_of(interface):
+                return address
+        else:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect(("8.8.8.8", 53))  # sends nothing; selects the default route
+                return str(probe.getsockname()[0])
+    raise UserError(
+        "allowed is an interface with an IPv4 address" if interface else "this node has no default route",
+        key="SKYRL_MEGA_INTERFACE",
+        value=interface or "not set",
+        fix="name the interface that the nodes of the run can reach, such as ib0",
+    )
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from tests.retriever.services import ROOT
 RECIPE = str(ROOT / "configs" / "searchr1_cpu.yaml")
 
 
-def test_it_serves_the_index_of_the_settings_until_a_signal(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["signal", "file"])
+def test_it_serves_the_index_of_the_settings_until_its_end(corpus: Path, tmp_path: Path, end: str) -> None:
     file = tmp_path / "address"
     command = [
         *(sys.executable, "-m", "skyrl_mega.retriever", "run", "--config", RECIPE, "--directory", str(tmp_path)),
@@ -42,7 +43,7 @@ def test_it_serves_the_index_of_the_settings_until_a_signal(corpus: Path, tmp_pa
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         (hits,) = Client(url, token).search(["capital of Hungary"], topk=2)
         assert len(hits) == 2
-        process.send_signal(signal.SIGTERM)
+        file.unlink() if end == "file" else process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
