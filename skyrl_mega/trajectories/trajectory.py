@@ -183,7 +183,7 @@ class Trajectory:
     @property
     def written(self) -> int:
         """Number of the policy's tokens."""
-        return self.mask.tobytes().count(1) if self.remote_arrays is None else self.remote_arrays.written
+        return bytes(self.mask).count(1) if self.remote_arrays is None else self.remote_arrays.written
 
     def tokens_by_version(self) -> list[int]:
         """Returns the number of the policy's tokens for each entry of `versions`."""
@@ -192,7 +192,7 @@ class Trajectory:
         if not self.versions:  # the policy produced nothing
             return []
         ends = [*(start for _, start in self.versions[1:]), len(self.tokens)]
-        mask = self.mask.tobytes()
+        mask = bytes(self.mask)
         return [mask.count(1, start, end) for (_, start), end in zip(self.versions, ends, strict=True)]
 
     @property
