@@ -9,7 +9,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs
+from skyrl_mega.cli import dry_run_notes, dry_run_time, inputs, workload
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import masked
@@ -245,8 +245,20 @@ def _shared(config: Config, decoder: Decoder, parallel: ParallelDims) -> dict[st
 def _times(
     inputs: dry_run_time.Inputs, args: argparse.Namespace | None
 ) -> tuple[dict[str, float] | None, dict[str, Any] | None]:
-    """Returns the seconds of a step and everything about time; None for both without rates."""
-    return dry_run_time.values(inputs, args) if rates.has_times(inputs.config) else (None, None)
+    """Returns the seconds of a step and everything about time; None for both without rates.
+
+    Raises:
+        UserError: An option describes trajectories, but no rates are known.
+    """
+    if rates.has_times(inputs.config):
+        return dry_run_time.values(inputs, args)
+    if option := workload.first_option(args):
+        raise UserError(
+            "no rates of a CPU are known, so no seconds are estimated",
+            key=f"--{option}",
+            fix="give cluster.rates_file=FILE, a file of python -m benchmarks.bet --rates FILE",
+        )
+    return None, None
 
 
 def _planned_sync(config: Config, hf: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:

@@ -36,11 +36,15 @@ def duration(seconds: float) -> str:
 
 
 def run_text(run: Values) -> str:
-    """Returns the steps and the duration of a run, with the ends of the error bar."""
-    seconds = run["seconds"]
+    """Returns steps, duration and GPU-hours of a run, with the ends of the error bar."""
+    seconds, hours, cost = run["seconds"], run["gpu_hours"], ""
+    if run["gpus"]:
+        cost = (
+            f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
+        )
     steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}"
     ends = f"{duration(seconds['low'])} to {duration(seconds['high'])}"
-    return f"{steps} take about {duration(seconds['estimate'])} ({ends})"
+    return f"{steps} take about {duration(seconds['estimate'])} ({ends}){cost}"
 
 
 def _seconds(time: Values) -> list[str]:
@@ -52,8 +56,11 @@ def _seconds(time: Values) -> list[str]:
     rows = [("", *HEADS.values())]
     rows += [(TOKENS[key], *(f"{columns[name][key]:,.0f}" for name in HEADS)) for key in TOKENS]
     rows += [(SHARES.get(key, key), *(_amount(columns[name][key]) for name in HEADS)) for key in shown]
-    rows.append(("tokens/s/GPU", *(f"{columns[name]['tokens_per_second_per_gpu']:,.0f}" for name in HEADS)))
-    rows.append(("MFU", *(f"{columns[name]['mfu']:.1%}" for name in HEADS)))
+    speed = [f"{columns[name]['tokens_per_second_per_gpu']:,.0f}" for name in HEADS]
+    if time["run"]["gpus"]:
+        rows += [("tokens/s/GPU", *speed), ("MFU", *(f"{columns[name]['mfu']:.1%}" for name in HEADS))]
+    else:  # no peak of a CPU is known
+        rows.append(("tokens/s/process", *speed))
     ahead = columns["mean"]["ahead"]
     lines = [f"  {ahead:.1f} s of generating go on while the policy works"] if ahead else []
     return [f"seconds of an RL step; {_lengths(time['trajectories'])}", *aligned(rows), *lines]
@@ -75,11 +82,6 @@ def _lengths(trajectories: Values) -> str:
 
 def _run(time: Values) -> list[str]:
     run = time["run"]
-    hours, cost = run["gpu_hours"], ""
-    if run["gpus"]:
-        cost = (
-            f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
-        )
     parts = [
         f"{run[name]:,} {word}{'s' * (run[name] != 1)} of {run[f'{key}_s']:,.1f} s"
         for name, word, key in (
@@ -89,7 +91,7 @@ def _run(time: Values) -> list[str]:
         if run[f"{key}_s"]
     ]
     return [
-        f"run: {run_text(run)}{cost}",
+        f"run: {run_text(run)}",
         *([f"  with {' and '.join(parts)}"] if parts else []),
         *(
             []

@@ -41,9 +41,9 @@ class Described:
     """Mean turns; None if unknown."""
 
 
-def is_described(args: argparse.Namespace | None) -> bool:
-    """Returns True if an option describes the trajectories."""
-    return args is not None and any(getattr(args, name) is not None for name in OPTIONS)
+def first_option(args: argparse.Namespace | None) -> str | None:
+    """Returns the name of the first option that describes the trajectories; None without such an option."""
+    return next((name for name in OPTIONS if getattr(args, name, None) is not None), None)
 
 
 def described(config: Config, parallel: ParallelDims, args: argparse.Namespace | None) -> Described:
@@ -58,7 +58,7 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
         UserError: An option is wrong.
     """
     usual = assumed(config, parallel)
-    if args is None or not is_described(args):
+    if args is None or first_option(args) is None:
         return Described(usual, "assumed", None, "assumed")
     workload = workload_of(config, args)
     length = workload.length

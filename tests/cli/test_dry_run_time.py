@@ -87,5 +87,7 @@ def test_a_cpu_with_measured_rates_has_seconds(
     v = json.loads(capsys.readouterr().out)
     assert v["sync"] is None and v["seconds"]["step"] > 0 and v["time"]["run"]["gpus"] == 0
     assert "GPU-hours" not in dry_run_text.text(v) and "measured: two cores, cpu.json" in dry_run_text.text(v)
+    assert main([*given, "--tokens", "5"]) == 2
+    assert "--tokens: no rates of a CPU are known" in capsys.readouterr().err
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)["time"] is None
