@@ -56,7 +56,8 @@ def _crashes(run: RunData) -> list[str]:
         actors = ", ".join(dict.fromkeys(str(event.facts.get("actor")) for event in lost))
         parts.append(_folded(f"given up after a crash, with no restart left: {actors}", lost, "bad"))
     if recovered := run.recovered:
-        parts.append(_folded(f"recovered from {len(recovered)} crashes", recovered, "warn"))
+        count = "a crash" if len(recovered) == 1 else f"{len(recovered)} crashes"
+        parts.append(_folded(f"recovered from {count}", recovered, "warn"))
     return parts
 
 

@@ -103,7 +103,7 @@ def test_a_crash_without_a_restart_left_is_no_recovery(run: Path) -> None:
     assert [event.text for event in data.given_up] == [fatal["text"]]
     assert [event.text for event in data.recovered] == [given_up["text"]], "restarted after all"
     text = text_of(overview.write([run]).read_text())
-    assert "given up after a crash, with no restart left: engine-1" in text and "recovered from 1 crashes" in text
+    assert "given up after a crash, with no restart left: engine-1" in text and "recovered from a crash" in text
 
 
 def test_failed_trajectories_are_listed_by_kind(run: Path) -> None:
