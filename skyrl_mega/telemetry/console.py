@@ -248,7 +248,8 @@ class Console:
                 self._progress.update(phase.task, completed=phase.done, description=description)
             if time.monotonic() - phase.last_line_s >= QUIET_S:
                 phase.last_line_s = time.monotonic()
-                count = f" {phase.done}" + (f"/{phase.total}" if phase.total else "")
+                total = f"/{phase.total}" if phase.total else ""
+                count = f" {phase.done}{total}" if phase.done or total else ""
                 detail = f": {phase.detail}" if phase.detail else ""
                 seconds = table.duration(phase.seconds)
                 self._plain_line(f"{phase.name}{'' if detail else count}, {seconds}{detail}")

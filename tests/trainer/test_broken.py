@@ -40,7 +40,8 @@ def test_failures_of_a_step_are_recorded_by_kind() -> None:
     def failed(text: str, status: Status = Status.ERROR_ENV) -> Trajectory:
         return replace(ended(status), metadata={"error": text, "at": "m.py, line 9"})
 
-    trajectories = [failed(f"raised KeyError('{i}')") for i in range(3)] + [ended(Status.COMPLETED)]
+    errors = [f"raised {KeyError(text)!r}" for text in ("0", "it's", 'it\'s "quoted"')]
+    trajectories = [*map(failed, errors), ended(Status.COMPLETED)]
     trajectories.append(failed("took longer than 14.5 s", Status.ERROR_ENV_TIMEOUT))
     event = failures_event(7, trajectories)
     assert event is not None and (event.kind, event.facts["step"], event.facts["of"]) == ("failures", 7, 5)

@@ -16,7 +16,7 @@ KINDS_SHOWN = 3
 """Number of failure kinds reported with an example."""
 KINDS_RECORDED = 20
 """Number of failure kinds of a step recorded as data."""
-VARYING = r"'[^']*'|\"[^\"]*\"|[\d.]+"
+VARYING = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[\d.]+"
 """Varying parts of error texts of the same kind: quoted text and numbers."""
 
 
