@@ -22,6 +22,8 @@ NOISY = 80
 """Number of points from which a line is drawn faintly under a smoothed line."""
 TINY = 1e-100
 """Smallest value distinguished from 0."""
+EQUAL = 1e-6
+"""Relative difference of values equal up to rounding in float32."""
 BARS = 90
 """Most bars of a stack; more bars become means of neighbours."""
 
@@ -110,7 +112,7 @@ def is_flat(values: Sequence[float | None]) -> bool:
     """Returns True if all values equal the first, up to rounding."""
     first = values[0] if values else None
     return first is not None and all(
-        value is not None and abs(value - first) <= 1e-9 * max(abs(value), abs(first)) for value in values
+        value is not None and abs(value - first) <= EQUAL * max(abs(value), abs(first)) for value in values
     )
 
 
@@ -246,7 +248,7 @@ def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
     if log:
         low, high = 10.0 ** math.floor(math.log10(low) + 1e-9), 10.0 ** math.ceil(math.log10(high) - 1e-9)
         return (low, high) if low < high else (low, 10 * low)
-    if high - low <= max(1e-6 * abs(high), TINY):  # equal up to rounding
+    if high - low <= max(EQUAL * abs(high), TINY):
         return (low - 0.1 * abs(low), high + 0.1 * abs(high)) if abs(high) > TINY else (0.0, 1.0)
     room = 0.06 * (high - low)
     # No margin below zero: zero is a floor unless there are negative values.

@@ -134,6 +134,8 @@ def test_marks_stand_between_the_steps() -> None:
     [
         ([0.0, 0.0, 0.0], True),
         ([0.1 + 0.2, 0.3, 0.3], True),
+        ([1.0, 1.0 + 1e-7, 1.0], True),
+        ([1.0, 1.0 + 1e-5, 1.0], False),
         ([1e-6, 1e-6, 2e-6], False),
         ([None, 1.0, 1.0], False),
         ([1.0, None, 1.0], False),
