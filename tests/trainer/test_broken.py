@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from skyrl_mega.trajectories.trajectory import Group, Status, Trajectory
 
 def ended(status: Status) -> Trajectory:
     error = {"error": "MyEnv.step raised NameError(\"name 're' is not defined\")"} if status.failed else {}
-    return Trajectory(Prompt(0, [], "mine", {}), 0, [], [], [], 0, 0.0, status, 1, metadata=error)
+    arrays = array("i"), array("b"), array("f")
+    return Trajectory(Prompt(0, [], "mine", {}), 0, *arrays, 0, 0.0, status, 1, metadata=error)
 
 
 def test_all_failed_is_one_line_with_the_first_cause() -> None:
