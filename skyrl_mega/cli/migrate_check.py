@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def complete(migration: Migration) -> str:
         if migration.open_layout:
             _choose_layout(migration, config)
             config = composed(migration)
+        user_code = [*filter(None, (config.environment.reward_function, *config.environment.classes.values()))]
+        if user_code:
+            hf, _ = _model(config)
+            if error := refusal.find_error(config, hf, planned=True):
+                raise refusal.with_fix(error, config, hf, planned=True)
+            return f"layout and memory pass; --dry-run also checks the data, and imports {', '.join(user_code)}"
         _, absent = dry_run.checked(config)
     except UserError as error:
         return f"refused: {'; '.join(error.lines)}"
@@ -50,7 +57,7 @@ def composed(migration: Migration) -> Config:
 
 def _choose_layout(migration: Migration, config: Config) -> None:
     """Adds the smallest layout that fits, with safe memory first; adds nothing if no layout fits."""
-    hf, _ = inputs.planned_inputs(config)
+    hf, _ = _model(config)
     for strict in (True, False):
         for layout in _layouts(config, bool(hf.get("num_experts"))):
             trial = changed(config, tuple(layout.items()))
@@ -58,6 +65,13 @@ def _choose_layout(migration: Migration, config: Config) -> None:
                 why = f"{migration.program} cut the model by FSDP, which has no such sizes: the smallest cut that fits"
                 migration.add("layout", layout, f"{why}; --suggest compares others")
                 return
+
+
+def _model(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """Returns the model's config.json, without an import of the user's environments, and the absent paths."""
+    without_code = replace(config.environment, classes={}, reward_function=None, default=None, options={})
+    no_rows = replace(config.data, train=["absent.parquet"], eval=[], prepare=None)
+    return inputs.planned_inputs(replace(config, environment=without_code, data=no_rows))
 
 
 def _layouts(config: Config, experts: bool) -> Iterator[dict[str, Any]]:

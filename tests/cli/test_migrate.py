@@ -85,3 +85,17 @@ def test_wrong_input(
     python.write_text("print(1)\n")
     assert migrate.main([word.format(script=script, python=python) for word in words]) == WRONG_INPUT
     assert line in capsys.readouterr().err
+
+
+def test_the_users_reward_function_is_not_imported(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("raise SystemExit('was imported')\n")
+    out = tmp_path / "run.yaml"
+    words = ["verl", str(script), f"custom_reward_function.path={reward}", "--out", str(out)]
+    assert migrate.main(words) == DONE
+    assert f"layout and memory pass; --dry-run also checks the data, and imports {reward}:compute_score" in (
+        capsys.readouterr().out
+    )
+    assert compose(out).environment.reward_function == f"{reward}:compute_score"

@@ -13,7 +13,7 @@ not needed. unknown: the other program's table lacks the key. added: settings th
 
 
 @dataclass(frozen=True)
-class Row:
+class AccountRow:
     """A setting of the other program, or an added setting of ours."""
 
     kind: str
@@ -33,7 +33,7 @@ class Migration:
     program: str
     settings: dict[str, Any] = field(default_factory=dict)
     """Our settings by dotted key, without our defaults."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AccountRow] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     open_layout: bool = False
     """True if the other program cut the model by FSDP or ZeRO, so `policy.layout` has to be chosen."""
@@ -49,4 +49,4 @@ class Migration:
         new = {key: value for key, value in settings.items() if key not in self.settings}
         self.settings |= new
         if new:
-            self.rows.append(Row("added", origin, None, new, why))
+            self.rows.append(AccountRow("added", origin, None, new, why))

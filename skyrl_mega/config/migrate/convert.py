@@ -10,23 +10,16 @@ Raises:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.migrate.state import State
+from skyrl_mega.config.migrate.state import TranslationState
 
 MODELS = "${oc.env:SKYRL_MEGA_MODELS,models}"
 """Folder of the models, as in `configs/model/`."""
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
-CONTEXTUAL = (
-    "sequences", "divided_by", "divides", "times", "share_of_steps", "input_limit", "tracker_option", "to_the_end",
-    "legacy_mean", "constant_mean", "trl_micro_batches", "evaluation_tokens", "engines", "at_least", "clip",
-    "router_loss", "trl_importance",
-)  # fmt: skip
-"""Conversions that need other settings, applied after all others."""
-
 Settings = dict[str, Any]
 Result = tuple[Settings, str]
 
@@ -81,91 +74,91 @@ def _numeric(value: Any) -> float:
     return value
 
 
-def same(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the value to every setting of the entry."""
     return {key: fitted(key, value) for key in here}, ""
 
 
-def none(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def none(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies nothing; the argument is the reason, without it the table's note."""
     raise Dropped(argument or "")
 
 
-def first(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def first(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the value to the first setting alone."""
     return {here[0]: fitted(here[0], value)}, ""
 
 
-def positive(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a value above 0; other values mean "not set" there."""
     if value is None or _numeric(value) <= 0:
         raise Dropped(f"{shown(value)} is not set there")
     return same(value, here, argument, state)
 
 
-def items(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def items(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the entries of a list, one to each setting."""
     if not isinstance(value, list | tuple) or len(value) != len(here):
         raise Dropped(f"a list of {len(here)} values is expected")
     return {key: fitted(key, entry) for key, entry in zip(here, value, strict=True)}, "one setting each"
 
 
-def also(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the value to the entry's settings and to those of the argument."""
     return {key: fitted(key, value) for key in (*here, *argument)}, "the limit of all turns, and of a single turn"
 
 
-def set_(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets fixed values if the value is on."""
     if value in (False, None, 0, ""):
         raise Dropped("off there, and off unless given")
     return dict(argument), "on there"
 
 
-def with_(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the value and sets further settings."""
     return {**same(value, here, None, state)[0], **argument}, "with the settings that make it the same"
 
 
-def positive_with(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def positive_with(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a value above 0 to the first setting and sets further settings."""
     return {**positive(value, here[:1], None, state)[0], **argument}, "with the settings that make it the same"
 
 
-def positive_set(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def positive_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets fixed values if the value is above 0."""
     positive(1 if value is True else value, (), None, state)
     return dict(argument), "at the end of the run; of any checkpoint: python -m skyrl_mega.export"
 
 
-def above_1(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets fixed values if the value is above 1."""
     if _numeric(value) <= 1:
         raise Dropped("1 is off")
     return dict(argument), "over all GPUs of an engine"
 
 
-def when_off(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets fixed values if the value is off."""
     if value:
         raise Dropped("on there, and here")
     return dict(argument), "off there"
 
 
-def switch(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets the first setting to 0 if the switch is off; if on, the keys under the switch have the value."""
     if value:
         return {}, f"{here[0]} says so: above 0 is on"
     return {here[0]: None if keys()[here[0]].nullable else 0}, "off"
 
 
-def dtype(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a type of numbers by its long or short name."""
     names = {"bf16": "bfloat16", "fp32": "float32", "torch.bfloat16": "bfloat16", "float": "float32"}
     return same(names.get(str(value), value), here, None, state)
 
 
-def model(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def model(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a path; a name of the Hugging Face hub becomes a folder of the models."""
     text = str(value)
     if text.count("/") == 1 and not text.startswith((".", "/", "~", "$")):
@@ -174,12 +167,12 @@ def model(value: Any, here: Sequence[str], argument: Any, state: State) -> Resul
     return {key: home(text).rstrip("/") for key in here}, ""
 
 
-def path(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a model's path like `model`; null stays null."""
     return model(value, here, None, state) if value is not None else same(None, here, None, state)
 
 
-def reference(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def reference(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Drops the path of a reference in Megatron's format: the reference is read from the model's directory."""
     if "torch_dist" in str(value):
         raise Dropped("a checkpoint of Megatron; the reference is read from model.path, in Hugging Face's format")
@@ -191,7 +184,7 @@ def home(text: str) -> str:
     return "${oc.env:HOME}" + text[1:] if text == "~" or text.startswith("~/") else text
 
 
-def files(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the paths of data files as a list."""
     paths = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, str) for entry in paths):
@@ -199,20 +192,13 @@ def files(value: Any, here: Sequence[str], argument: Any, state: State) -> Resul
     return {here[0]: [home(entry) for entry in paths]}, ""
 
 
-def named_files(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def named_files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the paths of `NAME FILE NAME FILE …`."""
     paths = value[1::2] if isinstance(value, list) else [value]
     return files(paths, here, None, state)[0], "a row's data_source names its set"
 
 
-def environment(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
-    """Copies the name of an environment that is built in; others need a class."""
-    if value in ("gsm8k", "gsm8k_multi_turn", "aime", "search", "text2sql", "multiply", "lcb", "math"):
-        return {here[0]: value}, ""
-    raise Dropped("no built-in environment; give environment.classes and environment.default (docs/own-environment.md)")
-
-
-def trackers(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Adds the known trackers to the default list; the terminal is always written."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if unknown := [name for name in names if name not in (*TRACKERS, "console", "none", "all")]:
@@ -223,21 +209,21 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: State) -> Re
     return {here[0]: [*TRACKERS[:2], *added]}, "beside the files of the run; the terminal is always written"
 
 
-def tracker(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Adds a tracker if the value is on."""
     if not value:
         raise Dropped("off there, and off unless given")
     return trackers(argument, here, None, state)
 
 
-def tracker_option(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def tracker_option(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets an option of the tracker wandb, if the run has this tracker."""
     if "wandb" not in state.ours("telemetry.trackers"):
         raise Dropped("of Weights & Biases, which the run does not use")
     return {f"telemetry.options.wandb.{argument}": value}, "an option of the tracker wandb"
 
 
-def sequences(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def sequences(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Returns the tokens of so many sequences of full length."""
     length = longest(state)
     tokens = int(_numeric(value)) * length
@@ -247,14 +233,14 @@ def sequences(value: Any, here: Sequence[str], argument: Any, state: State) -> R
     return result, f"{shown(value)} sequences of up to {length:,} tokens{cut}"
 
 
-def longest(state: State) -> int:
+def longest(state: TranslationState) -> int:
     """Returns the limit of a whole sequence in tokens."""
     response = state.ours("rollout.max_response_tokens")
     response = response or state.ours("rollout.max_turns") * state.ours("rollout.sampling.max_tokens")
     return int(state.ours("rollout.max_length") or state.ours("rollout.max_prompt_tokens") + response)
 
 
-def divided_by(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def divided_by(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Divides by a number or by one of our settings."""
     divisor = argument if isinstance(argument, int) else state.ours(argument)
     quotient = _numeric(value) / divisor
@@ -263,41 +249,41 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: State) -> 
     return result, f"{shown(value)} / {divisor}" + ("" if isinstance(argument, int) else f" ({argument})")
 
 
-def divides(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Divides one of our settings by the value."""
     return {here[0]: _whole(state.ours(argument) / max(1, _numeric(value)), here[0])}, f"{argument} / {shown(value)}"
 
 
-def times(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def times(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Multiplies by a number or by one of our settings."""
     factor = argument if isinstance(argument, int) else state.ours(argument)
     return {key: fitted(key, _numeric(value) * factor) for key in here}, f"{shown(value)} × {shown(factor)}"
 
 
-def plus(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Adds a number."""
     return {key: fitted(key, int(_numeric(value)) + argument) for key in here}, "turns of the policy: one more"
 
 
-def round_up(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Rounds up to a whole number."""
     return {here[0]: math.ceil(_numeric(value))}, "a whole number of weight syncs"
 
 
-def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Multiplies a share of the run by its optimizer steps."""
     if _numeric(value) == 0:
         return {here[0]: 0}, "none"
     return {here[0]: round(value * optimizer_steps(state, here[0]))}, f"{shown(value)} of the optimizer steps"
 
 
-def to_the_end(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets a schedule that decays until the end of the run."""
     steps = optimizer_steps(state, "policy.optimizer.decay_steps")
     return {"policy.optimizer.schedule": value, "policy.optimizer.decay_steps": steps}, "decays over the whole run"
 
 
-def optimizer_steps(state: State, key: str) -> int:
+def optimizer_steps(state: TranslationState, key: str) -> int:
     """Returns the optimizer steps of the whole run; raises Dropped if only the data decides the number."""
     steps, prompts = state.ours("run.steps"), state.ours("data.prompts_per_step")
     if steps is None:
@@ -306,7 +292,7 @@ def optimizer_steps(state: State, key: str) -> int:
     return int(steps * mini_batches * state.ours("data.epochs_per_step"))
 
 
-def input_limit(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def input_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the limit before a turn; a last turn may then write its whole answer."""
     if value is None:
         raise Dropped("not set there")
@@ -315,14 +301,14 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: State) ->
     return ours, "a turn may begin with so many tokens before it, and write its whole answer"
 
 
-def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets the token mean of each micro-batch with the micro-batch's number of samples."""
     samples = state.theirs("trainer.micro_train_batch_size_per_gpu") or 1
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of micro-batches of {samples}"
 
 
-def constant_mean(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets the sum over a sequence's tokens divided by a length: of the argument's key, or of the longest response."""
     length = state.theirs(argument) if argument else None
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
@@ -330,28 +316,28 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: State) 
     return ours, f"the sum over a sequence divided by {length:,}"
 
 
-def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Sets the token mean of each device's batch."""
     samples = state.theirs("per_device_train_batch_size") or 8
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of batches of {samples}"
 
 
-def engines(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Multiplies the number of engines, if replicas are asked for."""
     if _numeric(value) <= 1:
         raise Dropped("1 is no replica")
     return {"rollout.engines": state.ours("rollout.engines") * int(value)}, "as many more engines"
 
 
-def at_least(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Raises a limit of training to the limit of evaluation."""
     return {
         key: max(int(_numeric(value)), state.ours(key) or 0) for key in here
     }, "one limit for training and evaluation"
 
 
-def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the answer limit of evaluation; a longer answer than in training raises the limit of whole responses."""
     ours = {here[0]: fitted(here[0], value)}
     limit = state.ours("rollout.max_response_tokens")
@@ -362,7 +348,7 @@ def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: Sta
     return ours, "longer than in training, where rollout.sampling.max_tokens still ends an answer"
 
 
-def clip(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a clip range to the settings of the loss in use; `argument` is subtracted for CISPO."""
     loss = state.ours("algorithm.loss")
     group = f"algorithm.{loss}" if loss in ("gspo", "cispo", "gmpo") else "algorithm"
@@ -371,54 +357,38 @@ def clip(value: Any, here: Sequence[str], argument: Any, state: State) -> Result
     return {key: fitted(key, number) for key in ours}, f"the clip range of {loss}" if group != "algorithm" else ""
 
 
-def fusion(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def fusion(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Drops a fusion that is on: every fusion is used wherever it is right."""
     raise Dropped("used wherever it is right" if value else "list the others in policy.fusions to turn it off")
 
 
-def context(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def context(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Drops 1; a larger size of FSDP's sequence parallelism is left to the layout."""
     if _numeric(value) <= 1:
         raise Dropped("1 is no cut")
     raise Dropped("chosen with the layout: Megatron's tensor parallelism cuts weights and, between layers, sequences")
 
 
-def without_end(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def without_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a text without an ending that is added here."""
     text = str(value).removesuffix(argument)
     return {here[0]: text}, f"{argument} is added here" if text != value else ""
 
 
-def list_(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a value as a list."""
     return {here[0]: fitted(here[0], value if isinstance(value, list) else [str(value)])}, ""
 
 
-def router_loss(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def router_loss(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Drops the auxiliary loss, which TRL applies only to a mixture of experts that outputs router logits."""
     raise Dropped("TRL applies it only where output_router_logits is on; give policy.moe.aux_loss for it")
 
 
-def trl_importance(value: Any, here: Sequence[str], argument: Any, state: State) -> Result:
+def trl_importance(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies the bound of the importance weight, and of the mask where TRL masks whole sequences."""
     bound = fitted("algorithm.importance_cap", value)
     ours = {"algorithm.importance_cap": bound}
     if str(state.theirs("vllm_importance_sampling_mode")).startswith("sequence_mask"):
         ours["algorithm.rejection.high"] = bound
     return ours, "the bound of the mask too" if len(ours) > 1 else ""
-
-
-CONVERSIONS: Mapping[str, Callable[[Any, Sequence[str], Any, State], Result]] = {
-    "same": same, "none": none, "first": first, "positive": positive, "items": items, "also": also, "set": set_,
-    "with": with_, "positive_with": positive_with, "positive_set": positive_set, "above_1": above_1,
-    "when_off": when_off, "switch": switch, "dtype": dtype, "model": model, "path": path,
-    "reference": reference, "files": files,
-    "named_files": named_files, "environment": environment, "trackers": trackers, "tracker": tracker,
-    "tracker_option": tracker_option, "sequences": sequences, "divided_by": divided_by, "divides": divides,
-    "times": times, "plus": plus, "round_up": round_up, "share_of_steps": share_of_steps, "to_the_end": to_the_end,
-    "input_limit": input_limit, "legacy_mean": legacy_mean, "engines": engines, "at_least": at_least, "clip": clip,
-    "fusion": fusion, "context": context, "without_end": without_end, "list": list_, "router_loss": router_loss,
-    "evaluation_tokens": evaluation_tokens, "trl_importance": trl_importance,
-    "constant_mean": constant_mean, "trl_micro_batches": trl_micro_batches,
-}  # fmt: skip
-"""Name in `translation.yaml` → conversion. `figures` is not here: `figures.py` counts batches and GPUs."""

@@ -6,25 +6,28 @@ import posixpath
 from collections.abc import Callable
 from typing import Any
 
-from skyrl_mega.config.migrate.state import State
+from skyrl_mega.config.migrate.state import TranslationState
 
 ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
 """Graders of other programs that compare a final answer as mathematics."""
 
 
-def choose(t: State) -> None:
+def choose(t: TranslationState) -> None:
     """Adds the conversion of a known data set, its environment, and settings for a run without evaluation."""
     files = t.migration.settings.get("data.train") or []
     first = files[0] if files else ""
     known = next((add for name, add in KNOWN.items() if name in first.casefold() and t.program != "SkyRL"), None)
-    if known:
+    if t.migration.settings.get("environment.reward_function"):
+        pass  # the function judges the rows as they are
+    elif known:
         known(t, first)
     elif t.program == "TRL" and first:
         folder = f"data/{first.rpartition('/')[2]}"
         _replace(t, "dataset_name", {"data.train": [f"{folder}/train.parquet"]}, _rows(first))
-    for key in ("--rm-type", "reward_funcs"):
-        if key in t.given and all(row.theirs != key for row in t.migration.rows):
-            t.consume(key, "dropped", {}, _own_reward(t.given[key].value))
+    elif t.program == "verl" and first:
+        t.migration.assumptions.append(
+            "the rows have env_class; else give environment.default or environment.reward_function"
+        )
     if not t.migration.settings.get("data.eval"):
         for key in ("evaluation.every", "evaluation.before"):
             if t.migration.settings.get(key):
@@ -36,12 +39,8 @@ def _rows(name: str) -> str:
     return f"write the rows of {name} with prompt, env_class and reward_spec (docs/environments.md)"
 
 
-def _own_reward(value: Any) -> str:
-    return "an environment gives the reward: give environment.classes and environment.default (docs/own-environment.md)"
-
-
-def _math(t: State, file: str) -> None:
-    """Adds the conversion of DAPO-Math-17k, or of another file of problems and answers."""
+def _math(t: TranslationState, file: str) -> None:
+    """Adds the conversion of DAPO-Math-17k."""
     rewards = [*t.theirs("reward_funcs")] if isinstance(t.theirs("reward_funcs"), list) else []
     grader = "math" if {str(t.theirs("--rm-type")), *map(str, rewards)} & {*ALGEBRA} else "aime"
     folder = posixpath.join(posixpath.dirname(file), "skyrl_mega")
@@ -66,7 +65,7 @@ def _math(t: State, file: str) -> None:
         t.migration.add("data set: mathematics", answer, "the last `Answer:` line alone counts, ±1, as in DAPO")
 
 
-def _gsm8k(t: State, file: str) -> None:
+def _gsm8k(t: TranslationState, file: str) -> None:
     """Adds the download of GSM8K and its environment."""
     why = "the rows are downloaded and written by data.prepare before the run"
     for key in ("data.train_files", "--prompt-data", "dataset_name"):
@@ -78,7 +77,7 @@ def _gsm8k(t: State, file: str) -> None:
     t.migration.add("data set: GSM8K", settings, "as configs/gsm8k.yaml")
 
 
-def _replace(t: State, key: str, settings: dict[str, Any], why: str) -> None:
+def _replace(t: TranslationState, key: str, settings: dict[str, Any], why: str) -> None:
     """Replaces the row and the settings of a given key."""
     if key in t.given and all(settings.values()):
         t.migration.rows = [row for row in t.migration.rows if row.theirs != key]
@@ -87,5 +86,9 @@ def _replace(t: State, key: str, settings: dict[str, Any], why: str) -> None:
         t.consume(key, "changed", settings, why)
 
 
-KNOWN: dict[str, Callable[[State, str], None]] = {"dapo-math-17k": _math, "dapo_math": _math, "gsm8k": _gsm8k}
+KNOWN: dict[str, Callable[[TranslationState, str], None]] = {
+    "dapo-math-17k": _math,
+    "dapo_math": _math,
+    "gsm8k": _gsm8k,
+}
 """Part of a file's or data set's name → the function that adds its settings."""

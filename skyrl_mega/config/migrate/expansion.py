@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from skyrl_mega.config.migrate.shell_words import Assignment, Piece, Word, tokens
+from skyrl_mega.config.migrate.shell_words import Assignment, Word, WordPiece, tokens
 
 ENVIRONMENT = "${{oc.env:{}}}"
 """Text that our configuration replaces by a variable of the environment when the run starts."""
@@ -137,7 +137,7 @@ class Variables:
         except Unresolved as reason:
             self.values[name] = reason
 
-    def _piece(self, piece: Piece) -> str | list[str]:
+    def _piece(self, piece: WordPiece) -> str | list[str]:
         if piece.kind == "variable":
             return self._parameter(piece.content)
         if piece.kind == "arithmetic":

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from skyrl_mega.config.migrate.convert import sequences
-from skyrl_mega.config.migrate.state import State
+from skyrl_mega.config.migrate.state import TranslationState
 
 PROCESSES = 8
 """Assumed processes of TRL where the launcher's number is not given: one node of 8 GPUs."""
@@ -14,7 +14,7 @@ START_SECONDS = 1800
 """Time limit for the start on several nodes, as in `configs/cluster/`."""
 
 
-def batches(t: State) -> None:
+def batches(t: TranslationState) -> None:
     """Translates TRL's batch sizes and steps, which depend on the number of processes."""
     if t.program != "TRL":
         return
@@ -50,7 +50,7 @@ def batches(t: State) -> None:
     _steps(t, math.ceil(prompts / mini) * iterations)
 
 
-def _steps(t: State, optimizer_steps: int) -> None:
+def _steps(t: TranslationState, optimizer_steps: int) -> None:
     """Translates TRL's intervals in optimizer steps to RL steps."""
     for key, ours in (
         ("max_steps", "run.steps"),
@@ -74,12 +74,12 @@ def _steps(t: State, optimizer_steps: int) -> None:
             t.consume(key, kind, {ours: steps}, why)
 
 
-def _number(t: State, key: str, default: int) -> int:
+def _number(t: TranslationState, key: str, default: int) -> int:
     value = t.given[key].value if key in t.given and not t.given[key].unresolved else None
     return int(value) if isinstance(value, int) and value > 0 else default
 
 
-def cluster(t: State) -> None:
+def cluster(t: TranslationState) -> None:
     """Adds engines, the policy's ranks and all nodes of the run, and says if the layout has to be chosen."""
     migration = t.migration
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
@@ -103,7 +103,7 @@ def cluster(t: State) -> None:
     migration.open_layout = _cut_by_fsdp(t)
 
 
-def _cut_by_fsdp(t: State) -> bool:
+def _cut_by_fsdp(t: TranslationState) -> bool:
     """True if the model was cut by FSDP or ZeRO, which has no tensor, pipeline or expert sizes."""
     if t.program == "TRL":
         return True

@@ -19,7 +19,7 @@ class Given:
 
 
 @dataclass
-class Reading:
+class GivenSettings:
     """All settings found in one input."""
 
     program: str

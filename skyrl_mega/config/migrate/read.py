@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.migrate import python_script, shell
 from skyrl_mega.config.migrate.expansion import Variables
-from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.shell import Argument, Command
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import programs
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NEGATIVE = re.compile(r"-\.?\d")
 
 
-def read(program: str, words: Sequence[str]) -> Reading:
+def read(program: str, words: Sequence[str]) -> GivenSettings:
     """Returns the settings of an input: a file, arguments, or a file followed by arguments that replace its settings.
 
     Args:
@@ -39,7 +39,7 @@ def read(program: str, words: Sequence[str]) -> Reading:
     Raises:
         UserError: No input is given, the file cannot be read, or no setting is found.
     """
-    reading = Reading(program)
+    reading = GivenSettings(program)
     arguments = [Argument(word) for word in words]
     if words and (kind := _kind(words[0])):
         arguments = arguments[1:]
@@ -68,7 +68,7 @@ def _kind(word: str) -> str | None:
     return "python" if suffix == ".py" else SUFFIXES.get(suffix) or ("shell" if Path(word).is_file() else None)
 
 
-def _read_shell(reading: Reading, path: Path) -> None:
+def _read_shell(reading: GivenSettings, path: Path) -> None:
     """Takes the command of the script with most settings of the program."""
     script = shell.read(path)
     commands = [command for command in script.commands if _known(reading.program, command)]
@@ -169,7 +169,7 @@ def parsed(text: str) -> Any:
     return value
 
 
-def _read_yaml(reading: Reading, path: Path) -> None:
+def _read_yaml(reading: GivenSettings, path: Path) -> None:
     """Takes every key of a file; `${…}` between keys is replaced where the file alone decides the value."""
     try:
         content = yaml.safe_load(shell.script_text(path))
@@ -207,7 +207,7 @@ def _resolved(name: str, key: str, value: Any, tree: Any) -> Given:
     return Given(name, parsed(value) if isinstance(value, str) else value)
 
 
-def _read_python(reading: Reading, path: Path) -> None:
+def _read_python(reading: GivenSettings, path: Path) -> None:
     if reading.program != "TRL":
         raise UserError(
             f"{reading.program} takes its settings from the command line", key=path, fix="give the script of it"

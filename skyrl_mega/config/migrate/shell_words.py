@@ -14,7 +14,7 @@ _PLAIN = re.compile(r"[^\s\\'\"$`;|&()<>]+")
 
 
 @dataclass(frozen=True)
-class Piece:
+class WordPiece:
     """A part of a word."""
 
     kind: str
@@ -29,7 +29,7 @@ class Piece:
 class Word:
     """A word of a command."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WordPiece, ...]
     source: str
 
 
@@ -125,37 +125,37 @@ class _Lexer:
 
     def _word(self) -> Word:
         """Returns the word at the position; an empty word before a blank or an operator."""
-        start, pieces = self.at, list[Piece]()
+        start, pieces = self.at, list[WordPiece]()
         while self.at < len(self.script):
             sign = self.script[self.at]
             if sign in " \t\r\n;|&<>" or sign in "()":
                 break
             if sign == "'":
                 end = self._find("'", self.at + 1)
-                pieces.append(Piece("text", self.script[self.at + 1 : end], True))
+                pieces.append(WordPiece("text", self.script[self.at + 1 : end], True))
                 self.at = end + 1
             elif sign == '"':
                 self.at += 1
                 pieces += self._double_quoted()
             elif sign == "\\":
-                pieces.append(Piece("text", self.script[self.at + 1 : self.at + 2], True))
+                pieces.append(WordPiece("text", self.script[self.at + 1 : self.at + 2], True))
                 self.at += 2
             elif sign in "$`":
                 pieces.append(self._expansion(quoted=False))
             else:
                 plain = _PLAIN.match(self.script, self.at)
                 text = plain[0] if plain else sign
-                pieces.append(Piece("text", text, False))
+                pieces.append(WordPiece("text", text, False))
                 self.at += len(text)
         return Word(tuple(pieces), self.script[start : self.at])
 
-    def _double_quoted(self) -> Iterator[Piece]:
+    def _double_quoted(self) -> Iterator[WordPiece]:
         """Yields the pieces up to the closing double quote; an empty piece keeps an empty word."""
-        yield Piece("text", "", True)
+        yield WordPiece("text", "", True)
         while self.at < len(self.script) and self.script[self.at] != '"':
             sign = self.script[self.at]
             if sign == "\\" and self.script[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
-                yield Piece("text", self.script[self.at + 1], True)
+                yield WordPiece("text", self.script[self.at + 1], True)
                 self.at += 2
             elif sign in "$`":
                 yield self._expansion(quoted=True)
@@ -163,25 +163,25 @@ class _Lexer:
                 end = self.at + 1
                 while end < len(self.script) and self.script[end] not in '"\\$`':
                     end += 1
-                yield Piece("text", self.script[self.at : end], True)
+                yield WordPiece("text", self.script[self.at : end], True)
                 self.at = end
         self.at += 1
 
-    def _expansion(self, *, quoted: bool) -> Piece:
+    def _expansion(self, *, quoted: bool) -> WordPiece:
         """Returns the piece of `$…` or of a command between backticks."""
         script, start = self.script, self.at
         if script[start] == "`":
             end = self._find("`", start + 1)
             self.at = end + 1
-            return Piece("command", script[start + 1 : end], quoted)
+            return WordPiece("command", script[start + 1 : end], quoted)
         for opening, closing, kind in (("$((", "))", "arithmetic"), ("$(", ")", "command"), ("${", "}", "variable")):
             if script.startswith(opening, start):
                 end = self._closing(opening[1:], closing, start + 1)
                 self.at = end
-                return Piece(kind, script[start + len(opening) : end - len(closing)], quoted)
+                return WordPiece(kind, script[start + len(opening) : end - len(closing)], quoted)
         named = NAME.match(script, start + 1) or _SPECIAL.match(script, start + 1)
         self.at = named.end() if named else start + 1
-        return Piece("variable", named[0], quoted) if named else Piece("text", "$", quoted)
+        return WordPiece("variable", named[0], quoted) if named else WordPiece("text", "$", quoted)
 
     def _closing(self, opening: str, closing: str, at: int) -> int:
         """Returns the position after the bracket that closes the bracket at `at`; brackets nest, quotes hide."""

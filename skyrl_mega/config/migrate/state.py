@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from skyrl_mega.config.migrate.account import Migration
-from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.given import Given, GivenSettings
 
 
-class State(Protocol):
+class TranslationState(Protocol):
     """The translation so far."""
 
     program: str
-    reading: Reading
+    reading: GivenSettings
     given: dict[str, Given]
     """Settings of the other program by key; the last value of each."""
     migration: Migration

@@ -10,7 +10,7 @@ import yaml
 from skyrl_mega.common.secrets import masked
 from skyrl_mega.common.values import shown
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.migrate.account import KINDS, Migration, Row
+from skyrl_mega.config.migrate.account import KINDS, AccountRow, Migration
 
 TITLES = {
     "taken": "taken over, same value",
@@ -122,7 +122,7 @@ def _assumptions(migration: Migration) -> Iterator[str]:
     yield from (f"assumed: {line}" for line in migration.assumptions)
 
 
-def _cells(row: Row) -> tuple[str, str, str]:
+def _cells(row: AccountRow) -> tuple[str, str, str]:
     theirs = row.theirs if row.kind == "added" else f"{row.theirs}={shown(masked(row.value, row.theirs))}"
     ours = ", ".join(f"{key}={shown(masked(value, key))}" for key, value in row.ours.items())
     return theirs, ours or ("–" if row.kind in ("dropped", "unknown", "changed") else ""), row.why

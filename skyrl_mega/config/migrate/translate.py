@@ -12,9 +12,10 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config import verbatim
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.migrate import data_sets, figures
-from skyrl_mega.config.migrate.account import Migration, Row
-from skyrl_mega.config.migrate.convert import CONTEXTUAL, CONVERSIONS, Dropped, Settings, fitted
-from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.account import AccountRow, Migration
+from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
+from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
+from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.rules import Conversion, conversion, rules
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Entry, programs
@@ -24,7 +25,7 @@ KEEP = "residency.keep"
 NOT_NEEDED = "nothing here needs it; leave it out"
 
 
-def translate(reading: Reading) -> Migration:
+def translate(reading: GivenSettings) -> Migration:
     """Returns our settings for another program's, and a row for every setting that was given or added."""
     translator = Translator(reading)
     for contextual in (False, True):
@@ -42,7 +43,7 @@ def translate(reading: Reading) -> Migration:
 class Translator:
     """The state of a translation: settings so far, and the key that each came from."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: GivenSettings) -> None:
         """Sorts the given settings: the last of each key counts."""
         self.program, self.reading = reading.program, reading
         self.table, self.rules = programs()[reading.program], rules(reading.program)
@@ -120,7 +121,7 @@ class Translator:
         rows = sorted(self.migration.rows, key=lambda row: place.get(row.theirs, len(place)))
         self.migration.rows = [self._final(row) for row in rows]
 
-    def _final(self, row: Row) -> Row:
+    def _final(self, row: AccountRow) -> AccountRow:
         """Returns a row with the final value of a setting that several keys change, or a switch leaves to a key."""
         entry = lookup.find(self.table, row.theirs) if row.kind == "changed" and not row.ours else None
         if entry and _text(row.value) in entry.values:
@@ -233,7 +234,7 @@ class Translator:
         return f"{given.unresolved}; {hint}" if given.unresolved else hint
 
     def _row(self, kind: str, theirs: str, value: Any, ours: Mapping[str, Any] | None = None, why: str = "") -> None:
-        self.migration.rows.append(Row(kind, theirs, value, dict(ours or {}), why))
+        self.migration.rows.append(AccountRow(kind, theirs, value, dict(ours or {}), why))
 
 
 _first_name = cache(lookup.names)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.migrate.convert import CONTEXTUAL, CONVERSIONS
+from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.rules import FILE, conversion, notes, rules
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import programs

@@ -1,4 +1,4 @@
-"""Reading of shell scripts, compared with bash itself."""
+"""GivenSettings of shell scripts, compared with bash itself."""
 
 from __future__ import annotations
 

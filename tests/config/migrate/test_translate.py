@@ -12,7 +12,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.migrate import text
 from skyrl_mega.config.migrate.account import Migration
-from skyrl_mega.config.migrate.given import Given, Reading
+from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.read import read
 from skyrl_mega.config.migrate.translate import translate
 from skyrl_mega.config.other_programs.table import programs
@@ -162,7 +162,7 @@ def test_a_known_data_set_is_converted() -> None:
 def test_no_setting_vanishes(program: str, value: Any) -> None:
     names = [key.replace("*", "anything") for key in programs()[program]]
     given = [Given(name, value) for name in (*names, "trainer.no_such_key")]
-    migration = translate(Reading(program, given))
+    migration = translate(GivenSettings(program, given))
     rows = [row.theirs for row in migration.rows if row.kind != "added"]
     assert sorted(rows) == sorted(each.key for each in given)
     assert all(row.why for row in migration.rows if row.kind in ("dropped", "unknown"))
@@ -174,7 +174,7 @@ def test_every_value_of_the_table_gives_allowed_settings(program: str) -> None:
     plain = {"true": True, "false": False, "null": None, "-1": -1, "0": 0}
     for key, entry in programs()[program].items():
         for value in entry.values:
-            settings = translate(Reading(program, [Given(key, plain.get(value, value))])).settings
+            settings = translate(GivenSettings(program, [Given(key, plain.get(value, value))])).settings
             wrong = [name for name, ours in settings.items() if name in keys() and not keys()[name].allows(ours)]
             assert not wrong, f"{key}={value}: {wrong}"
 
@@ -187,3 +187,19 @@ def test_the_yaml_has_numbers_that_yaml_reads() -> None:
 def test_secrets_are_masked_in_the_account() -> None:
     migration = migrated("slime", "--wandb-key", "0123456789abcdef0123456789abcdef01234567", "--lr", "1e-6")
     assert "0123456789abcdef" not in text.as_text(migration) + str(text.as_values(migration))
+
+
+def test_reward_functions_and_environments_are_named(tmp_path: Path) -> None:
+    verl = migrated(
+        "verl", "custom_reward_function.path=rewards/mine.py", "custom_reward_function.name=score",
+        "+custom_reward_function.reward_kwargs.bonus=0.5", "data.train_files=/d/dapo-math-17k.parquet",
+    )  # fmt: skip
+    environment = accepted(verl, tmp_path).environment
+    assert environment.reward_function == "rewards/mine.py:score"
+    assert environment.options == {"reward_function": {"bonus": 0.5}}
+    assert verl.settings["data.train"] == ["/d/dapo-math-17k.parquet"]  # the function judges the rows as they are
+    trl = migrated("TRL", "--reward_funcs", "my_lib.rewards.exact", "--learning_rate", "1e-6")
+    assert trl.settings["environment.reward_function"] == "my_lib.rewards:exact"
+    skyrl = migrated("SkyRL", "environment.env_class=maze", "environment.skyrl_gym.maze.size=4")
+    assert "environment.classes.maze=package.module:Class" in why(skyrl, "environment.env_class")
+    assert accepted(skyrl, tmp_path).environment.options == {"maze": {"size": 4}}
