@@ -57,8 +57,9 @@ class RewardFunctionEnv(BaseTextEnv):
             else:
                 signature.bind(**dict.fromkeys(VERL_ARGUMENTS), **options)
         except TypeError as error:
-            text = f"{_name(cls.function)} cannot be called: {error}; it is called as {FORMS}"
-            raise UserError(text, key=cls.setting, fix="give further arguments as environment.options") from error
+            name = cls.setting.rpartition(".")[2]
+            text = f"{_name(cls.function)} cannot be called with {', '.join((*VERL_ARGUMENTS, *options))}: {error}"
+            raise UserError(text, key=cls.setting, fix=f"further arguments are environment.options.{name}") from error
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Keeps the prompt for the function."""

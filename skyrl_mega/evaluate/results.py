@@ -213,6 +213,7 @@ OLD_DEFAULTS: Mapping[str, Any] = {
     "rollout.conversation": "messages",
     "rollout.chat_template_options": {},
     "rollout.max_input_tokens": None,
+    "environment.reward_function": None,
 }
 """Values assumed for an evaluation begun before these settings existed."""
 

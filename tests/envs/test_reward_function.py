@@ -111,7 +111,7 @@ def test_a_fault_is_the_functions(characters_chat: Renderer, tmp_path: Path) -> 
     [
         (config_of("gsm8k_strct"), "has no function gsm8k_strct; did you mean gsm8k_strict?"),
         (config_of("other_form"), "other_form takes answer, truth; allowed: `compute_score(data_source"),
-        (config_of("gsm8k_strict", bonus=1), "gsm8k_strict cannot be called: got an unexpected keyword argument"),
+        (config_of("gsm8k_strict", bonus=1), "ground_truth, extra_info, bonus: got an unexpected keyword argument"),
         (config_of("accuracy", threshold=1), None),
     ],
 )

@@ -133,6 +133,13 @@ def test_a_run_says_how_to_get_the_model(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dense_model_of_32b_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model=qwen3_32b", "policy.layout.tensor=8", "policy.layout.expert=1"]
+    assert main(["--config", str(CONFIGS / "dapo.yaml"), *settings, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("it fits 2 nodes") and "32.76 · 10⁹ parameters, 64 layers" in output
+
+
 def test_groups_are_exchanged_on_the_command_line() -> None:
     config = compose(CONFIGS / "dapo.yaml", ["model=qwen3_4b_base", "cluster=h100_1x8", "algorithm=grpo"])
     assert config.model.path == "models/Qwen3-4B-Base"
