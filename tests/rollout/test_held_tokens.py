@@ -32,10 +32,11 @@ class Story:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(held.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(Scheduler, "update_from_output", lambda _, answer: answer)
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda _, answer, output: answer)
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
         monkeypatch.setattr(Scheduler, "__init__", lambda _: None)
         monkeypatch.setattr(Scheduler, "finish_requests", lambda _, ended: ended)
+        monkeypatch.setattr(held, "supported", lambda _: False)
         self.scheduler: Any = HoldingScheduler()
         self.scheduler.requests = {}
         self.scheduler._pause_state = PauseState.UNPAUSED
@@ -57,7 +58,7 @@ class Story:
             messages.setdefault(client, EngineCoreOutputs()).outputs.append(output)
             if output.finish_reason is not None:
                 del self.scheduler.requests[output.request_id]
-        answers = self.scheduler.update_from_output(messages)
+        answers = self.scheduler.update_from_output(messages, None)
         seen: list[str] = []
         for message in answers.values():
             assert message.outputs, "a message that says nothing"

@@ -1,24 +1,32 @@
-"""A vLLM scheduler that sends the tokens of a request in groups.
+"""A vLLM scheduler that sends the tokens of a request in groups and schedules steady batches quickly.
 
 vLLM packs the token and the log-prob of a request in every step, and the calling process unpacks both: for a small
 model, a sixth of an engine's computation. No caller here reads a response before the end, so tokens are held for at
 most `HOLD_S`: long enough to save this work, and short enough to notice a stalled engine.
+
+While the running requests stay the same and none waits, vLLM's own methods see only the requests with an event
+(`steady`). Any other step is vLLM's.
 """
 
 from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
+from skyrl_mega.engines.vllm.steady import SteadyBatch, is_plain, supported
 
 HOLD_S = 0.1
 
@@ -37,18 +45,46 @@ class HoldingScheduler(Scheduler):
     sent before weights change.
     """
 
+    running: list[Request]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[int, dict[str, list[EngineCoreOutput]]] = {}
         """Client → request → outputs not yet sent."""
         self.sent = time.monotonic()
+        self.may_be_steady = supported(self)
+        self.batch: SteadyBatch | None = None
+        """The steady batch; None if the last step was vLLM's."""
 
-    def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Returns the next step's schedule."""
+        batch = self._steady_batch()
+        due = batch.due(self.block_size) if batch else []
+        if batch is None or len(due) > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            self._leave()
+            return super().schedule(throttle_prefills)
+        self.batch = batch
+        running, self.running = self.running, due
+        scheduled = super().schedule(throttle_prefills)
+        self.running = running
+        assert len(scheduled.num_scheduled_tokens) == len(due), "vLLM schedules every request that is due"
+        batch.complete(scheduled)
+        self.prev_step_scheduled_req_ids.update(batch.ids)
+        return scheduled
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Returns the outputs to send now.
 
         Other outputs of a request are held, and merged into one when the request ends, after `HOLD_S`, or on a pause.
         """
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args)
+        if self.batch is not None and self.batch.expects(scheduler_output, model_runner_output):
+            ending = self._advance(self.batch, model_runner_output)
+            scheduler_output = replace(scheduler_output, num_scheduled_tokens=dict.fromkeys(ending, 1))
+        else:
+            self._leave()
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for client, message in messages.items():
             held = self.held.setdefault(client, {})
             sendable = []
@@ -67,10 +103,48 @@ class HoldingScheduler(Scheduler):
 
     def finish_requests(self, *args: Any) -> list[Any]:
         """Ends requests from outside and drops held outputs."""
+        self._leave()
         ended: list[Any] = super().finish_requests(*args)
         for request in ended:
             self.held.get(request.client_index, {}).pop(request.request_id, None)
         return ended
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pauses or resumes."""
+        self._leave()
+        super().set_pause_state(pause_state)
+
+    def _steady_batch(self) -> SteadyBatch | None:
+        """Returns the steady batch of the running requests; None if they are none."""
+        if not self.may_be_steady or self._paused or self.waiting or self.kv_holding_waiting or not self.running:
+            return None
+        if self.batch is not None and self.batch.requests == self.running:
+            return self.batch
+        self._leave()
+        scheduled = self.prev_step_scheduled_req_ids
+        if not all(request.request_id in scheduled and is_plain(request) for request in self.running):
+            return None
+        return SteadyBatch(self.running, self.max_model_len)
+
+    def _advance(self, batch: SteadyBatch, output: ModelRunnerOutput) -> list[str]:
+        """Advances the batch, except requests that may end, which leave it. Returns these requests for vLLM to end."""
+        ending = batch.ending(output)
+        names = [batch.ids[i] for i in ending]
+        if ending:
+            self._hold(batch.outputs(ending))
+            batch.remove(ending)
+        batch.advance(output)
+        return names
+
+    def _leave(self) -> None:
+        """Ends the steady batch, if any: vLLM handles all of its requests from here on."""
+        if self.batch is not None:
+            self._hold(self.batch.flush())
+            self.batch = None
+
+    def _hold(self, outputs: Iterable[tuple[int, EngineCoreOutput]]) -> None:
+        for client, output in outputs:
+            self.held.setdefault(client, {}).setdefault(output.request_id, []).append(output)
 
     @property
     def _paused(self) -> bool:
@@ -87,6 +161,8 @@ class HoldingScheduler(Scheduler):
 
     def _send_held(self, messages: dict[int, EngineCoreOutputs]) -> None:
         self.sent = time.monotonic()
+        if self.batch is not None:
+            self._hold(self.batch.flush())
         for client, held in self.held.items():
             if held:
                 messages.setdefault(client, EngineCoreOutputs()).outputs += map(merged, held.values())
