@@ -70,7 +70,7 @@ class Recorder(VllmEngine):
                 self.seen[request] = {
                     "given": list(output.prompt_token_ids),
                     "produced": list(result.token_ids),
-                    "logprobs": list(result.logprobs.logprobs),
+                    "logprobs": list(result.logprobs),
                     "finish": str(result.finish_reason),
                 }
                 yield output

@@ -81,6 +81,8 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from skyrl_mega.engines.vllm.columns import collect_columns
+
         if current_platform.device_type != self.spec.device:  # chosen by vLLM itself, silently
             raise UserError(
                 f"vLLM computes on {current_platform.device_type or 'nothing'} on this node; give "
@@ -97,6 +99,7 @@ class VllmEngine:
             raise UserError(
                 f"vLLM refuses the settings: {reasons}", key="rollout.options", value=self.spec.rollout.options
             ) from None
+        collect_columns(self.llm.output_processor)
         if self.spec.device == "cpu":
             await self.workers("draw_seeds_ahead")
         await self.llm.update_weight_version(str(self.version))
@@ -230,7 +233,7 @@ class VllmEngine:
         return Completion(
             request.id,
             array("i", result.token_ids),
-            array("f", result.logprobs.logprobs),
+            result.logprobs,
             "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
             tuple((int(span.version), span.start) for span in result.weight_versions or []),
             expert_routes,
@@ -302,7 +305,6 @@ class VllmEngine:
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
             logprobs=0,
-            flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
             **({"routed_experts_prompt_start": request.routes_from} if self.shape and not self._worker_records else {}),
