@@ -27,6 +27,10 @@ class SeedsAhead:
     def __init__(self, sampler: TopKTopPSampler) -> None:
         self.mode = sampler.logprobs_mode
         self.streams: WeakKeyDictionary[Generator, Iterator[int]] = WeakKeyDictionary()
+        self.generators: dict[int, Generator] = {}
+        """The rows' generators in the last call."""
+        self.rows: list[tuple[int, Iterator[int]]] = []
+        """The rows' streams in the last call."""
 
     def __call__(
         self, logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None
@@ -48,12 +52,18 @@ class SeedsAhead:
         stream.
         """
         seeds = torch.randint(SEEDS, (rows,)).tolist()
-        for row, generator in generators.items():
-            stream = self.streams.get(generator)
-            if stream is None:
-                self.streams[generator] = stream = _blocks(generator.clone_state())
+        if generators != self.generators:
+            self.generators = dict(generators)
+            self.rows = [(row, self._stream(generator)) for row, generator in generators.items()]
+        for row, stream in self.rows:
             seeds[row] = next(stream)
         return torch.tensor(seeds)
+
+    def _stream(self, generator: Generator) -> Iterator[int]:
+        stream = self.streams.get(generator)
+        if stream is None:
+            self.streams[generator] = stream = _blocks(generator.clone_state())
+        return stream
 
 
 def _blocks(generator: Generator) -> Iterator[int]:
