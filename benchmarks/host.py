@@ -1,13 +1,16 @@
-"""Tools for benchmarks of files: memory of processes, and a cold page cache."""
+"""Tools for benchmarks: memory and CPU time of processes, bandwidth of the memory, and a cold page cache."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 
 class Memory:
@@ -43,6 +46,27 @@ class Memory:
 def uss_mb(process: psutil.Process) -> float:
     """Returns the private memory of a process in MB."""
     return float(process.memory_full_info().uss) / 1e6
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Returns the CPU seconds used by these processes, without those that have ended."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def read_bandwidth(mib: int = 512, rounds: int = 5) -> float:
+    """Returns the rate in GB/s at which all cores together read memory; the best of some rounds."""
+    numbers = torch.ones(mib * 2**18)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - start)
+    return mib * 2**20 / best / 1e9
 
 
 def forget(folder: Path) -> None:

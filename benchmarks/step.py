@@ -1,7 +1,7 @@
 """Measures tokens per second of whole RL steps on a CPU, next to TRL's GRPO, in turn.
 
     python -m benchmarks.step --trl PYTHON [--only moe smollm2] [--rounds 2] [--steps 6] [--output FILE.json]
-        [--set policy.micro_tokens=8192 …]
+        [--set policy.micro_tokens=4096 …]
 
 Both sides use the same model, prompts, lengths and batch. PYTHON is an interpreter of a separate environment with TRL:
 `pip install torch==2.13.0 trl==1.16.0 transformers accelerate datasets`. Without `--trl` only this project is measured.
@@ -14,6 +14,9 @@ Rewards are pseudo-random, from the answer's letters; the dtype is float32, with
 without reference and dynamic sampling. A step includes generation, log-probs if any, training and weight sync. The
 first steps are left out; the median of the others, over all rounds, counts. Both sides use all cores. `--set` adds
 settings for this project.
+
+Seconds need a quiet machine; CPU seconds, of all processes of a side, depend less on other load. Steps of SmolLM2 are
+bound by the memory, so the bandwidth of the machine is measured with each case.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.host import cpu_seconds, read_bandwidth
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models import smollm2, tiny
 from skyrl_mega.telemetry.metrics import read
@@ -56,8 +62,9 @@ class Case:
     length: int
     """Tokens of a response."""
     settings: tuple[str, ...]
-    """Settings suited to two cores, all public: data-parallel replicas of the whole model, no messages inside a
-    layer."""
+    """Settings suited to two cores, all public: data-parallel replicas of the whole model, no messages inside a layer.
+    Engines for the tiny model are bound by Python, hence two; an engine of SmolLM2 is bound by reading the weights,
+    hence one with two threads, which reads them once."""
     trl_micro: int
     """Sequences of TRL's micro-batch: a first choice, not tuned."""
     trl_model: dict[str, Any] = field(default_factory=dict)
@@ -78,12 +85,12 @@ class Case:
 CASES = {
     "moe": Case(
         *("moe", 32, 8, 128),
-        settings=("policy.ranks=2", "policy.micro_tokens=20000", "rollout.engines=2"),
+        settings=("policy.ranks=2", "policy.micro_tokens=8192", "rollout.engines=2"),
         trl_micro=256,
     ),
     "smollm2": Case(
         *("smollm2", 4, 4, 128),
-        settings=("policy.ranks=2", "policy.micro_tokens=1024", "rollout.engines=2", "rollout.threads=1"),
+        settings=("policy.ranks=2", "policy.micro_tokens=1024", "rollout.engines=1", "rollout.threads=2"),
         trl_micro=16,
     ),
 }
@@ -134,17 +141,34 @@ def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | No
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", str(folder / "config.yaml")]
+    metrics = folder / "run" / "metrics.jsonl"
     with (folder / "log").open("w") as log:
-        ended = subprocess.run([*command, *case.settings, *more], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    if ended.returncode:
-        sys.exit(f"ours ended with {ended.returncode}:\n{(folder / 'log').read_text()}")
-    step_rows = [row for row in read(folder / "run" / "metrics.jsonl") if row["step"]]
+        run = psutil.Popen([*command, *case.settings, *more], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        cpu = cpu_seconds_by_step(run, metrics)
+    if run.returncode:
+        sys.exit(f"ours ended with {run.returncode}:\n{(folder / 'log').read_text()}")
+    step_rows = [row for row in read(metrics) if row["step"]]
     assert all(row["rollout/tokens"] == case.tokens for row in step_rows), "a response has another length"
+    for row in step_rows[1:]:
+        row["cpu"] = cpu[int(row["step"] or 0)] - cpu[int(row["step"] or 0) - 1]
     return step_rows[WARM:]
 
 
-def trls(case: Case, folder: Path, python: Path) -> list[float]:
-    """Runs TRL; returns the seconds of the steps."""
+def cpu_seconds_by_step(run: psutil.Popen, metrics: Path) -> dict[int, float]:
+    """Waits for the end of a run; returns the CPU seconds that its processes had used at the end of each step."""
+    used: dict[int, float] = {}
+    size = 0
+    while run.poll() is None:
+        time.sleep(0.02)
+        if metrics.is_file() and metrics.stat().st_size != size:
+            seconds = cpu_seconds([run, *run.children(recursive=True)])
+            size = metrics.stat().st_size
+            used |= {int(row["step"]): seconds for row in read(metrics) if row["step"] and row["step"] not in used}
+    return used
+
+
+def trls(case: Case, folder: Path, python: Path) -> list[tuple[float, float]]:
+    """Runs TRL; returns seconds and CPU seconds of the steps."""
     file = folder / "trl.json"
     file.write_text(json.dumps({**asdict(case), "questions": case.questions}))
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -154,14 +178,14 @@ def trls(case: Case, folder: Path, python: Path) -> list[float]:
         ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
     if ended.returncode:
         sys.exit(f"TRL ended with {ended.returncode}:\n{(folder / 'trl.log').read_text()}")
-    seconds: list[float] = json.loads(ended.stdout.splitlines()[-1])["seconds"]
-    return seconds[WARM:]
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    return list(zip(answer["seconds"], answer["cpu_seconds"], strict=True))[WARM:]
 
 
 def compare(case: Case, rounds: int, python: Path | None, more: list[str]) -> dict[str, Any]:
     """Measures both sides in turn."""
     rows: list[dict[str, float | None]] = []
-    peer: list[float] = []
+    peer: list[tuple[float, float]] = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             rows += ours(case, Path(folder), more)
@@ -170,15 +194,24 @@ def compare(case: Case, rounds: int, python: Path | None, more: list[str]) -> di
     result: dict[str, Any] = {
         "tokens": case.tokens,
         "settings": [*case.settings, *more],
+        "memory_gb_s": read_bandwidth(),
         "ours_s": statistics.median(steps),
         "ours_steps_s": steps,
+        "ours_cpu_s": statistics.median(row["cpu"] or 0.0 for row in rows),
         "phases_s": {name: statistics.median(row.get(f"time/{name}") or 0.0 for row in rows) for name in PHASES},
     }
     result["ours_tokens_s"] = case.tokens / result["ours_s"]
     if peer:
-        result |= {"trl_s": statistics.median(peer), "trl_steps_s": peer, "trl_micro": case.trl_micro}
+        seconds, cpu = (list(column) for column in zip(*peer, strict=True))
+        result |= {"trl_s": statistics.median(seconds), "trl_steps_s": seconds, "trl_micro": case.trl_micro}
+        result["trl_cpu_s"] = statistics.median(cpu)
         result |= {"trl_tokens_s": case.tokens / result["trl_s"], "ratio": result["trl_s"] / result["ours_s"]}
     return result
+
+
+def rates(result: dict[str, Any], side: str) -> str:
+    """Returns a side's tokens per second and CPU seconds as text."""
+    return f"{result[f'{side}_tokens_s']:.0f} tokens/s, {result[f'{side}_cpu_s']:.2f} CPU s a step"
 
 
 def main() -> None:
@@ -198,9 +231,10 @@ def main() -> None:
             case = Case(**{**vars(CASES[name]), "model": model, "steps": args.steps})
             results[name] = result = compare(case, args.rounds, args.trl and args.trl.absolute(), args.set)
             phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items())
-            print(f"{name}: ours {result['ours_s']:.2f} s a step ({phases}), {result['ours_tokens_s']:.0f} tokens/s")
+            print(f"{name}: memory {result['memory_gb_s']:.0f} GB/s")
+            print(f"{name}: ours {result['ours_s']:.2f} s a step ({phases}), {rates(result, 'ours')}")
             if args.trl:
-                print(f"{name}: TRL {result['trl_s']:.2f} s a step, {result['trl_tokens_s']:.0f} tokens/s")
+                print(f"{name}: TRL {result['trl_s']:.2f} s a step, {rates(result, 'trl')}")
                 print(f"{name}: {result['ratio']:.2f}x TRL's tokens a second", flush=True)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n")

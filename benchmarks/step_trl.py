@@ -3,7 +3,7 @@
     PYTHON -P benchmarks/step_trl.py FILE.json
 
 FILE.json holds the fields of `benchmarks.step.Case` shared by both sides. The last line of the output is JSON: seconds
-of each step, generation to optimizer step, and TRL's version. Nothing of `skyrl_mega` is imported here.
+and CPU seconds of each step, generation to optimizer step, and TRL's version. Nothing of `skyrl_mega` is imported here.
 
 Settings of TRL, on two cores: a single process with both cores, float32, no gradient checkpointing (the default is on),
 no logging or saving, generation by transformers for the whole batch at once, an optimizer step per generation (hence no
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,18 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """A callback recording the ends of steps."""
+    """A callback recording the time and the CPU time at the ends of steps."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, float]] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Records the begin of the first step."""
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the end of an optimizer step."""
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
 
 def parity(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
@@ -45,8 +46,8 @@ def parity(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     return [float(sum(map(ord, answer[0]["content"])) % 2) for answer in completions]
 
 
-def train(case: dict[str, Any]) -> list[float]:
-    """Trains; returns the seconds of each step."""
+def train(case: dict[str, Any]) -> list[tuple[float, float]]:
+    """Trains; returns seconds and CPU seconds of each step."""
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.pad_token  # required by TRL; `min_new_tokens` rules it out
     count = case["prompts"] * case["samples"]
@@ -85,9 +86,10 @@ def train(case: dict[str, Any]) -> list[float]:
             callbacks=[steps],
         )
         trainer.train()
-    return [end - start for start, end in zip(steps.ends, steps.ends[1:], strict=False)]
+    return [(end - start, cpu - cpu_start) for (start, cpu_start), (end, cpu) in pairwise(steps.ends)]
 
 
 if __name__ == "__main__":
-    taken = train(json.loads(Path(sys.argv[1]).read_text()))
-    print(json.dumps({"trl": version("trl"), "transformers": version("transformers"), "seconds": taken}))
+    seconds, cpu_seconds = zip(*train(json.loads(Path(sys.argv[1]).read_text())), strict=True)
+    versions = {name: version(name) for name in ("trl", "transformers")}
+    print(json.dumps({**versions, "seconds": seconds, "cpu_seconds": cpu_seconds}))
