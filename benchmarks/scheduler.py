@@ -15,7 +15,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -136,7 +136,7 @@ class Loop:
 
     def __init__(self, target: Any) -> None:
         self.scheduler = target
-        self.model = FakeModel()
+        self.model: Callable[[SchedulerOutput], ModelRunnerOutput] = FakeModel()
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         """Tokens by request and client."""
         self.logprobs: dict[Key, list[tuple[int, float, int]]] = defaultdict(list)

@@ -42,5 +42,5 @@ def logprobs_of(processor: Any) -> Any:
 
 def test_columns_equal_vllms_lists() -> None:
     ours = FrontEnd()
-    collect_columns(ours)  # type: ignore[arg-type]
+    collect_columns(ours)
     assert logprobs_of(ours) == array("f", logprobs_of(FrontEnd()).logprobs)
