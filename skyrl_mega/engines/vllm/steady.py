@@ -1,6 +1,6 @@
 """The state of a steady batch: running requests that each get one more token, while no other request waits.
 
-vLLM builds the schedule of every step anew and examines every token, 18 to 21 µs per token on a CPU. While a batch is
+vLLM builds a new schedule in every step and examines every token, 18 to 21 µs per token on a CPU. While a batch is
 steady, only counters change between two steps. `scheduler.HoldingScheduler` then leaves to vLLM's own methods only the
 requests with an event in this step (a block begins or is full, the request may end), and `SteadyBatch` advances the
 others. After each call the state of vLLM's scheduler is the same as without a steady batch.
