@@ -24,7 +24,8 @@ USUAL_STEPS = 100
 SHORT = 0.5
 """Lengths of the short column, as a share of the mean column's."""
 FORMULAS = 1.2
-"""Uncertainty of the formulas with exact rates: on CPUs with measured rates, phases were within this factor."""
+"""Uncertainty of the formulas with exact rates: assumed. Dry run and simulation of the same trajectories differed by up
+to 17 % (searchr1_30b, dapo)."""
 SIGNAL = (0.25, 1.0)
 """Ends of the interval of an assumed share of groups with a signal."""
 SHOWN = 1.02
