@@ -43,7 +43,7 @@ def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
     from skyrl_mega.config.schema import BuildConfig, Config
     from skyrl_mega.envs.prompt import Prompt
     from skyrl_mega.models import tiny
-    from skyrl_mega.rollout.agent.agent_loop import Agent, Limits
+    from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
     from skyrl_mega.rollout.agent.env_pool import EnvPool
     from skyrl_mega.rollout.agent.renderer import Renderer
     from skyrl_mega.rollout.gate import Gate
@@ -66,7 +66,7 @@ def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
     ]
 
     async def play(router: Parrot) -> list[Any]:
-        limits = Limits(turn=tokens, response=tokens, length=tokens + 64, turns=1, env_timeout_s=60.0)
+        limits = TrajectoryLimits(turn=tokens, response=tokens, length=tokens + 64, turns=1, env_timeout_s=60.0)
         agent = Agent(router, chat, config.environment, limits, EnvPool(config.environment.workers))  # type: ignore[arg-type]
         starts = Gate(prompts * samples).starts
         names = [(row, sample) for row in rows for sample in range(samples)]

@@ -17,6 +17,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed
 from skyrl_mega.common.values import shown
@@ -391,7 +393,8 @@ class Renderer:
         return self._decode(tokens_said)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ids = np.asarray(tokens, np.int64)  # transformers inspects a list token by token
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def encode(self, text: str) -> list[int]:
