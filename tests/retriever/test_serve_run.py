@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_mega.cli.serve_retriever import main
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, SearchClient
 from tests.retriever.services import ROOT
 
 RECIPE = str(ROOT / "configs" / "searchr1_cpu.yaml")
@@ -40,7 +40,7 @@ def test_it_serves_the_index_of_the_settings_until_its_file_is_removed(corpus: P
         url, token = file.read_text().splitlines()
         assert url.startswith("http://127.0.0.1:") and len(token) >= 32
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        (hits,) = Client(url, token).search(["capital of Hungary"], topk=2)
+        (hits,) = SearchClient(url, token).search(["capital of Hungary"], topk=2)
         assert len(hits) == 2
         file.unlink()
         output, _ = process.communicate(timeout=60)

@@ -101,8 +101,9 @@ class Slurm:
         return int(self.run("sbatch", "--parsable", *arguments, env=env))
 
     def job(self, job: int | str) -> dict[str, str]:
-        """Returns the fields of `scontrol show job`, by Slurm's names."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(job))))
+        """Returns the fields of `scontrol show job`, by Slurm's names (a heterogeneous job: of the first part)."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", str(job))
+        return dict(re.findall(r"(\S+?)=(\S*)", shown.splitlines()[0]))
 
     def output(self, job: int | str) -> str:
         """Returns the job's output so far."""
