@@ -2,10 +2,12 @@
 
     python -m benchmarks.live_page [--windows 3] [--seconds 10] [--rate 1000] [--output FILE.json]
 
-The test-sized quickstart trains on CPUs and serves its page. Windows with and without requests take turns. The result
-is, per step, the CPU seconds of the whole run (driver, actors and Ray, without the process of the page) and the wall
-time; CPU seconds also mean something on a machine with other work. Half of the requests have the token. Requests have a
-connection each and are sent at their time, also if earlier requests are unanswered.
+The test-sized quickstart trains on CPUs and serves its page. Three kinds of windows take turns: without requests, with
+requests at the page, and with the same requests at a sink, a process of the same priority with an empty answer. The
+sink shows the cost of the sender on the same cores. The result is, per step, the CPU seconds of the whole run (driver,
+actors and Ray, without the process of the page) and the wall time; CPU seconds also mean something on a machine with
+other work. Half of the requests have the token. Requests have a connection each and are sent at their time, also if
+earlier requests are unanswered.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -33,13 +36,28 @@ WARM = 5
 """Number of first steps before the first window."""
 PAGE = "skyrl_mega.report.live.server"
 START_S = 300.0
-REPLY_S = 20.0
+REPLY_S = 3.0
+SINK = """
+import asyncio, os
+os.setpriority(os.PRIO_PROCESS, 0, 19)
+async def answer(reader, writer):
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    writer.write(b"HTTP/1.1 204 No Content\\r\\n\\r\\n")
+    writer.close()
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
 
 
 @dataclass
 class Window:
     """Steps of a window."""
 
+    kind: str
+    """`without`, `sink` or `page`."""
     requests: int
     """Requests sent."""
     seconds: float
@@ -113,20 +131,21 @@ def step_times(folder: Path) -> list[float]:
     return [event.time for event in events.read(folder) if event.kind == "step"]
 
 
-def measure(pid: int, folder: Path, port: int, token: str, rate: int, seconds: float) -> Window:
-    """Returns a window of whole steps; with `rate` 0 without requests."""
+def measure(kind: str, pid: int, folder: Path, port: int | None, rate: int, seconds: float) -> Window:
+    """Returns a window of whole steps; without a port without requests."""
     wait_for_steps(folder, len(step_times(folder)) + 1)
     before, start, (cpu, page) = len(step_times(folder)), time.time(), cpu_seconds(pid)
     statuses: Counter[str] = Counter()
-    if rate:
-        statuses = asyncio.run(load(port, token, rate, seconds))
+    if port:
+        statuses = asyncio.run(load(port, (folder / "page.token").read_text(), rate, seconds))
     else:
         time.sleep(seconds)
     wait_for_steps(folder, len(step_times(folder)) + 1)
     times, end, (cpu_after, page_after) = step_times(folder), time.time(), cpu_seconds(pid)
     walls = [b - a for a, b in zip(times[before - 1 :], times[before:], strict=False)]
     return Window(
-        int(rate * seconds),
+        kind,
+        int(rate * seconds) if port else 0,
         end - start,
         len(walls),
         (cpu_after - cpu) / len(walls),
@@ -154,21 +173,28 @@ def main() -> None:
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "run"
-        with subprocess.Popen(quickstart.command(Path(root), *SETTINGS), stdout=subprocess.DEVNULL) as run:
+        with (
+            subprocess.Popen([sys.executable, "-c", SINK], stdout=subprocess.PIPE, text=True) as sink,
+            subprocess.Popen(quickstart.command(Path(root), *SETTINGS), stdout=subprocess.DEVNULL) as run,
+        ):
+            assert sink.stdout
+            ports: dict[str, int | None] = {"without": None, "sink": int(sink.stdout.readline())}
             try:
                 wait_for_steps(folder, WARM)
                 log = (folder / "logs" / "run.log").read_text()
-                port = int(log.partition("live page: http://127.0.0.1:")[2].partition(",")[0])
-                token = (folder / "page.token").read_text()
+                ports["page"] = int(log.partition("live page: http://127.0.0.1:")[2].partition(",")[0])
                 windows = []
                 for _ in range(args.windows):
-                    for rate in (0, args.rate):
-                        windows.append(measure(run.pid, folder, port, token, rate, args.seconds))
+                    for kind, port in ports.items():
+                        windows.append(measure(kind, run.pid, folder, port, args.rate, args.seconds))
                         print(json.dumps(asdict(windows[-1])), flush=True)
             finally:
                 run.terminate()
-    cpu = [statistics.mean(w.cpu_s for w in windows if bool(w.requests) is loaded) for loaded in (False, True)]
-    print(f"CPU seconds of a step: {cpu[0]:.3f} without, {cpu[1]:.3f} with requests: {cpu[1] / cpu[0] - 1:+.1%}")
+                sink.kill()
+    for kind in ports:
+        of = [window for window in windows if window.kind == kind]
+        cpu, wall = (statistics.mean(getattr(window, name) for window in of) for name in ("cpu_s", "wall_s"))
+        print(f"{kind}: {cpu:.3f} CPU seconds a step, {wall:.3f} s a step")
     if args.output:
         args.output.write_text(json.dumps([asdict(window) for window in windows], indent=1) + "\n")
 
