@@ -174,7 +174,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "run"
         with (
-            subprocess.Popen([sys.executable, "-c", SINK], stdout=subprocess.PIPE, text=True) as sink,
+            subprocess.Popen(
+                [sys.executable, "-c", SINK], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            ) as sink,
             subprocess.Popen(quickstart.command(Path(root), *SETTINGS), stdout=subprocess.DEVNULL) as run,
         ):
             assert sink.stdout
