@@ -98,7 +98,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def without_model(_: Any, group: Any, *__: Any) -> Any:
     """Returns a group of actors without building the model."""
-    return SimpleNamespace(group=group, load=lambda _: None)
+    return SimpleNamespace(group=group, load=lambda *_: None)
 
 
 def dealt(placement: Placement | None, seed: int) -> Placement | None:

@@ -154,7 +154,7 @@ class Here:
     def __init__(self, most: int, count: Callable[[int], None]) -> None:
         pass
 
-    async def run(self, call: Call, limit_s: float) -> Any:
+    async def run(self, call: Call, limit_s: float, *, inline: bool = False) -> Any:
         """Returns the function's value."""
         value, error = call.run()
         if error is not None:
