@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class SimulatedVllm:
             await sequence.full.wait()
         finally:
             del states[request]
-        logprobs = SimpleNamespace(logprobs=[0.0] * sequence.tokens)
+        logprobs = array("f", [0.0]) * sequence.tokens
         result = SimpleNamespace(
             token_ids=sequence.got, logprobs=logprobs, finish_reason="length", weight_versions=None
         )
