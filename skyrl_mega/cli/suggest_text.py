@@ -1,25 +1,25 @@
-"""Table of suggested layouts, and the settings to paste."""
+"""Table of suggested layouts beside the settings as they are, and the settings to paste."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from skyrl_mega.cli.dry_run_text import shape
+from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
 from skyrl_mega.cli.tables import aligned
-from skyrl_mega.config.derived import expert_parallel
+from skyrl_mega.config.derived import expert_parallel, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import dynamic, engine_blocks
+from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.memory import GIB, gpu_bytes
-from skyrl_mega.planner.relief import least_safe_phase
 from skyrl_mega.planner.search import TIE, SearchResult, Suggestion
 
-SHOWN = 10
-"""Maximum layouts in the table."""
 PASTED = 3
 """Number of layouts with settings written out."""
 HEAD = (
@@ -31,44 +31,94 @@ HEAD = (
     "engines",
     "share",
     "keep",
-    "peak GiB",
-    "room",
     "KV tokens",
+    "room GiB",
+    "host GiB",
     "s a step",
+    "saves",
 )
+ALWAYS = ("", "layout", "room GiB", "s a step", "saves")
+"""Columns of the table even if all rows agree."""
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Letters for parts of `residency.keep` in the table."""
 
 HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
+STREAMED = "s in keep: the optimizer's state is streamed from host memory (policy.optimizer.streamed)"
+BLOCKS = "* after engines: their blocks of FP8 differ from the policy's"
 
 
-def text(search: SearchResult, given: Config, decoder: Decoder) -> str:
-    """Returns the report for people on suggested layouts for the given settings."""
+@dataclass(frozen=True)
+class Report:
+    """Content of `--suggest`."""
+
+    search: SearchResult
+    rows: Rows
+    config: Config
+    """The given settings."""
+    decoder: Decoder
+
+
+def text(report: Report) -> str:
+    """Returns the report for people."""
+    search, choices = report.search, report.rows.choices
     if not search.suggestions:
-        return "\n".join([_misfit_text(search), *(f"note: {note}" for note in notes(search, given, decoder))])
-    rows = [HEAD, *(_row(i + 1, s, memory_warning(s, decoder)) for i, s in enumerate(search.suggestions[:SHOWN]))]
+        return "\n".join([_misfit_text(report), *(f"note: {note}" for note in notes(report.config))])
     cut = "" if search.complete else "; the search was cut short"
     lines = [
         f"{len(search.suggestions):,} layouts fit {search.gpus} GPUs, of {search.evaluated:,} settings tried{cut}; the "
         f"fastest first, within {TIE:.0%} the least cut:",
-        *aligned(rows, left=3),
-        *([HOST] if any(s.config.policy.offload_layers for s in search.suggestions[:SHOWN]) else []),
-        *(f"note: {note}" for note in notes(search, given, decoder)),
+        *_table(report.rows),
+        *_given_lines(report),
+        f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
+        *_legend(report.rows),
+        *(f"note: {note}" for note in notes(report.config, choices)),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
-    for number, suggestion in enumerate(search.suggestions[:PASTED], start=1):
-        written = OmegaConf.to_yaml(OmegaConf.from_dotlist(suggestion.overrides)).rstrip().splitlines()
+    for number, row in enumerate(choices[:PASTED], start=1):
+        written = OmegaConf.to_yaml(OmegaConf.from_dotlist(row.suggestion.overrides)).rstrip().splitlines()
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
-    lines += ["", f"# 1 as arguments: {shlex.join(search.suggestions[0].overrides)}"]
+    lines += ["", f"# 1 as arguments: {shlex.join(choices[0].suggestion.overrides)}"]
     return "\n".join(lines)
 
 
-def _misfit_text(search: SearchResult) -> str:
+def _counted(choices: Sequence[Row]) -> str:
+    if len(choices) == SHOWN:
+        return f"the first {SHOWN} distinct choices"
+    return "a single distinct choice" if len(choices) == 1 else f"{len(choices)} distinct choices"
+
+
+def _given_lines(report: Report) -> list[str]:
+    """Returns lines on the settings as they are: the error if they do not fit, and other numbers of GPUs."""
+    given, gpus = report.rows.given, report.search.gpus
+    if given is None:
+        return [f"0, the settings as they are, cannot run: {report.rows.why}"]
+    if given.gpus != gpus:
+        return [f"0: the settings as they are, on {given.gpus} GPUs"]
+    first = report.rows.choices[0]
+    better = "" if given.seconds > (1 + TIE) * first.seconds else f"; nothing is more than {TIE:.0%} faster"
+    return [f"0: the settings as they are{better}"]
+
+
+def _legend(rows: Rows) -> list[str]:
+    shown = [row for row in (rows.given, *rows.choices) if row]
+    policies = [row.suggestion.config.policy for row in shown]
+    return [
+        "saves: share of a step of row 0; room: memory left on the fullest GPU; host: memory used on the fullest node",
+        *([HOST] if any(policy.offload_layers for policy in policies) else []),
+        *([STREAMED] if any(policy.optimizer.streamed for policy in policies) else []),
+        *([BLOCKS] if any(row.partial_blocks for row in shown) else []),
+    ]
+
+
+def _misfit_text(report: Report) -> str:
     """Describes that nothing fits, the nearest miss, and a sufficient number of GPUs."""
+    search, given = report.search, report.rows.given
     instead = "more of cluster.host_memory_gib" if search.host_problem else "more GPUs or shorter sequences"
     enough = f"{search.enough_gpus} GPUs are enough" if search.enough_gpus else f"give {instead}"
     message, nearest = f"nothing fits {search.gpus} GPUs, of {search.evaluated:,} settings tried", search.nearest
+    if given and given.gpus == search.gpus:
+        return f"{message}, except the settings as they are: {given.seconds:,.1f} s a step"
     if search.host_problem:
         return f"{message}: some fit its GPUs and none its hosts; {search.host_problem}; {enough}"
     if nearest and nearest.missing_bytes <= 0:
@@ -88,7 +138,7 @@ def _misfit_text(search: SearchResult) -> str:
     return f"{message}; {enough}"
 
 
-def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
+def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
     """Returns notes on given settings unused by all layouts, and on suggested engines whose FP8 blocks differ from the
     policy's."""
     lines = [*filter(None, [dynamic.note(given)])]
@@ -98,8 +148,7 @@ def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
             "policy.optimizer.streamed=true was left out: it does not go with policy.precision.parameters=fp8; "
             "policy.precision.parameters=model allows it"
         )
-    shown = search.suggestions[:SHOWN]
-    if differing := [i + 1 for i, s in enumerate(shown) if engine_blocks.partial_block(s.config, decoder) is not None]:
+    if differing := [number for number, row in enumerate(choices, start=1) if row.partial_blocks]:
         lines.append(
             f"engines of {', '.join(map(str, differing))} have other blocks of FP8 than policy and wire, and round "
             "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
@@ -107,24 +156,24 @@ def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
     return lines
 
 
-def memory_warning(s: Suggestion, decoder: Decoder) -> str:
-    """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
-    unsafe = least_safe_phase(s.config, decoder, s.parallel)
-    return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
-
-
-def values(search: SearchResult, given: Config, decoder: Decoder) -> dict[str, Any]:
+def values(report: Report) -> dict[str, Any]:
     """Returns all suggestions as plain values, in bytes and seconds.
 
-    `room` (a memory warning) is given only for the layouts shown by `text`, `why` only if nothing fits.
+    `room` (a memory warning) is given only for the first layouts, `why` only if nothing fits. `rows` are the distinct
+    choices, with the index in `found`.
     """
+    search, rows, decoder = report.search, report.rows, report.decoder
     return {
         "gpus": search.gpus,
         "tried": search.evaluated,
         "complete": search.complete,
         "enough": search.enough_gpus,
-        "why": None if search.suggestions else _misfit_text(search),
-        "notes": notes(search, given, decoder),
+        "why": None if search.suggestions else _misfit_text(report),
+        "notes": notes(report.config, rows.choices),
+        "given": {"why": rows.why} | (_row_values(rows.given, None) if rows.given else {}),
+        "rows": [
+            {"index": search.suggestions.index(row.suggestion), **_row_values(row, rows.given)} for row in rows.choices
+        ],
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             | ({"room": memory_warning(s, decoder)} if i < SHOWN else {})
@@ -133,27 +182,64 @@ def values(search: SearchResult, given: Config, decoder: Decoder) -> dict[str, A
     }
 
 
-def _row(number: int, s: Suggestion, memory_warning: str) -> tuple[str, ...]:
-    policy, rollout = s.config.policy, s.config.rollout
+def _row_values(row: Row, given: Row | None) -> dict[str, Any]:
+    s = row.suggestion
+    return {
+        "overrides": s.overrides,
+        "gpus": row.gpus,
+        "peak": s.peak,
+        "kv_tokens": s.kv_tokens,
+        "seconds": s.seconds,
+        "saves": row.saved(given),
+        "free": row.free,
+        "room": row.warning,
+        "host": row.host,
+        "recompute": s.config.policy.recompute,
+        "offload_layers": s.config.policy.offload_layers,
+        "streamed": s.config.policy.optimizer.streamed,
+        "fp8_blocks_differ": row.partial_blocks,
+    }
+
+
+def _table(rows: Rows) -> list[str]:
+    """Returns the lines of the table; a last line has the columns in which all rows agree."""
+    cells = [_cells("0", rows.given, None)] if rows.given else []
+    cells += [_cells(str(number), row, rows.given) for number, row in enumerate(rows.choices, start=1)]
+    agreeing = {
+        i: name
+        for i, name in enumerate(HEAD)
+        if name not in ALWAYS and len(cells) > 1 and len({row[i] for row in cells}) == 1
+    }
+    shown = [i for i in range(len(HEAD)) if i not in agreeing]
+    same = ", ".join(f"{name} {cells[0][i]}" for i, name in agreeing.items())
+    left = 2 if 1 in agreeing else 3
+    lines = aligned([[row[i] for i in shown] for row in (HEAD, *cells)], left=left)
+    return [*lines, *([f"in every row: {same}"] if same else [])]
+
+
+def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
+    s, config = row.suggestion, row.suggestion.config
+    policy, rollout, saved = config.policy, config.rollout, row.saved(given)
     return (
-        str(number),
-        str(policy.ranks),
+        number,
+        str(policy_ranks(config)),
         _layout(s.parallel),
         str(policy.micro_tokens),
         policy.recompute + (f"/{policy.offload_layers}" if policy.offload_layers else ""),
-        f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}",
+        f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}{' *' * row.partial_blocks}",
         f"{rollout.memory_fraction:g}",
         _keep(s),
-        f"{s.peak / GIB:.1f}",
-        memory_warning,
         f"{s.kv_tokens:,}",
+        f"{row.warning} {row.free / GIB:.1f}".strip(),
+        f"{row.host / GIB:,.0f}",
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
+        "–" if saved is None else f"{saved:.0%}",
     )
 
 
 def _keep(s: Suggestion) -> str:
-    """Returns letters for the parts that stay on the device in every phase, and whether the optimizer is streamed."""
-    keep, streamed = s.config.residency.keep, ", streamed" * s.config.policy.optimizer.streamed
+    """Returns letters for the parts that stay on the device in every phase, and `s` for a streamed optimizer."""
+    keep, streamed = s.config.residency.keep, " s" * s.config.policy.optimizer.streamed
     if keep is None:
         return f"all{streamed}"
     return ("".join(LETTERS[part] for part in keep if part in LETTERS) or "none") + streamed

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.checks import check_values
-from skyrl_mega.config.checks.engines import check_topology
 from skyrl_mega.config.checks.unused import unused_notes
-from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, enter, guarded, integer
-from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
+from skyrl_mega.config.command import DONE, FAULT, Parser, enter, guarded, integer
+from skyrl_mega.config.derived import cutoff_note, idle_gpus_note
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ending_signal
 
@@ -107,12 +105,10 @@ def _run(args: argparse.Namespace) -> int:
         file = Path(file).absolute()
         enter(args.directory)
     config = compose(file, args.overrides)
-    if args.simulate:
-        from skyrl_mega.cli import simulate
+    if args.simulate or args.suggest is not None:
+        from skyrl_mega.cli import simulate, suggest
 
-        return simulate.run(config, args)
-    if args.suggest is not None:
-        return _suggest(config, args.suggest, as_json=args.json)
+        return simulate.run(config, args) if args.simulate else suggest.run(config, args)
     if args.dry_run:
         return _dry_run(config, args)
     if args.settings:
@@ -239,33 +235,6 @@ def _dry_run(config: Config, args: argparse.Namespace) -> int:
     if args.settings and not args.json:
         print(f"\nsettings:\n\n{dump(config)}", end="")
     return DONE
-
-
-def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
-    from skyrl_mega.cli import inputs, refusal, suggest_text
-    from skyrl_mega.models.registry import architecture
-    from skyrl_mega.planner import rates, search
-
-    check_values(Config(asynchrony=config.asynchrony))
-    check_topology(config)
-    if generates_ahead(config.asynchrony):
-        raise UserError(
-            "--suggest counts the phases of a step one after the other; --simulate finds a split "
-            "and a mode. Or leave out asynchrony.mode=… and asynchrony.max_staleness=…, which is "
-            "asynchrony.mode=off",
-            key="asynchrony.mode",
-            value=config.asynchrony.mode,
-        )
-    hf, _ = inputs.planned_inputs(config)
-    config, _ = rates.planned(config)
-    result = refusal.without_refused(search.search(config, hf, int(gpus) if gpus else None), hf)
-    decoder = architecture(hf).describe(hf)
-    print(
-        json.dumps(suggest_text.values(result, config, decoder))
-        if as_json
-        else suggest_text.text(result, config, decoder)
-    )
-    return DONE if result.suggestions else WRONG_INPUT
 
 
 def _with_fix(error: UserError, config: Config) -> UserError:

@@ -344,9 +344,11 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
     )
     paste, _, arguments = paste.partition("\n# 1 as arguments: ")
     dry_run.checked(compose(file, shlex.split(arguments)))
-    seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
+    numbered = [line.split() for line in table.splitlines() if re.match(r" +\d+ ", line)]
+    assert [int(cells[0]) for cells in numbered] == [*range(len(numbered))] and 2 <= len(numbered) <= 1 + 10
+    given, *seconds = (float(cells[-2]) for cells in numbered)
     assert all(later > 0.97 * max(seconds[:i], default=0) - 0.1 for i, later in enumerate(seconds))
-    assert len(table.rstrip().splitlines()) == 2 + 10
+    assert float(numbered[1][-1].rstrip("%")) == pytest.approx(100 * (1 - seconds[0] / given), abs=0.6)
     assert max(map(len, table.splitlines())) <= 120
     assert yaml.load(paste, get_yaml_loader())  # raises for duplicate keys
     for text in re.split(r"# \d\n", paste)[1:]:

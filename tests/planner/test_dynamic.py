@@ -12,7 +12,6 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.search import SearchResult
 from skyrl_mega.planner.times import generate_time, step_time
 from skyrl_mega.planner.trajectories import assumed
 from tests.weights.grids import MODELS
@@ -88,6 +87,5 @@ def test_the_assumption_is_stated_by_the_dry_run_and_by_suggest() -> None:
     d = architecture(hf).describe(hf)
     line = "50% of the groups have a signal, so that a step draws 1,536 prompts in 1 round and trains on 512 at most"
     for config, count in ((settings(), 0), (settings(enabled=True, oversample=3.0), 1)):
-        nothing = SearchResult(gpus=8, suggestions=(), evaluated=0, complete=True)
-        for notes in (dry_run_notes.notes(config, d, parallel), suggest_text.notes(nothing, config, d)):
+        for notes in (dry_run_notes.notes(config, d, parallel), suggest_text.notes(config)):
             assert sum(line in note for note in notes) == count

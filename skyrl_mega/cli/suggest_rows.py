@@ -1,0 +1,139 @@
+"""Rows of `--suggest`: the settings as they are, and the distinct choices among the layouts that fit, each with gain
+and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.cli.refusal import find_error
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner import engine_blocks, micro_tokens
+from skyrl_mega.planner.fit import parallel_of
+from skyrl_mega.planner.host_memory import host_memory
+from skyrl_mega.planner.memory import GIB, engine_memory, gpu_bytes, policy_memory
+from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.relief import least_safe_phase
+from skyrl_mega.planner.search import TIE, Suggestion
+from skyrl_mega.planner.shared import shared_gpus, stage_ranks
+from skyrl_mega.planner.times import step_time
+
+SHOWN = 10
+"""Maximum rows of distinct choices."""
+MORE_FREE = GIB
+"""Additional free bytes of a GPU that make a layout a distinct choice."""
+LESS_HOST = 0.75
+"""Share of another row's host memory below which a layout is a distinct choice."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings with their costs."""
+
+    suggestion: Suggestion
+    free: int
+    """Free bytes of the fullest GPU in the busiest phase: a shared GPU, or else a GPU of the policy."""
+    warning: str
+    """`close` or `tight` as in the dry run; empty if the memory is safe."""
+    host: int
+    """Bytes of host memory of the fullest node."""
+    partial_blocks: bool
+    """True if the engines' FP8 blocks differ from the policy's."""
+
+    @property
+    def seconds(self) -> float:
+        """Returns the estimated seconds of a step."""
+        return self.suggestion.seconds
+
+    @property
+    def gpus(self) -> int:
+        """Returns the number of GPUs of the allocation."""
+        cluster = self.suggestion.config.cluster
+        return cluster.nodes * cluster.gpus_per_node
+
+    def saved(self, given: Row | None) -> float | None:
+        """Returns the saved share of a step (negative if slower than `given`); None if the settings do not fit."""
+        return None if given is None else 1 - self.seconds / given.seconds
+
+    def covers(self, other: Row) -> bool:
+        """Returns True if another row is at most `TIE` faster and cheaper in no respect."""
+        return (
+            self.seconds <= (1 + TIE) * other.seconds
+            and self.free > other.free - MORE_FREE
+            and self.host * LESS_HOST < other.host
+            and (not self.warning or bool(other.warning))
+            and self.partial_blocks <= other.partial_blocks
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The settings as they are, and the distinct choices."""
+
+    given: Row | None
+    """The given settings; None if they do not fit."""
+    why: str | None
+    """Error message of given settings that do not fit."""
+    choices: Sequence[Row]
+    """Distinct choices in the order of the search."""
+
+
+def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion], gpus: int) -> Rows:
+    """Returns the given settings and the distinct choices as rows.
+
+    Args:
+        config: The given settings, with planned rates.
+        hf: The model's config.json.
+        suggestions: Fitting layouts in the order of the search.
+        gpus: Number of GPUs of the search.
+    """
+    decoder = architecture(hf).describe(hf)
+    error = find_error(config, hf, planned=True)
+    given = None if error else row(_as_suggestion(config, hf, decoder), decoder)
+    comparable = [given] if given and given.gpus == gpus else []
+    return Rows(given, str(error) if error else None, distinct(suggestions, comparable, decoder))
+
+
+def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: Decoder) -> list[Row]:
+    """Returns at most `SHOWN` rows: the first suggestion, then each that no earlier or known row covers."""
+    choices: list[Row] = []
+    for suggestion in suggestions:
+        candidate = row(suggestion, decoder)
+        if not choices or not any(other.covers(candidate) for other in (*known, *choices)):
+            choices.append(candidate)
+        if len(choices) == SHOWN:
+            break
+    return choices
+
+
+def row(suggestion: Suggestion, decoder: Decoder) -> Row:
+    """Returns settings with their costs."""
+    config, parallel = suggestion.config, suggestion.parallel
+    _, reference = parallel_of(config)
+    free = min(
+        (gpu.least_free for gpu in shared_gpus(config, decoder, parallel)), default=gpu_bytes(config) - suggestion.peak
+    )
+    host = max(
+        host_memory(config, decoder, parallel, reference, node, first=i == 0).total
+        for i, node in enumerate(nodes(config))
+    )
+    partial = engine_blocks.partial_block(config, decoder) is not None
+    return Row(suggestion, free, "tight" if free < 0 else memory_warning(suggestion, decoder), host, partial)
+
+
+def memory_warning(s: Suggestion, decoder: Decoder) -> str:
+    """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
+    unsafe = least_safe_phase(s.config, decoder, s.parallel)
+    return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
+
+
+def _as_suggestion(config: Config, hf: Mapping[str, Any], decoder: Decoder) -> Suggestion:
+    """Returns valid settings with the estimates of a suggestion."""
+    config = micro_tokens.with_micro_tokens(config, hf)
+    parallel, _ = parallel_of(config)
+    peak = max(policy_memory(config, decoder, parallel, rank).peak for rank in stage_ranks(parallel).values())
+    seconds = step_time(config, decoder, parallel).step
+    return Suggestion(parallel, config, peak, engine_memory(config, decoder).tokens, seconds)
