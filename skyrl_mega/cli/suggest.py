@@ -6,6 +6,7 @@ import argparse
 import json
 
 from skyrl_mega.cli import inputs, refusal, suggest_rows, suggest_text
+from skyrl_mega.cli.suggest_progress import SearchProgress
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.checks.engines import check_topology
@@ -38,7 +39,9 @@ def run(config: Config, args: argparse.Namespace) -> int:
         )
     hf, _ = inputs.planned_inputs(config)
     config, _ = rates.planned(config)
-    result = search.search(config, hf, int(args.suggest) if args.suggest else None)
+    progress = SearchProgress()
+    with progress.running():
+        result = search.search(config, hf, int(args.suggest) if args.suggest else None, progress)
     result = refusal.without_refused(result, hf)
     report = suggest_text.Report(
         result,

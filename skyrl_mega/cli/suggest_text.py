@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.memory import GIB, gpu_bytes
-from skyrl_mega.planner.search import TIE, SearchResult, Suggestion
+from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
 
 PASTED = 3
 """Number of layouts with settings written out."""
@@ -63,14 +64,14 @@ def text(report: Report) -> str:
     search, choices = report.search, report.rows.choices
     if not search.suggestions:
         return "\n".join([_misfit_text(report), *(f"note: {note}" for note in notes(report.config))])
-    cut = "" if search.complete else "; the search was cut short"
     lines = [
-        f"{len(search.suggestions):,} layouts fit {search.gpus} GPUs, of {search.evaluated:,} settings tried{cut}; the "
+        f"{len(search.suggestions):,} layouts fit {search.gpus} GPUs, of {search.evaluated:,} settings tried; the "
         f"fastest first, within {TIE:.0%} the least cut:",
         *_table(report.rows),
         *_given_lines(report),
         f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
         *_legend(report.rows),
+        *([] if search.complete else [cut_text(search)]),
         *(f"note: {note}" for note in notes(report.config, choices)),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
@@ -80,6 +81,24 @@ def text(report: Report) -> str:
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
     lines += ["", f"# 1 as arguments: {shlex.join(choices[0].suggestion.overrides)}"]
     return "\n".join(lines)
+
+
+def cut_text(search: SearchResult) -> str:
+    """Returns the line on a search that was cut short: the reason, and the number of layouts that were not tried, by
+    policy ranks and tensor parallelism."""
+    reason = "by Ctrl-C" if search.stopped else f"after {SECONDS:.0f} s of a core, its limit"
+    tensors: dict[int, Counter[int]] = {}
+    for parallel in search.untried:
+        tensors.setdefault(parallel.ranks, Counter())[parallel.tensor] += 1
+    groups = (
+        f"of {ranks:,} policy ranks {', '.join(f'{count} with TP{tensor}' for tensor, count in sorted(counts.items()))}"
+        for ranks, counts in sorted(tensors.items())
+    )
+    most = search.layouts + len(search.untried)
+    missing = (
+        f"{len(search.untried)} of {most} layouts ({'; '.join(groups)})" if tensors else f"no whole layout of {most}"
+    )
+    return f"the search was cut short {reason}; not tried: {missing}, and perhaps settings of the last layout"
 
 
 def _counted(choices: Sequence[Row]) -> str:
@@ -116,7 +135,13 @@ def _misfit_text(report: Report) -> str:
     search, given = report.search, report.rows.given
     instead = "more of cluster.host_memory_gib" if search.host_problem else "more GPUs or shorter sequences"
     enough = f"{search.enough_gpus} GPUs are enough" if search.enough_gpus else f"give {instead}"
+    if search.stopped:
+        enough = "let the search end to see what fits"
     message, nearest = f"nothing fits {search.gpus} GPUs, of {search.evaluated:,} settings tried", search.nearest
+    if not search.complete:
+        message = (
+            f"nothing was found for {search.gpus} GPUs, of {search.evaluated:,} settings tried; {cut_text(search)}"
+        )
     if given and given.gpus == search.gpus:
         return f"{message}, except the settings as they are: {given.seconds:,.1f} s a step"
     if search.host_problem:
@@ -126,7 +151,7 @@ def _misfit_text(report: Report) -> str:
     if nearest:
         policy, size = nearest.config.policy, gpu_bytes(nearest.config) / GIB
         return (
-            f"{message}; the nearest ({_layout(nearest.ranks.parallel)}, policy.recompute={policy.recompute}, "
+            f"{message}; the nearest ({layout(nearest.ranks.parallel)}, policy.recompute={policy.recompute}, "
             f"policy.micro_tokens={policy.micro_tokens}) lacks {nearest.missing_bytes / GIB:.1f} GiB of a GPU's "
             f"{size:.1f}; {enough}"
         )
@@ -167,6 +192,10 @@ def values(report: Report) -> dict[str, Any]:
         "gpus": search.gpus,
         "tried": search.evaluated,
         "complete": search.complete,
+        "stopped": search.stopped,
+        "layouts": search.layouts,
+        "untried": [layout(parallel) for parallel in search.untried],
+        "cut": None if search.complete else cut_text(search),
         "enough": search.enough_gpus,
         "why": None if search.suggestions else _misfit_text(report),
         "notes": notes(report.config, rows.choices),
@@ -223,7 +252,7 @@ def _cells(number: str, row: Row, given: Row | None) -> tuple[str, ...]:
     return (
         number,
         str(policy_ranks(config)),
-        _layout(s.parallel),
+        layout(s.parallel),
         str(policy.micro_tokens),
         policy.recompute + (f"/{policy.offload_layers}" if policy.offload_layers else ""),
         f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}{' *' * row.partial_blocks}",
@@ -245,6 +274,7 @@ def _keep(s: Suggestion) -> str:
     return ("".join(LETTERS[part] for part in keep if part in LETTERS) or "none") + streamed
 
 
-def _layout(p: ParallelDims) -> str:
+def layout(p: ParallelDims) -> str:
+    """Returns the sizes of a layout, without those of 1: `TP2 EP8 DP16`."""
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
     return shape(sizes | {"ETP": p.expert_tensor, "DP": p.data})

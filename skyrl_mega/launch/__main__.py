@@ -1,5 +1,7 @@
 """`python -m skyrl_mega.launch --config FILE [group.key=value …] [--dry-run] [--json]`."""
 
+import signal
+import sys
 import tempfile
 
 from skyrl_mega.cluster import driver
@@ -14,7 +16,14 @@ def sandboxes_left() -> None:
 
 
 if __name__ == "__main__":
-    driver.start(GOES_ON, sandboxes_left)
+    if any(word.partition("=")[0] == "--suggest" for word in sys.argv[1:]):
+        # A search starts no process to supervise, and is ended by Ctrl-C itself (`cli.suggest_progress`).
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from skyrl_mega.cluster import user
+
+        user.set_user_variables()
+    else:
+        driver.start(GOES_ON, sandboxes_left)
     from skyrl_mega.cli.train import main  # slow to import, and needed only in the driver
 
     driver.run(main)

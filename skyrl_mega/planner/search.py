@@ -22,6 +22,7 @@ from skyrl_mega.config.derived import (
     length_limit,
     micro_tokens,
     planned_device,
+    policy_ranks,
     reference_ranks,
 )
 from skyrl_mega.config.residency import kept
@@ -132,6 +133,12 @@ class SearchResult:
     """The best settings of each layout, in the order of `ordered`."""
     complete: bool
     """True if all candidates were tried within the time limit."""
+    layouts: int = 0
+    """Number of layouts tried; the last one in part if not complete."""
+    untried: tuple[ParallelDims, ...] = ()
+    """Layouts that were not tried; empty if complete."""
+    stopped: bool = False
+    """True if the search was ended by the caller, before the time limit."""
     enough_gpus: int | None = None
     """Larger number of GPUs with a fitting layout; set if nothing was found."""
     nearest: Evaluated | None = None
@@ -140,12 +147,76 @@ class SearchResult:
     """Error message for the fastest candidate; set if only host memory is short."""
 
 
-def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> SearchResult:
-    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings); returns fitting layouts or the nearest miss.
+@dataclass(frozen=True)
+class Progress:
+    """State of a running search."""
+
+    gpus: int
+    evaluated: int
+    """Number of evaluated settings."""
+    best: Suggestion | None
+    """The fastest fitting settings so far; host memory is not checked yet."""
+
+
+def search(
+    config: Config,
+    hf: Mapping[str, Any],
+    gpus: int | None = None,
+    goes_on: Callable[[Progress], bool] = lambda progress: True,
+) -> SearchResult:
+    """Tries layouts; returns fitting layouts or the nearest miss.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        gpus: Number of GPUs; None takes all GPUs of the settings.
+        goes_on: Called after each evaluated setting; returns False to end the search.
 
     Raises:
         UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate
             layout does not match its ranks or the model.
+    """
+    gpus = _checked_gpus(config, gpus)
+    decoder = architecture(hf).describe(hf)
+    if config.policy.micro_tokens is None:  # all candidates are tried
+        config = changed(config, (("policy.micro_tokens", MICRO_TOKENS[0]),))
+    if config.critic.layout and config.critic.ranks:
+        _critic(config, decoder)  # checked once, as the critic's layout is fixed
+    if not config.cluster.shared:  # separate GPUs need no offload
+        config = changed(config, (("residency.keep", None),))
+    end = time.process_time() + SECONDS
+    evaluated, fastest, stopped = list[Evaluated](), None, False
+    for evaluation in _evaluations(config, decoder, gpus, end):
+        evaluated.append(evaluation)
+        fastest = min([*([fastest] if fastest else []), *evaluation.fitting], key=lambda s: s.seconds, default=None)
+        if stopped := not goes_on(Progress(gpus, len(evaluated), fastest)):
+            break
+    complete = not stopped and time.process_time() < end
+    by_layout = dict[ParallelDims, list[Suggestion]]()
+    for suggestion in (s for evaluation in evaluated for s in evaluation.fitting):
+        by_layout.setdefault(suggestion.parallel, []).append(suggestion)
+    best = [best for of_layout in by_layout.values() if (best := _best_with_host_memory(of_layout, decoder))]
+    suggestions = tuple(ordered(best, lambda s: least_safe_phase(s.config, decoder, s.parallel) is not None))
+    tried = {evaluation.ranks.parallel for evaluation in evaluated}
+    untried = () if complete else tuple(_untried(config, decoder, gpus, tried))
+    result = SearchResult(gpus, len(evaluated), suggestions, complete, len(tried), untried, stopped=stopped)
+    if suggestions:
+        return result
+    fits = [s for of_layout in by_layout.values() for s in of_layout]
+    host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
+    return replace(
+        result,
+        enough_gpus=None if stopped else _enough_gpus(config, decoder, gpus, goes_on),
+        nearest=None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None),
+        host_problem=str(host_error) if host_error else None,
+    )
+
+
+def _checked_gpus(config: Config, gpus: int | None) -> int:
+    """Returns the number of GPUs to search for.
+
+    Raises:
+        UserError: Nodes of this size cannot make up this number of GPUs, or the run is on a CPU.
     """
     if on_cpu(config):
         raise UserError(
@@ -160,39 +231,21 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             key="--suggest",
             value=gpus,
         )
-    decoder = architecture(hf).describe(hf)
-    if config.policy.micro_tokens is None:  # all candidates are tried
-        config = changed(config, (("policy.micro_tokens", MICRO_TOKENS[0]),))
-    if config.critic.layout and config.critic.ranks:
-        _critic(config, decoder)  # checked once, as the critic's layout is fixed
-    if not config.cluster.shared:  # separate GPUs need no offload
-        config = changed(config, (("residency.keep", None),))
-    end = time.process_time() + SECONDS
-    evaluated = list(_evaluations(config, decoder, gpus, end))
-    complete = time.process_time() < end
-    by_layout = dict[ParallelDims, list[Suggestion]]()
-    for suggestion in (s for evaluation in evaluated for s in evaluation.fitting):
-        by_layout.setdefault(suggestion.parallel, []).append(suggestion)
-    best = [best for of_layout in by_layout.values() if (best := _best_with_host_memory(of_layout, decoder))]
-    suggestions = tuple(ordered(best, lambda s: least_safe_phase(s.config, decoder, s.parallel) is not None))
-    result = SearchResult(gpus, len(evaluated), suggestions, complete)
-    if suggestions:
-        return result
-    end = time.process_time() + SECONDS / 4
-    enough_gpus = next(
-        (
-            more
-            for more in (-(-gpus * quarters // (4 * node)) * node for quarters in MORE)
-            if any(_best_with_host_memory(t.fitting, decoder) for t in _evaluations(config, decoder, more, end))
-        ),
-        None,
-    )
-    fits = [s for of_layout in by_layout.values() for s in of_layout]
-    host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
-    nearest = None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None)
-    return replace(
-        result, enough_gpus=enough_gpus, nearest=nearest, host_problem=str(host_error) if host_error else None
-    )
+    return gpus
+
+
+def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[[Progress], bool]) -> int | None:
+    """Returns a larger number of GPUs with a fitting layout; None if there is none or the time is over."""
+    end, node, count = time.process_time() + SECONDS / 4, config.cluster.gpus_per_node, 0
+    for quarters in MORE:
+        more = -(-gpus * quarters // (4 * node)) * node
+        for evaluation in _evaluations(config, decoder, more, end):
+            count += 1
+            if _best_with_host_memory(evaluation.fitting, decoder):
+                return more
+            if not goes_on(Progress(more, count, None)):
+                return None
+    return None
 
 
 def ordered(suggestions: Iterable[Suggestion], unsafe: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
@@ -227,34 +280,52 @@ def _evaluations(config: Config, decoder: Decoder, gpus: int, end: float) -> Ite
 
     For each choice of `residency.keep`, only the fastest engines are included.
     """
-    nodes = -(-gpus // config.cluster.gpus_per_node)
-    config = changed(config, (("cluster.nodes", nodes), ("policy.optimizer.streamed", False)))
-    fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
     sizes = sorted({*MICRO_TOKENS, micro_tokens(config.policy)})
-    for ranks, workers in _gpu_splits(config, gpus - fixed):
-        divided = changed(config, (("policy.ranks", ranks),))
-        engines = engine_choices(divided, decoder, workers)
-        for parallel, layout in _layouts(config, decoder, ranks) if engines else ():
+    for divided, engines in _divisions(config, decoder, gpus):
+        for parallel, layout in _layouts(divided, decoder, policy_ranks(divided)):
             for recompute in _recompute_changes(config, max(parallel.stage_sizes(decoder.layers))):
                 trial = changed(divided, (("policy.layout", layout), *recompute))
                 for tokens in sizes:
                     if time.process_time() > end:
                         return
                     trial = changed(trial, (("policy.micro_tokens", tokens),))
-                    evaluation = _evaluate(trial, decoder, parallel, engines)
-                    policy = trial.policy
-                    if (
-                        not evaluation.fitting
-                        and not policy.optimizer.streamed
-                        and policy.precision.parameters == "model"
-                    ):
-                        # Slower, so only if nothing fits otherwise; then no larger micro-batch fits either. FP8
-                        # parameters need all master weights on the device.
-                        trial = changed(trial, (("policy.optimizer.streamed", True),))
-                        evaluation = _evaluate(trial, decoder, parallel, engines)
+                    evaluation = _evaluate_or_stream(trial, decoder, parallel, engines)
+                    trial = evaluation.config
                     yield evaluation
                     if not evaluation.fitting:
                         break  # a larger micro-batch takes more memory
+
+
+def _divisions(config: Config, decoder: Decoder, gpus: int) -> Iterator[tuple[Config, list[EngineChoice]]]:
+    """Yields the settings with each division of the GPUs, and the engines that fit there."""
+    nodes = -(-gpus // config.cluster.gpus_per_node)
+    config = changed(config, (("cluster.nodes", nodes), ("policy.optimizer.streamed", False)))
+    fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
+    for ranks, workers in _gpu_splits(config, gpus - fixed):
+        divided = changed(config, (("policy.ranks", ranks),))
+        if engines := engine_choices(divided, decoder, workers):
+            yield divided, engines
+
+
+def _untried(config: Config, decoder: Decoder, gpus: int, tried: set[ParallelDims]) -> Iterator[ParallelDims]:
+    """Yields the layouts that a search would still have tried."""
+    for divided, _ in _divisions(config, decoder, gpus):
+        layouts = _layouts(divided, decoder, policy_ranks(divided))
+        yield from (parallel for parallel, _ in layouts if parallel not in tried)
+
+
+def _evaluate_or_stream(
+    config: Config, decoder: Decoder, parallel: ParallelDims, engines: list[EngineChoice]
+) -> Evaluated:
+    """Evaluates policy settings; if nothing fits, also with a streamed optimizer.
+
+    A streamed optimizer is slower, so it is tried only if nothing fits otherwise. FP8 parameters need all master
+    weights on the device.
+    """
+    evaluation = _evaluate(config, decoder, parallel, engines)
+    if evaluation.fitting or config.policy.optimizer.streamed or config.policy.precision.parameters != "model":
+        return evaluation
+    return _evaluate(changed(config, (("policy.optimizer.streamed", True),)), decoder, parallel, engines)
 
 
 def _recompute_changes(config: Config, layers: int) -> list[Change]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import re
+import signal
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.cli import dry_run, refusal, suggest_rows
+from skyrl_mega.cli import dry_run, refusal, suggest_rows, suggest_text
+from skyrl_mega.cli.suggest_progress import SearchProgress
 from skyrl_mega.cli.suggest_rows import Row
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import search
 from skyrl_mega.planner.search import Suggestion, ordered
 from tests.cli import large
 from tests.cli.test_dry_run_notes import noted
@@ -316,3 +322,87 @@ def test_settings_that_do_not_fit_say_why_above_those_that_do(
     out = capsys.readouterr().out
     assert "\n0, the settings as they are, cannot run: rollout.memory_fraction = 0.9: on shared GPUs" in out
     assert re.search(r"\n +1  .* –\n", out) and not re.search(r"\n +0  ", out)
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Presses Ctrl-C while the search evaluates its `number`-th settings."""
+    evaluate, count = search._evaluate, itertools.count(1)
+
+    def interrupted(*given: Any) -> search.Evaluated:
+        if next(count) == number:
+            signal.raise_signal(signal.SIGINT)
+        return evaluate(*given)
+
+    monkeypatch.setattr(search, "_evaluate", interrupted)
+
+
+def test_ctrl_c_ends_the_search_and_what_was_not_tried_is_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupt_at(monkeypatch, 30)
+    assert main(["--config", "configs/searchr1_30b.yaml", "--suggest", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert signal.getsignal(signal.SIGINT) == before
+    assert result["stopped"] and not result["complete"] and result["tried"] <= 30 and result["found"]
+    config = compose(Path("configs/searchr1_30b.yaml"), [])
+    hf, _ = dry_run.checked(config)
+    layouts = [*search._layouts(config, architecture(hf).describe(hf), 32)]
+    assert result["layouts"] + len(result["untried"]) == len(layouts)
+    assert result["cut"].startswith("the search was cut short by Ctrl-C; not tried: ")
+    with_tp4 = sum(parallel.tensor == 4 for parallel, _ in layouts)
+    assert f"{len(result['untried'])} of {len(layouts)} layouts" in result["cut"]
+    assert f"{with_tp4} with TP4" in result["cut"]
+
+
+def test_a_search_ended_before_anything_fits_does_not_say_that_nothing_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(monkeypatch, 1)
+    assert main(["--config", "configs/searchr1_30b.yaml", "--suggest", "2"]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("nothing was found for 2 GPUs, of 1 settings tried; the search was cut short by Ctrl-C; not ")
+    assert out.endswith("; let the search end to see what fits\n") and out.count("\n") == 1
+
+
+def test_a_cut_names_its_reason_and_the_layouts_by_policy_ranks() -> None:
+    untried = tuple(
+        ParallelDims(ranks, tensor=tensor, expert=expert)
+        for ranks, tensor, expert in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (16, 4, 1))
+    )
+    line = suggest_text.cut_text(search.SearchResult(32, 7, (), False, layouts=2, untried=untried))
+    assert line.startswith(
+        "the search was cut short after 40 s of a core, its limit; not tried: 4 of 6 layouts (of 8 policy ranks 1 with "
+        "TP1, 2 with TP2; of 16 policy ranks 1 with TP4)"
+    )
+    line = suggest_text.cut_text(search.SearchResult(32, 7, (), False, layouts=2, stopped=True))
+    assert "by Ctrl-C; not tried: no whole layout of 2, " in line
+
+
+class Stream(io.StringIO):
+    """A terminal or a file that keeps its text."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(("terminal", "due"), [(True, [3.0, 3.5, 7.0, 7.5, 12.0]), (False, [3.0, 12.0])])
+def test_progress_is_printed_from_three_seconds_on(terminal: bool, due: list[float]) -> None:
+    times = [0.0, 0.5, 2.9, 3.0, 3.2, 3.5, 7.0, 7.5, 12.0]
+    stream, clock = Stream(terminal), iter(times)
+    progress = SearchProgress(stream, lambda: next(clock))
+    printed = []
+    for tried, now in enumerate(times[1:], start=1):
+        before = len(stream.getvalue())
+        assert progress(search.Progress(8, 1000 * tried, suggestion(88.04, 2, 0) if tried > 3 else None))
+        if len(stream.getvalue()) > before:
+            printed.append(now)
+    assert printed == due
+    text = stream.getvalue()
+    assert "3 s: 3,000 settings tried for 8 GPUs, none fits so far; Ctrl-C ends the search" in text
+    assert "12 s: 8,000 settings tried for 8 GPUs, best so far PP2 DP32 with 88.0 s a step; " in text
+    assert text.count("\n") == (0 if terminal else len(due)) and text.count("\r") == (len(due) if terminal else 0)
