@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, ClassVar, cast
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from skyrl_mega.common.errors import UserError
+from skyrl_mega.envs import event_loop
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.validate import BadOutput
 
@@ -33,7 +33,7 @@ class RewardFunctionEnv(BaseTextEnv):
     """
 
     function: ClassVar[Callable[..., Any]]
-    """The user's function; a coroutine function is run to its end."""
+    """The user's function; coroutines of all calls share an event loop."""
     users_code: ClassVar[Callable[..., Any]]
     """The function again, for reports of faults."""
     setting: ClassVar[str]
@@ -76,7 +76,7 @@ class RewardFunctionEnv(BaseTextEnv):
         arguments = self._rows(action) if self.takes_lists else self._row(action)
         result = type(self).function(**arguments, **self.options)
         if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result))
+            result = event_loop.wait(result)
         reward, notes = _first(result) if self.takes_lists else _score(result)
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=notes)
 
@@ -124,10 +124,6 @@ def environment_of(function: Callable[..., Any], setting: str) -> type[RewardFun
         "requires_ground_truth": not takes_lists,
     }
     return cast(type[RewardFunctionEnv], type(_name(function), (RewardFunctionEnv,), body))
-
-
-async def _wait(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _score(result: Any) -> tuple[float, dict[str, Any]]:

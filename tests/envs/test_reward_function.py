@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.rows import check_files, environments_of, load_prompts
 from skyrl_mega.envs import registry
 from skyrl_mega.models.char_tokenizer import EOS
+from skyrl_mega.rollout.agent.env_pool import Call
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.trainer.evaluation import scores
 from skyrl_mega.trainer.run import rollout_metrics
@@ -144,3 +146,20 @@ def test_an_absolute_path_holds_in_another_folder(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     extras = {"reward_model": {"ground_truth": "1"}}
     assert registry.make("reward_function", extras, config).step("#### 1")["reward"] == 1.0
+
+
+def test_coroutines_share_a_loop_and_end_with_their_callers(characters_chat: Renderer, tmp_path: Path) -> None:
+    """Judges more answers at once than the function's module-global semaphore admits, one of them by `sys.exit`."""
+    file = verl_rows(tmp_path / "train.parquet", "any", "1")
+    answers = ["exit", *map(str, range(8))]
+    ended, *played = judged(characters_chat, config_of("limited_judge"), file, answers)
+    assert ended.status is Status.ERROR_ENV and "SystemExit(3)" in ended.metadata["error"]
+    assert [t.reward for t in played] == list(range(8)), [t.metadata for t in played]
+    begun, cancelled = threading.Event(), threading.Event()
+    extras = {"reward_model": {"ground_truth": "1"}, "extra_info": {"begun": begun, "cancelled": cancelled}}
+    call = Call(registry.make("reward_function", extras, config_of("limited_judge")).step, "never")
+    thread = threading.Thread(target=call.run, daemon=True)
+    thread.start()
+    assert begun.wait(60) and call.give_up()
+    thread.join(60)
+    assert not thread.is_alive() and cancelled.wait(60)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from skyrl_mega.envs.event_loop import Pending
 from skyrl_mega.envs.waiting import Clock
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Call:
         self.end: float | None = None
         self.given_up = False
         """True if the caller stopped waiting before the function returned."""
-        self._clock = Clock()
+        self._clock, self._pending = Clock(), Pending()
         self._lock = threading.Lock()
 
     def run(self) -> tuple[Any, BaseException | None]:
@@ -38,6 +39,7 @@ class Call:
         value, error = None, None
         self.start = time.perf_counter()
         self._clock.run_here()
+        self._pending.run_here()
         try:
             value = self.function(*self.args)
         except BaseException as raised:
@@ -52,9 +54,12 @@ class Call:
         return value, error
 
     def give_up(self) -> bool:
-        """Stops waiting for the function. Returns False if the function has already returned."""
+        """Stops waiting for the function and cancels its coroutine. Returns False if the function has already
+        returned."""
         with self._lock:
             self.given_up = self.end is None
+        if self.given_up:
+            self._pending.cancel()
         return self.given_up
 
     def seconds(self) -> float:
