@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.atomic_output import atomic_file, refuse_file
+from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.secrets import hidden
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
@@ -18,6 +20,8 @@ from skyrl_mega.config.migrate.translate import translate
 
 PROGRAMS = {"verl": "verl", "skyrl": "SkyRL", "slime": "slime", "trl": "TRL"}
 """Names on the command line → names of `other_programs/table.yaml`."""
+LONGEST_LINE = 4096
+"""Maximum bytes of the line with the mark of this command."""
 EPILOG = """\
   migrate verl run_dapo.sh --out dapo.yaml                   a script: its variables are replaced, nothing is run
   migrate skyrl run_gsm8k.sh trainer.epochs=2                 a script with further settings
@@ -66,6 +70,8 @@ def _run(words: list[str]) -> int:
             value=rest[0] if rest else "",
             fix="python -m skyrl_mega.config migrate verl run_dapo.sh --out dapo.yaml",
         )
+    if args.out:
+        _check_output(args.out, Path(rest[1]) if rest[1:] else None)
     migration = translate(read(PROGRAMS[rest[0]], rest[1:]))
     verdict = "" if args.plain else _complete(migration)
     source = (
@@ -103,11 +109,27 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return options, rest
 
 
-def _write(path: Path, content: str) -> None:
+def _check_output(path: Path, source: Path | None) -> None:
+    """Refuses an output path that holds the input, a link, or a file that this command did not write."""
     if path.suffix != ".yaml":
         raise UserError("allowed is a file that ends in .yaml", key="--out", value=path)
+    if path.is_symlink():
+        raise UserError("is a link; nothing is written through it", key="--out", value=path, fix="give another file")
+    if source and path.exists() and source.exists() and path.samefile(source):
+        raise UserError("is the input itself", key="--out", value=path, fix="give another file")
+    refuse_file(path, "--out", _is_ours)
+
+
+def _is_ours(file: Path) -> bool:
+    """True if the first line of a file says that this command wrote the file."""
+    with safe_read.open_regular(file) as opened:
+        return opened.readline(LONGEST_LINE).rstrip().endswith(text.MARK.encode())
+
+
+def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    with atomic_file(path, "--out", _is_ours) as partial:
+        partial.write_text(content, encoding="utf-8")
 
 
 def _complete(migration: Migration) -> str:

@@ -49,6 +49,22 @@ def test_a_script_becomes_a_file_that_passes_the_dry_run(
     assert "12 settings of verl: 10 taken, 2 changed, 0 dropped, 0 unknown; " in "\n".join(lines)
 
 
+def test_only_its_own_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, link, out = tmp_path / "theirs.yaml", tmp_path / "link.yaml", tmp_path / "out.yaml"
+    theirs.write_text("trainer: {nnodes: 2}\n")
+    link.symlink_to(theirs)
+    for path, reason in ((theirs, "is the input itself"), (link, "is a link")):
+        assert migrate.main(["verl", str(theirs), "--plain", "--out", str(path)]) == WRONG_INPUT
+        assert reason in (line := capsys.readouterr().err) and str(path) in line
+    assert migrate.main(["verl", "trainer.nnodes=3", "--plain", "--out", str(theirs)]) == WRONG_INPUT
+    assert f"--out: {theirs} was not written by this command" in capsys.readouterr().err
+    assert theirs.read_text() == "trainer: {nnodes: 2}\n"
+    for nodes in (3, 4):
+        assert migrate.main(["verl", f"trainer.nnodes={nodes}", "--plain", "--out", str(out)]) == DONE
+        assert f"nodes: {nodes}\n" in out.read_text()
+    assert sorted(tmp_path.iterdir()) == [link, out, theirs]
+
+
 def test_what_is_impossible_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert migrate.main(["verl", str(script), "actor_rollout_ref.actor.ppo_mini_batch_size=48"]) == DONE
     printed = capsys.readouterr()

@@ -19,6 +19,8 @@ TITLES = {
     "unknown": "unknown",
     "added": "added beside what was brought",
 }
+MARK = "brought over by `python -m skyrl_mega.config migrate`."
+"""End of the first line of a written file."""
 WIDEST = 56
 """Maximum characters of a column before the reason."""
 LEARNING = ("algorithm.", "policy.optimizer.", "rollout.sampling.", "data.")
@@ -36,7 +38,7 @@ def as_yaml(migration: Migration, source: str) -> str:
             group = group.setdefault(name, {})
         group[last] = migration.settings[key]
     body = yaml.dump(masked(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    return f"# {source}, brought over by `python -m skyrl_mega.config migrate`.\n{body}"
+    return f"# {source}, {MARK}\n{body}"
 
 
 class _Dumper(yaml.SafeDumper):
