@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 _SPECIAL = re.compile(r"[@*#?$!0-9-]")
-_OPERATOR = re.compile(r"&&|\|\||;;|<<-?|[<>]&|&>|>>|[;|&()<>\n]")
+_OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-?|[<>]&|&>|>>|[;|&()<>\n]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+CONTINUED = "\\\n"
+"""End of a line that continues on the next line."""
 _PLAIN = re.compile(r"[^\s\\'\"$`;|&()<>]+")
 
 
@@ -55,7 +57,7 @@ Token = Word | Assignment | Operator
 
 def tokens(script: str) -> Iterator[Token]:
     """Yields the words, assignments and operators of a script, without comments and here-documents."""
-    return _Lexer(script.replace("\\\n", " ")).tokens()
+    return _Lexer(script).tokens()
 
 
 class _Lexer:
@@ -75,7 +77,10 @@ class _Lexer:
                 self.at = end
             elif operator := _OPERATOR.match(self.script, self.at):
                 self.at = operator.end()
-                if operator[0].startswith("<<"):
+                if operator[0] == "<<<":
+                    self._skip_space()
+                    self._word()
+                elif operator[0].startswith("<<"):
                     self._skip_space()
                     self.documents.append(re.sub(r"['\"\\]", "", self._word().source))
                 elif operator[0] == "\n":
@@ -87,13 +92,17 @@ class _Lexer:
                 yield self._assignment() or self._word()
 
     def _skip_space(self) -> bool:
-        """Skips blanks and a comment; returns False at the end of the script."""
-        while self.at < len(self.script) and self.script[self.at] in " \t\r":
-            self.at += 1
+        """Skips blanks, continued lines and a comment; returns False at the end of the script."""
+        while self.at < len(self.script) and (self.script[self.at] in " \t\r" or self._continued()):
+            self.at += 2 if self._continued() else 1
         if self.script.startswith("#", self.at):
             end = self.script.find("\n", self.at)
             self.at = len(self.script) if end < 0 else end
         return self.at < len(self.script)
+
+    def _continued(self) -> bool:
+        """True at a backslash that continues the line; the shell drops both characters."""
+        return self.script.startswith(CONTINUED, self.at)
 
     def _skip_documents(self) -> None:
         """Skips the here-documents announced on the line before."""
@@ -137,6 +146,8 @@ class _Lexer:
             elif sign == '"':
                 self.at += 1
                 pieces += self._double_quoted()
+            elif self._continued():
+                self.at += 2
             elif sign == "\\":
                 pieces.append(WordPiece("text", self.script[self.at + 1 : self.at + 2], True))
                 self.at += 2
@@ -147,14 +158,16 @@ class _Lexer:
                 text = plain[0] if plain else sign
                 pieces.append(WordPiece("text", text, False))
                 self.at += len(text)
-        return Word(tuple(pieces), self.script[start : self.at])
+        return Word(tuple(pieces), self.script[start : self.at].replace(CONTINUED, ""))
 
     def _double_quoted(self) -> Iterator[WordPiece]:
         """Yields the pieces up to the closing double quote; an empty piece keeps an empty word."""
         yield WordPiece("text", "", True)
         while self.at < len(self.script) and self.script[self.at] != '"':
             sign = self.script[self.at]
-            if sign == "\\" and self.script[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
+            if self._continued():
+                self.at += 2
+            elif sign == "\\" and self.script[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
                 yield WordPiece("text", self.script[self.at + 1], True)
                 self.at += 2
             elif sign in "$`":
@@ -178,7 +191,8 @@ class _Lexer:
             if script.startswith(opening, start):
                 end = self._closing(opening[1:], closing, start + 1)
                 self.at = end
-                return WordPiece(kind, script[start + len(opening) : end - len(closing)], quoted)
+                content = script[start + len(opening) : end - len(closing)]
+                return WordPiece(kind, content.replace(CONTINUED, "") if kind == "arithmetic" else content, quoted)
         named = NAME.match(script, start + 1) or _SPECIAL.match(script, start + 1)
         self.at = named.end() if named else start + 1
         return WordPiece("variable", named[0], quoted) if named else WordPiece("text", "$", quoted)

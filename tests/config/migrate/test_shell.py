@@ -18,6 +18,9 @@ PLAIN = {
     "arrays": 'A=(\n  --x 1 # a comment\n  # --y 2\n  --z "3 4"\n)\nA+=(--w 5)\nrun ${A[@]} "${A[@]}"',
     "no words": 'A=()\nB=\nrun x $A ${A[@]} "${A[@]}" $B "$B" "$@" y',
     "continued lines": "run a \\\n  b \\\n  c # comment\n",
+    "a line continued inside of a word": 'run a\\\nb "c\\\nd" $((1 + \\\n2)) \\\n  g#h',
+    "a commented line that ends as if continued": "A=(\n  --x 1\n  # --y 4 \\\n  --z 8 \\\n)\nrun ${A[@]} # b \\\n: c",
+    "a here-string": "cat > /dev/null <<< 'a b'\ncat <<<x > /dev/null\nrun right\n\n: later",
     "conditions": 'A=on\nif [ "$A" = "on" ]; then\n  B=1\nelif [ "$A" = off ]; then\n  B=2\nelse\n  B=3\nfi\nrun $B',
     "an inner condition": (
         "if [ 2 -gt 3 ]; then\n  if [ 1 = 1 ]; then B=1; fi\nelse\n  if [ ! -z x ]; then B=2; fi\nfi\nrun $B"
