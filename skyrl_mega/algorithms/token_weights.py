@@ -67,6 +67,9 @@ def sequence_weights(
     Args:
         tokens_N: float64: number of counting tokens per sequence.
         mode, samples, groups_G, length: See `token_weights`.
+
+    Raises:
+        ValueError: The mode is unknown, or its `samples`, `groups_G` or `length` is missing.
     """
     match mode:
         case "tokens":

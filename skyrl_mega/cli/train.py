@@ -85,7 +85,8 @@ def stoppable(run: Callable[[], int], as_json: bool) -> int:
         as_json: True to print an error line on standard output too, as JSON.
 
     Returns:
-        The exit code: the command's, 2 after a UserError, 75 after a signal.
+        The exit code: the command's, 0 after help or a closed output, 1 after a disk error or `sys.exit` in user code,
+        2 after a UserError or for a file that cannot be used, 75 after a signal.
     """
     try:
         return guarded(run, as_json)

@@ -145,7 +145,8 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
     turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
     if turns > most_turns:
+        limit = "max_turns" if most_turns == config.rollout.max_turns else "max_response_tokens"
         raise UserError(
-            f"allowed is at most rollout.max_turns = {most_turns}", key="--turns", value=turns, fix="raise that too"
+            f"allowed is at most rollout.{limit} = {most_turns}", key="--turns", value=turns, fix="raise that too"
         )
     return Synthetic(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)

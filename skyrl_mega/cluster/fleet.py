@@ -149,7 +149,7 @@ class Fleet(SupervisedGroup):
                 raise
 
     def sleep(self, parts: Collection[str]) -> None:
-        """Puts parts of all actors to sleep and retires actors on failure.
+        """Puts parts of all actors to sleep. A failed actor is retired, and restarts once all parts are awake again.
 
         Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
         becomes stale.

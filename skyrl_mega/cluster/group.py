@@ -337,10 +337,15 @@ def settle(
 def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | None = None) -> list[Any]:
     """Waits for calls to any number of groups and returns the answers in order.
 
+    Args:
+        calls: The calls.
+        timeout: Time limit in seconds; after a first failure, at most `SETTLE_S` more.
+        waiting_for: Receives the names of the actors without an answer, at first and after every answer.
+
     Raises:
         UserError: An actor raised it.
         ActorFailed: The root cause: the first actor death, or without any death the first error.
-        ActorTimeout: Some actors did not answer within `timeout` seconds.
+        ActorTimeout: No call failed, but some actors did not answer within `timeout` seconds.
     """
     outcomes = settle(calls, timeout, SETTLE_S, waiting_for=waiting_for)
     if outcomes.failures or outcomes.silent:

@@ -255,7 +255,7 @@ def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> 
 
 
 def worker(job: Allocation) -> int:
-    """Runs Ray on a node other than the first until the job is over; returns the exit code.
+    """Runs Ray on a node other than the first until the job is over, whatever the job's exit code; returns 0.
 
     Raises:
         Ended: The head did not come up in time, Ray failed on this node, or a signal was received.

@@ -68,9 +68,9 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
 
 
 def evaluation_trajectories(config: Config) -> int:
-    """Returns the number of concurrent trajectories of an evaluation during the run; 0 without evaluation.
+    """Returns the number of trajectories of an evaluation during the run, all counted as concurrent; 0 without one.
 
-    A missing or non-parquet file counts as `evaluation.limit` rows; the data check reports such a file.
+    A missing or non-parquet file counts as `evaluation.limit` rows (0 without a limit); the data check reports it.
     """
     if not (config.evaluation.every or config.evaluation.before):
         return 0

@@ -33,7 +33,7 @@ class EngineSource:
 
     @asynccontextmanager
     async def player(self) -> AsyncIterator[Player]:
-        """Opens a player for an event loop."""
+        """Opens a player with the evaluation's sampling settings, for one event loop; closes it afterwards."""
         player = self.generator.player(evaluation_sampling(self.config))
         try:
             yield player

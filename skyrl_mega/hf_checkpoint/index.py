@@ -138,7 +138,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         entries = {name: TensorEntry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
     except OSError as error:
         raise UserError(
-            f"cannot be read ({error.strerror})", key=file, fix="fetch it again or fix model.path"
+            f"cannot be read ({error.strerror})", key=file, fix="make it readable, fetch it again, or fix model.path"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"its header is no safetensors header ({error})", key=file, fix="fetch it again") from error

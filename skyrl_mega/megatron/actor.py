@@ -126,7 +126,9 @@ class MegatronActor:
 
     @record_function("hold")
     def hold(self, minis: list[list[Samples | Sequences]]) -> None:
-        """Stores this rank's micro-batches of each mini-batch of an RL step, after reading the tokens of samples."""
+        """Stores this rank's micro-batches of each mini-batch of an RL step, after reading the tokens of samples
+        from the object store.
+        """
         micros = iter(read_samples(list(chain(*minis))))
         self.minis = [[next(micros) for _ in mini] for mini in minis]
 

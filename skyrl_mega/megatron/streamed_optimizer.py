@@ -153,7 +153,7 @@ class StreamedPart:
 
 
 class StreamedOptimizer:
-    """All optimizers of a rank, in pieces.
+    """All optimizers of a rank, changed in place: state in host memory, steps on the device piece by piece.
 
     Args:
         optimizer: megatron-core's optimizer.

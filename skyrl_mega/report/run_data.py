@@ -233,7 +233,11 @@ def read(folder: Path) -> RunData:
         safe_read.check_value(tree, numbers=False)
         settings = dict(_leaves(masked(tree), "")) if isinstance(tree, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"it is not YAML: {' '.join(str(error).split())}", key=folder / "config.yaml") from error
+        raise UserError(
+            f"it is not YAML: {' '.join(str(error).split())}",
+            key=folder / "config.yaml",
+            fix="bring back the file that the run wrote, or give another run",
+        ) from error
     file = folder / "metrics.jsonl"
     return RunData(folder, metrics.read(file) if file.is_file() else [], settings)
 

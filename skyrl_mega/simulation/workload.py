@@ -96,7 +96,8 @@ class LogNormal:
             given = printable(text[:SHOWN_CHARS]) or "''"
             raise UserError(
                 f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g}"
-                f"{f' ({key})' if key else ''} and a SIGMA of 0 to {MAX_SIGMA:g}"
+                f"{f' ({key})' if key else ''} and a SIGMA of 0 to {MAX_SIGMA:g}, the spread of the "
+                "logarithm (without SIGMA: always MEAN)"
             )
         return cls(mean, sigma)
 

@@ -55,7 +55,7 @@ class RolloutSource:
         """Does nothing: the next step generates under the new weights."""
 
     def prompts_left(self, done: int) -> int:
-        """Returns the number of unused prompts of the data."""
+        """Returns the number of unused prompts of the data; ignores `done`, as nothing is generated ahead."""
         return self.stream.remaining
 
     def save(self, folder: Path, done: int) -> None:

@@ -85,7 +85,7 @@ def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "line"),
     [
         ([], "the program of the run is missing; allowed is verl, skyrl, slime, trl"),
-        (["nemo", "x.sh"], "migrate = nemo: the program of the run is missing"),
+        (["nemo", "x.sh"], "migrate = nemo: no such program; allowed is verl"),
         (["verl"], "no setting of verl is given"),
         (["verl", "gone.sh"], "gone.sh: no such file"),
         (["slime", "{script}"], "has no command with settings of slime"),

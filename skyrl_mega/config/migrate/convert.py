@@ -302,7 +302,7 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the token mean of each micro-batch with the micro-batch's number of samples."""
+    """Sets the mean of micro-batches' token means, with SkyRL's samples per micro-batch (1 if not given)."""
     samples = state.theirs("trainer.micro_train_batch_size_per_gpu") or 1
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of micro-batches of {samples}"

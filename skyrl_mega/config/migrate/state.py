@@ -19,7 +19,8 @@ class TranslationState(Protocol):
     migration: Migration
 
     def ours(self, key: str) -> Any:
-        """Returns the value of one of our settings: translated so far, or our default."""
+        """Returns the value of one of our settings: translated so far, or our default; None for an unknown
+        key."""
 
     def theirs(self, key: str) -> Any:
         """Returns the value of a key of the other program: given, or the program's default; None without either."""

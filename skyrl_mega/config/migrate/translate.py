@@ -58,7 +58,8 @@ class Translator:
         """Our setting → the key that set it, and True if that key was given."""
 
     def ours(self, key: str) -> Any:
-        """Returns the value of one of our settings: translated so far, or our default."""
+        """Returns the value of one of our settings: translated so far, or our default; None for an unknown
+        key."""
         return self.migration.settings.get(key, keys()[key].default if key in keys() else None)
 
     def theirs(self, key: str) -> Any:

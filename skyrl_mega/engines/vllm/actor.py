@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -62,7 +63,11 @@ class VllmEngine:
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Result queues of the running `generate_many` calls."""
         if not (Path(spec.path) / "config.json").is_file():
-            raise UserError("there is no config.json; give a Hugging Face directory", key="model.path", value=spec.path)
+            raise UserError(
+                f"there is no config.json on {platform.node()}; give a Hugging Face directory that every node can read",
+                key="model.path",
+                value=spec.path,
+            )
         self.shape = _shape(spec) if spec.routes else None
         """Shape of the routes in completions; None without routes."""
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole-test",
         action="store_true",
-        help="keeps test questions that share words or passages with training questions, as published averages do",
+        help="keeps test questions that repeat training questions or are on their passages, as published averages do",
     )
     parser.add_argument("--corpus", type=path_of, help="a file of passages with id, title and text")
     parser.add_argument(
@@ -76,7 +76,11 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     if args.source is None:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):
-                raise UserError("it needs --source", key=f"--{option.replace('_', '-')}")
+                raise UserError(
+                    "it needs --source",
+                    key=f"--{option.replace('_', '-')}",
+                    fix="give your questions there: a folder with train and test, or one file",
+                )
         return _from_facts(args.seed, args.shots, args.limit)
     return _from_files(args)
 
@@ -218,8 +222,8 @@ def _without_leakage(train: list[dict[str, Any]], test: list[dict[str, Any]]) ->
     kept = [q for q in test if normalise(q["question"]) not in asked and titles.isdisjoint(q["titles"])]
     if len(kept) < len(test):
         print(
-            f"{len(test) - len(kept)} of {len(test)} test questions share words or passages with training questions "
-            "and are left out",
+            f"{len(test) - len(kept)} of {len(test)} test questions are left out: they repeat a training question or "
+            "are about its passages; --whole-test keeps them",
             file=sys.stderr,
         )
     return kept

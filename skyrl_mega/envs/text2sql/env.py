@@ -148,7 +148,7 @@ def find_database(folder: str | Path | None, db_id: Any, data: Any = None) -> Pa
         data: Data set of the row, `synsql`, `spider` or `bird`, with databases possibly in the folder of `FOLDERS`.
 
     Raises:
-        UserError: The file does not exist, or part of the database is in another file.
+        UserError: `folder` is None, `db_id` is no name, the file does not exist, or its write-ahead log is not empty.
     """
     if folder is None:
         raise UserError("environment.options.text2sql.db_path is not set; allowed: the folder of the databases")

@@ -157,7 +157,8 @@ class Renderer:
             )
 
     def parse(self, answer: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
-        """Returns the policy's answer with the tool calls parsed in the template's format.
+        """Returns the policy's answer with the tool calls parsed in the template's format, or without calls if the
+        template has no known format. An unreadable call becomes a `ToolCall` with `error`.
 
         Args:
             answer: Tokens or text of the answer.

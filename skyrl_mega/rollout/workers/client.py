@@ -145,7 +145,10 @@ class WorkerClient:
         """The error that ended the session, if any."""
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Runs a trajectory on a worker, from opening to closing the environment, without regard to `start`.
+        """Runs a trajectory on a worker, from opening to closing the environment; ignores `start`.
+
+        After a crash of the worker, runs the trajectory again. A trajectory that keeps crashing workers comes back
+        failed.
 
         Raises:
             NoServingActor: No engine is left.

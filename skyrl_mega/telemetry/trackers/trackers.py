@@ -47,7 +47,7 @@ class Trackers:
             other.call("log", step, figures)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Logs some trajectories of a step, before the step's metrics."""
+        """Passes some trajectories of a step to all trackers but metrics.jsonl; does not wait. Call it before `log`."""
         for other in self._others:
             other.call("log_trajectories", step, trajectories)
 

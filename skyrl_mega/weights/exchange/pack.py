@@ -165,6 +165,8 @@ class BucketViews:
         """Returns a mask of the parts differing from the data sent, bool [views], on the device.
 
         Args:
+            params: The parameters, already filled from the bucket.
+            flat: The received bucket.
             sent: The sender's checksums, int64 [views].
         """
         different = self.checksums(params, flat) != sent
