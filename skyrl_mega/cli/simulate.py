@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, Choice, Refused, engines, with_given_fraction
-from skyrl_mega.cli.simulate_text import NOISE, Comparison, Row
+from skyrl_mega.cli.simulate_text import NOISE, Comparison, SimulatedRow
 from skyrl_mega.cli.workload import workload_of
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check_values
@@ -76,15 +76,17 @@ class _Simulator:
     hf: Mapping[str, Any]
     workload: Workload
 
-    def row(self, choice: Choice) -> Row:
+    def row(self, choice: Choice) -> SimulatedRow:
         """Simulates a choice and returns it with the outcome."""
         print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
         parallel, _ = fit.parallel_of(config)
         speeds = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
-        return Row(choice, simulate(config, speeds, self.workload, steps=simulate_text.measured_steps(choice.most)))
+        return SimulatedRow(
+            choice, simulate(config, speeds, self.workload, steps=simulate_text.measured_steps(choice.most))
+        )
 
-    def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[Row]:
+    def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
         """Simulates a mode in each suitable split."""
         choices = (simulate_choices.choice(config, split, mode, most, self.hf) for split in splits)
         return [self.row(each) for each in choices if isinstance(each, Choice)]
@@ -134,10 +136,10 @@ def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison
     )
 
 
-def _nearly_best(rows: Sequence[Row]) -> Row:
+def _nearly_best(rows: Sequence[SimulatedRow]) -> SimulatedRow:
     """Returns, among rows within noise of the fastest, the one that changes the fewest settings."""
     return next(ranked(rows, _seconds, NOISE, lambda row: (len(row.choice.change), _seconds(row))))
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: SimulatedRow) -> float:
     return row.outcome.seconds

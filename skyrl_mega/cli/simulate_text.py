@@ -47,7 +47,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulatedRow:
     """Choice and simulated outcome."""
 
     choice: Choice
@@ -60,13 +60,13 @@ class Comparison:
 
     config: Config
     """The given settings."""
-    rows: Sequence[Row]
+    rows: Sequence[SimulatedRow]
     """The given settings without and with asynchrony, then the modes in the best split with the best engines."""
-    splits: Sequence[Row]
+    splits: Sequence[SimulatedRow]
     """All compared splits."""
-    engine_sizes: Sequence[Row]
+    engine_sizes: Sequence[SimulatedRow]
     """Engines of other sizes, or with more memory, in the best split."""
-    shared_engines: Sequence[Row]
+    shared_engines: Sequence[SimulatedRow]
     """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
     environment_s: float
@@ -75,13 +75,13 @@ class Comparison:
     """Mean length of a trajectory."""
 
     @property
-    def best(self) -> Row:
+    def best(self) -> SimulatedRow:
         """Returns the row to advise among rows within noise of the fastest.
 
         Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
         """
 
-        def preference(row: Row) -> tuple[Any, ...]:
+        def preference(row: SimulatedRow) -> tuple[Any, ...]:
             change = row.choice.change
             return bool(change), row is not self.rows[0], row.choice.most, len(change), row.outcome.seconds
 
@@ -93,12 +93,12 @@ class Comparison:
         return all(row.outcome.calls_filled >= DOMINANT for row in self.all_rows)
 
     @property
-    def all_rows(self) -> list[Row]:
+    def all_rows(self) -> list[SimulatedRow]:
         """Returns all simulated rows."""
         return [*self.rows, *self.shared_engines, *self.splits, *self.engine_sizes]
 
     @property
-    def given(self) -> Row | None:
+    def given(self) -> SimulatedRow | None:
         """Returns the row of the given settings with asynchrony; None if synchronous or invalid."""
         if self.config.asynchrony.mode == "off":
             return None
@@ -178,7 +178,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.{0 if seconds >= 99.95 else 1}f}"
 
 
-def _gain(than: Row, row: Row) -> str:
+def _gain(than: SimulatedRow, row: SimulatedRow) -> str:
     return f"{than.outcome.seconds / row.outcome.seconds:.2f} times as fast"
 
 
@@ -219,7 +219,7 @@ def _limits(c: Comparison) -> list[str]:
     ]
 
 
-def _table(best: Choice | None, rows: Sequence[Row]) -> list[str]:
+def _table(best: Choice | None, rows: Sequence[SimulatedRow]) -> list[str]:
     return aligned([HEAD, *(_cells(row, row.choice == best) for row in rows)], left=2)
 
 
@@ -227,7 +227,7 @@ def _gpus_text(config: Config) -> str:
     return f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else "")
 
 
-def _cells(row: Row, best: bool) -> tuple[str, ...]:
+def _cells(row: SimulatedRow, best: bool) -> tuple[str, ...]:
     choice, o = row.choice, row.outcome
     config = choice.config
     return (
@@ -260,7 +260,7 @@ def values(c: Comparison) -> dict[str, Any]:
     }
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: SimulatedRow) -> dict[str, Any]:
     config = row.choice.config
     return {
         "mode": row.choice.mode,

@@ -53,7 +53,7 @@ class PlacedStep:
 
 
 @dataclass(frozen=True)
-class Row:
+class GanttRow:
     """A row of the picture."""
 
     name: str
@@ -94,10 +94,10 @@ class Canvas:
         """Returns the horizontal position of a time in seconds."""
         return LEFT + seconds / self.seconds * (self.right - LEFT)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[GanttRow]:
         """Returns all rows from top to bottom."""
         phases = {span.name for p in self.placed for span in p.step.phases}
-        rows = [Row("driver", 20, lambda top: self._phases(top, 20)), self._ranks("policy", POLICY)]
+        rows = [GanttRow("driver", 20, lambda top: self._phases(top, 20)), self._ranks("policy", POLICY)]
         if phases & set(CRITIC):
             rows.append(self._ranks("critic", CRITIC))
         return [*rows, *self._engines(), self._environments()]
@@ -134,10 +134,10 @@ class Canvas:
                     title = f"<title>{escape(span.name)} {span.end - span.start:.3g} s, step {p.step.step}</title>"
                     yield self._span(f"bar s{colour}", p, span, top, height, title)
 
-    def _ranks(self, name: str, phases: Sequence[str]) -> Row:
-        return Row(name, 14, lambda top: self._phases(top, 14, phases))
+    def _ranks(self, name: str, phases: Sequence[str]) -> GanttRow:
+        return GanttRow(name, 14, lambda top: self._phases(top, 14, phases))
 
-    def _engines(self) -> list[Row]:
+    def _engines(self) -> list[GanttRow]:
         count = max(len(p.step.engines) for p in self.placed)
         size = math.ceil(count / ROWS)
         groups = [range(first, min(first + size, count)) for first in range(0, count, size)]
@@ -145,7 +145,7 @@ class Canvas:
         most = max((float(counts.max()) for parts in drawn for counts, _ in parts), default=0.0)
 
         rows = zip(groups, drawn, strict=True)
-        return [Row(_group_name(group), 16, partial(self._engine, parts, most)) for group, parts in rows]
+        return [GanttRow(_group_name(group), 16, partial(self._engine, parts, most)) for group, parts in rows]
 
     def _engine(self, parts: Sequence[tuple[Floats, Floats]], most: float, top: float) -> Iterator[str]:
         for p in self.placed:
@@ -155,10 +155,10 @@ class Canvas:
         yield self._area("busy", [shares for _, shares in parts], 1.0, top, 16)
         yield self._area("area s0", [counts for counts, _ in parts], most, top, 16)
 
-    def _environments(self) -> Row:
+    def _environments(self) -> GanttRow:
         parts = [self._sampled(p, p.step.environments)[0] for p in self.placed]
         most = max(float(counts.max()) for counts in parts)
-        return Row("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
+        return GanttRow("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
 
     def _sampled(self, p: PlacedStep, counted: ConcurrencySeries) -> tuple[Floats, Floats]:
         """Returns mean counts and busy shares in equal columns."""

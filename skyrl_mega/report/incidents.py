@@ -9,7 +9,7 @@ from skyrl_mega.common.secrets import hidden
 from skyrl_mega.common.terminal import printable
 from skyrl_mega.report.document import table
 from skyrl_mega.report.run_data import RunData, local_time
-from skyrl_mega.telemetry.events import Entry
+from skyrl_mega.telemetry.events import EventLine
 
 CRASHES = 20
 """Number of crashes shown, the newest."""
@@ -61,7 +61,7 @@ def _crashes(run: RunData) -> list[str]:
     return parts
 
 
-def _folded(title: str, events: Sequence[Entry], kind: str) -> str:
+def _folded(title: str, events: Sequence[EventLine], kind: str) -> str:
     lines = "\n".join(f"{local_time(event)}  {event.text}" for event in events[-CRASHES:])
     return f"<details class='fault {kind}'><summary>{escape(title)}</summary><pre>{escape(lines)}</pre></details>"
 

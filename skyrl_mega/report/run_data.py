@@ -18,7 +18,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.report import story
 from skyrl_mega.telemetry import events, metrics
 from skyrl_mega.telemetry.console import PLACES
-from skyrl_mega.telemetry.events import Entry
+from skyrl_mega.telemetry.events import EventLine
 from skyrl_mega.telemetry.run_dir import checkpoints_in
 
 RECOVERED = ("actor_lost", "retriever_lost", "trajectory_failed")
@@ -30,7 +30,7 @@ STUCK = ("health/stuck_steps", "health/stuck_groups")
 
 
 @dataclass(frozen=True)
-class Fault:
+class RunFault:
     """The error that ended a run, or a part of it."""
 
     when: str
@@ -41,7 +41,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FindingKind:
     """A kind of health finding of a run (docs/health.md)."""
 
     kind: str
@@ -120,22 +120,22 @@ class RunData:
         ]
 
     @cached_property
-    def events(self) -> list[Entry]:
+    def events(self) -> list[EventLine]:
         """The events of the run, in order."""
         return events.read(self.folder)
 
     @property
-    def fault(self) -> Fault | None:
+    def fault(self) -> RunFault | None:
         """The last fault of the run, or None."""
         faults = [i for i, event in enumerate(self.events) if event.kind == "fault"]
         if not faults:
             return None
         event = self.events[faults[-1]]
         resumed = any(later.kind == "step" for later in self.events[faults[-1] + 1 :])
-        return Fault(local_time(event), event.text.removeprefix("fault: "), not resumed)
+        return RunFault(local_time(event), event.text.removeprefix("fault: "), not resumed)
 
     @cached_property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[FindingKind]:
         """Health findings, ordered by first step."""
         first_seen: dict[str, tuple[int, str]] = {}
         for event in self.events:
@@ -149,7 +149,7 @@ class RunData:
         steps_by_kind = {kind: at or [first_seen[kind][0]] for kind, at in steps.items()}
         return sorted(
             (
-                Finding(kind, at, first_seen[kind][1] if kind in first_seen else "")
+                FindingKind(kind, at, first_seen[kind][1] if kind in first_seen else "")
                 for kind, at in steps_by_kind.items()
             ),
             key=lambda finding: finding.steps[0],
@@ -193,13 +193,13 @@ class RunData:
         return story.marks(self.events)
 
     @property
-    def recovered(self) -> list[Entry]:
+    def recovered(self) -> list[EventLine]:
         """Crashes that the run recovered from: engines, rollout workers, trajectories, the retrieval service."""
         lost = self.given_up
         return [event for event in self.events if event.kind in (*RECOVERED, GIVEN_UP) and event not in lost]
 
     @property
-    def given_up(self) -> list[Entry]:
+    def given_up(self) -> list[EventLine]:
         """Crashes of engines and rollout workers that were not restarted."""
         return [
             event
@@ -208,13 +208,13 @@ class RunData:
         ]
 
 
-def _is_back(actor: Any, later: Sequence[Entry]) -> bool:
+def _is_back(actor: Any, later: Sequence[EventLine]) -> bool:
     """Returns True if an actor was restarted after all, before the next start of the run."""
     same_start = takewhile(lambda event: event.kind not in ("started", "fault", "restart"), later)
     return any(event.kind == "actor_back" and event.facts.get("actor") == actor for event in same_start)
 
 
-def local_time(event: Entry) -> str:
+def local_time(event: EventLine) -> str:
     """Returns the event's local time, such as `2026-01-31 18:05:09`."""
     return story.local_time(event.time)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from skyrl_mega.telemetry.events import Entry
+from skyrl_mega.telemetry.events import EventLine
 from skyrl_mega.telemetry.table import duration
 
 TOLD = (
@@ -68,7 +68,7 @@ class StepMark:
     text: str
 
 
-def starts(events: Sequence[Entry]) -> list[RunStart]:
+def starts(events: Sequence[EventLine]) -> list[RunStart]:
     """Returns the starts of a run, in order; empty for a run without such events."""
     all_starts: list[RunStart] = []
     changes: list[str] = []
@@ -94,7 +94,7 @@ def starts(events: Sequence[Entry]) -> list[RunStart]:
     return all_starts
 
 
-def _add_stage(start: RunStart, event: Entry) -> None:
+def _add_stage(start: RunStart, event: EventLine) -> None:
     actors, stage = str(event.facts.get("actors")), str(event.facts.get("stage"))
     count, seconds = event.facts.get("count"), event.facts.get("seconds")
     row = StageTime(
@@ -122,7 +122,7 @@ def _changed_facts(before: RunStart, after: RunStart) -> Iterator[str]:
             yield f"{name} {a or 'unknown'} → {b or 'unknown'}"
 
 
-def marks(events: Sequence[Entry]) -> list[StepMark]:
+def marks(events: Sequence[EventLine]) -> list[StepMark]:
     """Returns the marks of a run's plots, in order, one for each position."""
     by_step: dict[float, StepMark] = {}
     for start in starts(events):
@@ -146,7 +146,7 @@ def _add_mark(by_step: dict[float, StepMark], mark: StepMark) -> None:
     by_step[mark.step] = mark
 
 
-def lines(events: Sequence[Entry]) -> list[tuple[str, str, str]]:
+def lines(events: Sequence[EventLine]) -> list[tuple[str, str, str]]:
     """Returns (local time, step, text) of the events in the list of a run's events; empty if only a start is known."""
     told = [event for event in events if event.kind in TOLD]
     if all(event.kind == "started" for event in told[:1]) and len(told) <= 1:

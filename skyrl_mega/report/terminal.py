@@ -29,7 +29,7 @@ POLICY, JUDGED, FAILED = "green", "bright_black", "bold red"
 
 
 @dataclass(frozen=True)
-class Column:
+class FigureColumn:
     """A figure in a trajectory's line."""
 
     title: str
@@ -38,17 +38,17 @@ class Column:
 
 
 COLUMNS = (
-    Column("run", lambda r: r.run, left=True),
-    Column("step", lambda r: "–" if r.step is None else str(r.step)),
-    Column("prompt", lambda r: str(r.uid)),
-    Column("sample", lambda r: "greedy" if r.sample == GREEDY else str(r.sample)),
-    Column("reward", lambda r: f"{r.reward:.3f}"),
-    Column("status", lambda r: r.status, left=True),
-    Column("turns", lambda r: str(r.turns)),
-    Column("tokens", lambda r: f"{r.prompt_length} + {r.response_length}"),
-    Column("generate", lambda r: _seconds(r, "generate")),
-    Column("env", lambda r: _seconds(r, "env")),
-    Column("weights", lambda r: r.weights, left=True),
+    FigureColumn("run", lambda r: r.run, left=True),
+    FigureColumn("step", lambda r: "–" if r.step is None else str(r.step)),
+    FigureColumn("prompt", lambda r: str(r.uid)),
+    FigureColumn("sample", lambda r: "greedy" if r.sample == GREEDY else str(r.sample)),
+    FigureColumn("reward", lambda r: f"{r.reward:.3f}"),
+    FigureColumn("status", lambda r: r.status, left=True),
+    FigureColumn("turns", lambda r: str(r.turns)),
+    FigureColumn("tokens", lambda r: f"{r.prompt_length} + {r.response_length}"),
+    FigureColumn("generate", lambda r: _seconds(r, "generate")),
+    FigureColumn("env", lambda r: _seconds(r, "env")),
+    FigureColumn("weights", lambda r: r.weights, left=True),
 )
 
 

@@ -54,7 +54,7 @@ class Event(str):
 
 
 @dataclass(frozen=True)
-class Entry:
+class EventLine:
     """One line of `events.jsonl`."""
 
     time: float
@@ -76,7 +76,7 @@ def row(event: Event, after_step: int) -> dict[str, Any]:
     return {"time": time.time(), "kind": event.kind, "after_step": after_step, "text": str(event), **event.facts}
 
 
-def read(folder: Path) -> list[Entry]:
+def read(folder: Path) -> list[EventLine]:
     """Returns the events of a run's folder in order, none without the file. Lines that a kill cut off are left out.
 
     Raises:
@@ -89,11 +89,11 @@ def read(folder: Path) -> list[Entry]:
         raise UserError(error_reason(error), key=file, fix="give a run's folder that you may read") from error
 
 
-def _entry(text: bytes | str) -> Entry | None:
+def _entry(text: bytes | str) -> EventLine | None:
     """Returns the event of a line; None if it is no event."""
     try:
         row = parse_json(text)
         facts = {name: value for name, value in row.items() if name not in COMMON}
-        return Entry(float(row["time"]), str(row["kind"]), str(row["text"]), int(row["after_step"]), facts)
+        return EventLine(float(row["time"]), str(row["kind"]), str(row["text"]), int(row["after_step"]), facts)
     except (Malformed, KeyError, TypeError, ValueError, AttributeError):
         return None

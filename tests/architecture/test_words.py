@@ -74,3 +74,17 @@ def test_planted_words_are_found() -> None:
         "anew",
     ]
     assert [w for _, text in texts('raise E(f"mend {x}")') for w in wrong(text)] == ["mend"]
+
+
+SAME_NAME = {"BaseTextEnv", "BaseTextEnvStepOutput"}
+"""Names given by another program: `envs/skyrl_gym.py` stands in for SkyRL's own package."""
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Checks that no two classes of the package share a name, so that a search leads to one place."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "skyrl_mega").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: at for name, at in places.items() if len(at) > 1 and name not in SAME_NAME} == {}

@@ -13,7 +13,7 @@ from skyrl_mega.cli import simulate, simulate_choices, simulate_text
 from skyrl_mega.cli.dry_run import checked
 from skyrl_mega.cli.refusal import find_error
 from skyrl_mega.cli.simulate_choices import MODES, Choice, Refused
-from skyrl_mega.cli.simulate_text import Comparison, Row
+from skyrl_mega.cli.simulate_text import Comparison, SimulatedRow
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import gpus_needed
@@ -166,8 +166,10 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     config = compose(FILE)
     apart = (("cluster.shared", False), ("residency.keep", None), ("policy.ranks", 16), ("rollout.engines", 2))
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0, calls_filled=0.5)
-    rows = [Row(simulate_choices.synchronous(config), replace(outcome, seconds=seconds[0]))]
-    rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
+    rows = [SimulatedRow(simulate_choices.synchronous(config), replace(outcome, seconds=seconds[0]))]
+    rows += [
+        SimulatedRow(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]
+    ]
     length = Length(100, 800, 3)
     return Comparison(config, rows, rows[1:], [], [], refused, environment_s=0.0, length=length)
 

@@ -16,7 +16,7 @@ from skyrl_mega.config.command import WRONG_INPUT, Parser, guarded
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.other_programs.table import Entry, programs
+from skyrl_mega.config.other_programs.table import Counterpart, programs
 
 ROOT = Path(__file__).parents[2]
 FREE = [name for name, key in keys().items() if key.type is dict]
@@ -46,7 +46,7 @@ def said(run: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> list[
     return capsys.readouterr().err.splitlines()
 
 
-def entries(program: str) -> dict[str, Entry]:
+def entries(program: str) -> dict[str, Counterpart]:
     """Returns a program's table, with `.*` replaced by a key below."""
     table = programs()[program]
     below = {key: f"{key[:-1]}anything" if key.endswith("*") else key for key in table}

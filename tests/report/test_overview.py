@@ -68,14 +68,14 @@ def test_several_runs(run: Path, tmp_path: Path) -> None:
 
 def test_a_fault_stands_above_all_else(run: Path) -> None:
     events(run, STEP, {"kind": "fault", "text": "fault: policy-0 failed in train: a\nb"})
-    assert run_data.read(run).fault == run_data.Fault(when(1), "policy-0 failed in train: a\nb", last=True)
+    assert run_data.read(run).fault == run_data.RunFault(when(1), "policy-0 failed in train: a\nb", last=True)
     text = text_of(overview.write([run]).read_text())
     assert f"The run ended by a fault at {when(1)}" in text and "policy-0 failed in train: a" in text
 
 
 def test_a_run_that_went_on_says_so(run: Path) -> None:
     events(run, {"kind": "fault", "text": "fault: first"}, {"kind": "fault", "text": "fault: second"}, STEP)
-    assert run_data.read(run).fault == run_data.Fault(when(1), "second", last=False)
+    assert run_data.read(run).fault == run_data.RunFault(when(1), "second", last=False)
     assert "The run was resumed after a fault" in overview.write([run]).read_text()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from skyrl_mega.common.values import shown
-from skyrl_mega.config.other_programs.table import Entry
+from skyrl_mega.config.other_programs.table import Counterpart
 
 FILE = Path(__file__).with_name("translation.yaml")
 
@@ -67,7 +67,9 @@ def notes() -> Mapping[str, Conversion]:
     return {" ".join(note.split()): _conversion(value) for note, value in _file()["notes"].items()}
 
 
-def conversion(program: str, key: str, entry: Entry, value: Any = None, *, by_value: bool = False) -> Conversion | None:
+def conversion(
+    program: str, key: str, entry: Counterpart, value: Any = None, *, by_value: bool = False
+) -> Conversion | None:
     """Returns the conversion for the value of a key; None if neither the key nor the note of its entry has one.
 
     Args:

@@ -18,7 +18,7 @@ from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
 from skyrl_mega.config.migrate.given import Given, GivenSettings
 from skyrl_mega.config.migrate.rules import Conversion, conversion, rules
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.other_programs.table import Entry, programs
+from skyrl_mega.config.other_programs.table import Counterpart, programs
 
 KEEP = "residency.keep"
 """Setting that several switches of other programs shorten."""
@@ -130,7 +130,7 @@ class Translator:
         names = [KEEP] if KEEP in row.ours else [*entry.here] if entry else []
         return replace(row, ours={**row.ours, **{n: self.ours(n) for n in names if n in self.migration.settings}})
 
-    def _translate(self, given: Given, entry: Entry | None) -> None:
+    def _translate(self, given: Given, entry: Counterpart | None) -> None:
         if entry is None:
             self._row("unknown", given.key, given.value, why=self._unknown(given))
             return
@@ -162,7 +162,7 @@ class Translator:
         kind = "taken" if taken and held == ours else "changed"
         self._row(kind, given.key, given.value, held, why or (entry.note if kind == "changed" else ""))
 
-    def _converted(self, key: str, value: Any, entry: Entry) -> tuple[Settings, str]:
+    def _converted(self, key: str, value: Any, entry: Counterpart) -> tuple[Settings, str]:
         """Returns our settings for a value, and the reason of a change; raises Dropped without a counterpart."""
         text = value if isinstance(value, str) else shown(value)
         if text in entry.values:
@@ -185,7 +185,7 @@ class Translator:
         fixed, _ = _assigned(entry, value) if len(here) < len(entry.here) else ({}, "")
         return {**ours, **{name: v for name, v in fixed.items() if name not in ours}}, why
 
-    def _convert(self, rule: Conversion, value: Any, entry: Entry) -> tuple[Settings, str]:
+    def _convert(self, rule: Conversion, value: Any, entry: Counterpart) -> tuple[Settings, str]:
         here = [name.partition("=")[0] for name in entry.here]
         ours, why = CONVERSIONS[rule.name](value, here, rule.argument, self)
         return ours, why
@@ -213,7 +213,7 @@ class Translator:
             return ""
         return " and ".join(f"{name}={shown(value)}" for name, value in states.items()) + ": it has no effect there"
 
-    def _contextual(self, key: str, value: Any, entry: Entry | None) -> bool:
+    def _contextual(self, key: str, value: Any, entry: Counterpart | None) -> bool:
         if entry is None:
             return False
         rule = conversion(self.program, key, entry, value, by_value=True) or conversion(self.program, key, entry)
@@ -242,7 +242,7 @@ _first_name = cache(lookup.names)
 """Our setting → the key that names it first, by program."""
 
 
-def _assigned(entry: Entry, value: Any) -> tuple[Settings, str]:
+def _assigned(entry: Counterpart, value: Any) -> tuple[Settings, str]:
     """Returns the settings of an entry with values: `algorithm.loss=ppo`; a setting without a value takes its own."""
     pairs = [_parsed(name) for name in entry.here if "=" in name]
     if not pairs and not entry.here:

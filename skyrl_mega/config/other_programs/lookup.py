@@ -10,7 +10,7 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config import megatron_options
 from skyrl_mega.config.checks.engines import ENGINE_ARGUMENTS
 from skyrl_mega.config.keys import keys as settings
-from skyrl_mega.config.other_programs.table import Entry, Table, programs
+from skyrl_mega.config.other_programs.table import Counterpart, Table, programs
 
 DECIDED: Mapping[str, Mapping[str, str | None]] = {"rollout.options": ENGINE_ARGUMENTS, **megatron_options.DENIED}
 """Settings with free keys, and the keys that they refuse with the setting to use instead."""
@@ -41,14 +41,14 @@ def with_page(line: str) -> str:
     return line.removesuffix(")") + f", {PAGE})" if re.search(r"\(docs/[\w-]+\.md\)$", line) else f"{line} ({PAGE})"
 
 
-def counterpart(entry: Entry) -> str:
+def counterpart(entry: Counterpart) -> str:
     """Returns a phrase with our settings for another program's key, or with the reason for having none."""
     if not entry.here:
         return f"there is none: {entry.note}"
     return f"it is {' and '.join(entry.here)}" + (f": {entry.note}" if entry.note else "")
 
 
-def find(table: Table, key: str) -> Entry | None:
+def find(table: Table, key: str) -> Counterpart | None:
     """Returns the entry of a key, or the entry of the nearest `.*` above it; None without either."""
     if entry := table.get(key):
         return entry
@@ -59,7 +59,7 @@ def find(table: Table, key: str) -> Entry | None:
         above = ".".join(parts[:length])
         if entry := table.get(f"{above}.*"):
             here = tuple(_below(ours, key[len(above) :]) for ours in entry.here)
-            return next(filter(None, map(_decided, here)), Entry(here, entry.note, entry.values))
+            return next(filter(None, map(_decided, here)), Counterpart(here, entry.note, entry.values))
     return None
 
 
@@ -124,13 +124,17 @@ def _below(ours: str, rest: str) -> str:
     return ours.removesuffix(".*") + rest if ours.endswith(".*") else ours
 
 
-def _decided(ours: str) -> Entry | None:
+def _decided(ours: str) -> Counterpart | None:
     """Returns the entry of an option that `DECIDED` refuses; None for other options."""
     setting, _, option = ours.rpartition(".")
     if option not in DECIDED.get(setting, {}):
         return None
     instead = DECIDED[setting][option]
-    return Entry((instead,)) if instead in settings() else Entry(note=instead or "the run decides it; leave it out")
+    return (
+        Counterpart((instead,))
+        if instead in settings()
+        else Counterpart(note=instead or "the run decides it; leave it out")
+    )
 
 
 def _setting(ours: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs.table import Entry, Table, programs
+from skyrl_mega.config.other_programs.table import Counterpart, Table, programs
 
 MARK = "<!-- What follows is made by `python -m skyrl_mega.config.other_programs docs/migration.md`. -->"
 
@@ -38,12 +38,12 @@ def _rows(table: Table) -> list[str]:
     ]
 
 
-def _cell(entry: Entry) -> str:
+def _cell(entry: Counterpart) -> str:
     values = (f"{_code(value)}: {_told(by_value)}" for value, by_value in entry.values.items())
     return "; ".join((_told(entry), *values))
 
 
-def _told(entry: Entry) -> str:
+def _told(entry: Counterpart) -> str:
     here = ", ".join(map(_code, entry.here))
     return f"{here} ({entry.note})" if here and entry.note else here or f"none ({entry.note})"
 

@@ -16,18 +16,18 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class Entry:
+class Counterpart:
     """The counterpart of another program's key."""
 
     here: tuple[str, ...] = ()
     """Our settings, as `group.key` or `group.key=value`. Empty if there is none."""
     note: str = ""
     """How it differs, or what to do instead if there is none."""
-    values: Mapping[str, Entry] = field(default_factory=dict)
+    values: Mapping[str, Counterpart] = field(default_factory=dict)
     """Values of their key, as YAML writes them, that have a counterpart of their own."""
 
 
-Table = Mapping[str, Entry]
+Table = Mapping[str, Counterpart]
 """A program's keys and their counterparts."""
 
 
@@ -49,15 +49,15 @@ def _file() -> dict[str, Any]:
 
 
 def _table(entries: Mapping[str, Any]) -> Table:
-    without = {key: Entry(note=note) for note, keys in entries["without"].items() for key in keys}
+    without = {key: Counterpart(note=note) for note, keys in entries["without"].items() for key in keys}
     return {key: _entry(value) for key, value in entries["here"].items()} | without
 
 
-def _entry(value: Any) -> Entry:
+def _entry(value: Any) -> Counterpart:
     if isinstance(value, dict):
         by_value = {theirs: _entry(ours) for theirs, ours in value.get("values", {}).items()}
-        return Entry(_settings(value.get("here", [])), value.get("note", ""), by_value)
-    return Entry(_settings(value))
+        return Counterpart(_settings(value.get("here", [])), value.get("note", ""), by_value)
+    return Counterpart(_settings(value))
 
 
 def _settings(value: str | list[str]) -> tuple[str, ...]:

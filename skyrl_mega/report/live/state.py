@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.report.run_data import RunData
-from skyrl_mega.telemetry.events import Entry
+from skyrl_mega.telemetry.events import EventLine
 from skyrl_mega.telemetry.table import duration
 
 RECENT_STEPS = 10
@@ -122,7 +122,7 @@ def _alarms(run: RunData, phase: str, began: float) -> list[Alarm]:
     return alarms
 
 
-def _phase(events: Sequence[Entry], running: bool) -> tuple[str, str]:
+def _phase(events: Sequence[EventLine], running: bool) -> tuple[str, str]:
     """Returns the phase of a run and the last line about the start.
 
     Args:
