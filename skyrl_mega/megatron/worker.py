@@ -6,6 +6,7 @@ micro-batches, which belong to the rank's data-parallel group.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -313,7 +314,7 @@ class ModelWorker:
             The metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
 
         Raises:
-            FloatingPointError: The gradient is NaN or infinite; the message has the loss sums.
+            FloatingPointError: The gradient or the loss is NaN or infinite; the message has the loss sums.
             NotOnDevice: Parameters, gradients or optimizer state are offloaded.
         """
         self.resident.require(*POLICY)
@@ -358,6 +359,16 @@ class ModelWorker:
         with torch.no_grad():
             return self._objective_sums(micros, self._compute(objective, temperature), len(micros))
 
+    def _require_finite(self, metrics: dict[str, float]) -> None:
+        """Raises FloatingPointError if the loss of any rank is NaN or infinite. A collective of all ranks.
+
+        Without a backward pass no gradient shows it.
+        """
+        wrong = torch.tensor(int(not math.isfinite(metrics.get("loss", 0.0))), device=self.device)
+        dist.all_reduce(wrong)
+        if wrong:
+            raise FloatingPointError(f"{self.name}: the loss is not finite; loss sums of this step: {scalars(metrics)}")
+
     def _objective_sums(self, micros: Sequence[Sequences], compute: Finish, measured: int) -> dict[str, float]:
         """Returns the summed metrics of an objective. The last `measured` micro-batches take no backward pass."""
         trained = len(micros) - measured
@@ -367,10 +378,12 @@ class ModelWorker:
             if not part:
                 continue
             with torch.no_grad() if forward_only else nullcontext():
-                outputs += self._run(part, compute, forward_only=forward_only)
+                outputs += self._run(part, compute, forward_only=forward_only, whole=micros)
             if self.replay:
                 replayed.update(self.replay.metrics())
         metrics = summed(outputs)
+        if 0 < measured < len(micros):
+            self._require_finite(metrics)
         return {**metrics, **replayed} if metrics else {}
 
     def _compute(self, objective: Any, temperature: float) -> Finish:
@@ -387,10 +400,17 @@ class ModelWorker:
 
         return finish
 
-    def _run(self, micros: Sequence[Sequences], finish: Finish, *, forward_only: bool) -> list[dict[str, Tensor]]:
-        """Runs Megatron's schedule for this layout."""
+    def _run(
+        self,
+        micros: Sequence[Sequences],
+        finish: Finish,
+        *,
+        forward_only: bool,
+        whole: Sequence[Sequences] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Runs Megatron's schedule for this layout. `whole`: all micro-batches, if these are a part of them."""
         if self.replay:
-            self.replay.begin(micros, self.device)
+            self.replay.begin(whole or micros, self.device)
         if self.fp8:
             finish_gather(self.chunks)
             self.fp8.begin()

@@ -79,6 +79,38 @@ def without_counts(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("replay_")}
 
 
+def without_routes(rank: int, address: str, path: Path, policy: PolicyConfig) -> Any:
+    """Trains on silent samples without routes; returns the counts of replayed routes with all backward passes and
+    without those of silent samples, then the error of a silent sample's NaN and whether a weight moved."""
+    parallel, whole = ParallelDims(), batch()
+    opened = layouts.open_rank(rank, address, path, parallel, policy)
+    split = split_apart(whole, torch.tensor(SILENT), parallel, policy.micro_tokens)
+    micros = [whole.take(rows) for rows in split.rows[0]]
+    for micro in micros[-split.measured :]:
+        del micro.columns[COLUMN]
+    objective, counts = objectives.objective("gspo", ALGORITHM), []
+    for measured in (0, split.measured):
+        opened.load(path)
+        opened.reset_optimizer(policy.optimizer)
+        metrics = opened.train(micros, objective, measured=measured)
+        counts.append({name: value for name, value in metrics.items() if name.startswith("replay_")})
+    before = {name: values.clone() for name, values in opened.params.items()}
+    micros[-1]["rollout_logprobs"][-1] = torch.nan
+    try:
+        opened.train(micros, objective, measured=split.measured)
+        error = ""
+    except FloatingPointError as raised:
+        error = str(raised)
+    return counts, error, all(torch.equal(values, opened.params[name]) for name, values in before.items())
+
+
+def test_silent_samples_count_as_tokens_without_routes_and_their_nan_stops_the_step(model: Path) -> None:
+    policy = layouts.policy_config(moe=MoeConfig(replay="rollout"))
+    ((everything, measured), error, unmoved) = run_ranks(1, without_routes, model, policy)[0]
+    assert everything == measured and any(value > 0 for name, value in measured.items() if "_replayed_" in name)
+    assert "loss is not finite" in error and unmoved
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("silent") / "model"

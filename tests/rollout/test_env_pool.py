@@ -12,6 +12,7 @@ import pytest
 
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.evaluate.endpoint import MessageAgent
+from skyrl_mega.rollout.agent import env_pool
 from skyrl_mega.rollout.agent.agent_loop import Agent
 from skyrl_mega.rollout.agent.env_pool import Call, EnvPool
 from skyrl_mega.rollout.agent.renderer import Renderer
@@ -54,3 +55,16 @@ def of_an_endpoint(chat: Renderer, environments: EnvironmentConfig) -> Agent:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_as_the_setting_says(agent: Any, workers: int, characters_chat: Renderer) -> None:
     assert at_once(agent(characters_chat, EnvironmentConfig(workers=workers)).threads, 3 * workers) == workers
+
+
+def test_after_a_slow_inline_call_environments_run_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_pool, "INLINE_S", 0.05)
+
+    async def threads() -> list[int]:
+        pool = EnvPool(4)
+        used = [await pool.run(Call(threading.get_ident), 60, inline=True)]
+        await pool.run(Call(time.sleep, 0.06), 60, inline=True)
+        return [*used, await pool.run(Call(threading.get_ident), 60, inline=True)]
+
+    first, later = asyncio.run(threads())
+    assert first == threading.get_ident() != later

@@ -14,6 +14,9 @@ from skyrl_mega.envs.waiting import Clock
 
 log = logging.getLogger(__name__)
 
+INLINE_S = 1.0
+"""Longest inline call, in seconds. After a longer one, calls run in threads: the event loop stands still meanwhile."""
+
 
 class Call:
     """A function to run in a thread.
@@ -86,13 +89,14 @@ class EnvPool:
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
         self._slots, self._count = asyncio.Semaphore(most), count
+        self._may_inline = True
 
     async def run(self, call: Call, limit_s: float, *, inline: bool = False) -> Any:
         """Runs a call in a thread and returns the value.
 
         Args:
             call: The call; runs once.
-            inline: Runs the call in this thread, without a limit on time or calls.
+            inline: Runs the call in this thread, without a limit on time or calls, until a call takes over `INLINE_S`.
             limit_s: Time limit in seconds. Not counted are the wait for a slot, waits for shared resources, and times
                 at which the machine is overloaded.
 
@@ -100,7 +104,16 @@ class EnvPool:
             Abandoned: The call exceeded the limit.
             Raised: The call raised an exception.
         """
-        return _value(*(call.run() if inline else await self._in_thread(call, limit_s)))
+        if not (inline and self._may_inline):
+            return _value(*await self._in_thread(call, limit_s))
+        outcome = call.run()
+        if call.seconds() > INLINE_S:
+            self._may_inline = False
+            log.warning(
+                "a call of an environment with `blocking = False` took %.1f s; the pool uses threads from here on",
+                call.seconds(),
+            )
+        return _value(*outcome)
 
     async def _in_thread(self, call: Call, limit_s: float) -> tuple[Any, BaseException | None]:
         """Runs a call in a thread and returns the value, or the exception."""
