@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from skyrl_mega.cli.suggest_text import layout
-from skyrl_mega.planner.search import Progress
+from skyrl_mega.planner.search import SearchState
 
 FIRST_S, TERMINAL_S, LINES_S = 3.0, 0.5, 5.0
 """Seconds until the first progress line, between updates on a terminal, and between lines elsewhere."""
@@ -35,7 +35,7 @@ class SearchProgress:
         self.interrupted = False
         """True after Ctrl-C."""
 
-    def __call__(self, progress: Progress) -> bool:
+    def __call__(self, progress: SearchState) -> bool:
         """Prints the progress if a line is due; returns False to end the search."""
         now = self._clock()
         if now >= self._next and not self.interrupted:
@@ -65,7 +65,7 @@ class SearchProgress:
         signal.signal(number, signal.SIG_DFL)
 
 
-def describe(progress: Progress) -> str:
+def describe(progress: SearchState) -> str:
     """Describes the progress in a line: settings tried, and the fastest layout."""
     tried = f"{progress.evaluated:,} settings tried for {progress.gpus} GPUs"
     if progress.best is None:

@@ -148,7 +148,7 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SearchState:
     """State of a running search."""
 
     gpus: int
@@ -162,7 +162,7 @@ def search(
     config: Config,
     hf: Mapping[str, Any],
     gpus: int | None = None,
-    goes_on: Callable[[Progress], bool] = lambda progress: True,
+    goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
     """Tries layouts; returns fitting layouts or the nearest miss.
 
@@ -189,7 +189,7 @@ def search(
     for evaluation in _evaluations(config, decoder, gpus, end):
         evaluated.append(evaluation)
         fastest = min([*([fastest] if fastest else []), *evaluation.fitting], key=lambda s: s.seconds, default=None)
-        if stopped := not goes_on(Progress(gpus, len(evaluated), fastest)):
+        if stopped := not goes_on(SearchState(gpus, len(evaluated), fastest)):
             break
     complete = not stopped and time.process_time() < end
     by_layout = dict[ParallelDims, list[Suggestion]]()
@@ -234,7 +234,7 @@ def _checked_gpus(config: Config, gpus: int | None) -> int:
     return gpus
 
 
-def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[[Progress], bool]) -> int | None:
+def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[[SearchState], bool]) -> int | None:
     """Returns a larger number of GPUs with a fitting layout; None if there is none or the time is over."""
     end, node, count = time.process_time() + SECONDS / 4, config.cluster.gpus_per_node, 0
     for quarters in MORE:
@@ -243,7 +243,7 @@ def _enough_gpus(config: Config, decoder: Decoder, gpus: int, goes_on: Callable[
             count += 1
             if _best_with_host_memory(evaluation.fitting, decoder):
                 return more
-            if not goes_on(Progress(more, count, None)):
+            if not goes_on(SearchState(more, count, None)):
                 return None
     return None
 

@@ -398,7 +398,7 @@ def test_progress_is_printed_from_three_seconds_on(terminal: bool, due: list[flo
     printed = []
     for tried, now in enumerate(times[1:], start=1):
         before = len(stream.getvalue())
-        assert progress(search.Progress(8, 1000 * tried, suggestion(88.04, 2, 0) if tried > 3 else None))
+        assert progress(search.SearchState(8, 1000 * tried, suggestion(88.04, 2, 0) if tried > 3 else None))
         if len(stream.getvalue()) > before:
             printed.append(now)
     assert printed == due
