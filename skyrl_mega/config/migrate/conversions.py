@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_mega.config.migrate import convert, rewards
+from skyrl_mega.config.migrate import convert, rewards, schedules
 from skyrl_mega.config.migrate.convert import Result
 from skyrl_mega.config.migrate.state import TranslationState
 
 CONTEXTUAL = (
     "sequences", "divided_by", "divides", "times", "share_of_steps", "input_limit", "tracker_option", "to_the_end",
     "legacy_mean", "constant_mean", "trl_micro_batches", "evaluation_tokens", "engines", "at_least", "clip",
-    "router_loss", "trl_importance",
+    "router_loss", "trl_importance", "rl_steps", "schedule",
 )  # fmt: skip
 """Conversions that need other settings, applied after all others."""
 
@@ -49,8 +49,10 @@ CONVERSIONS: Mapping[str, Callable[[Any, Sequence[str], Any, TranslationState], 
     "times": convert.times,
     "plus": convert.plus,
     "round_up": convert.round_up,
-    "share_of_steps": convert.share_of_steps,
-    "to_the_end": convert.to_the_end,
+    "share_of_steps": schedules.share_of_steps,
+    "to_the_end": schedules.to_the_end,
+    "rl_steps": schedules.rl_steps,
+    "schedule": schedules.schedule,
     "input_limit": convert.input_limit,
     "legacy_mean": convert.legacy_mean,
     "engines": convert.engines,

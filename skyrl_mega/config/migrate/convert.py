@@ -27,6 +27,11 @@ Result = tuple[Settings, str]
 class Dropped(Exception):
     """A value without a counterpart; the text says why."""
 
+    def __init__(self, why: str, *, look: bool = False) -> None:
+        """Stores the reason; `look` marks a value that changes training, so its user has to decide."""
+        super().__init__(why)
+        self.look = look
+
 
 def fitted(key: str, value: Any) -> Any:
     """Returns a value in the type of one of our settings.
@@ -49,7 +54,7 @@ def fitted(key: str, value: Any) -> Any:
     if value is None and not rule.nullable:
         raise Dropped("not set there")
     if not rule.allows(value):
-        raise Dropped(f"{key} is {rule.words}")
+        raise Dropped(f"{key} is {rule.words}", look=True)
     return value
 
 
@@ -268,28 +273,6 @@ def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Rounds up to a whole number."""
     return {here[0]: math.ceil(_numeric(value))}, "a whole number of weight syncs"
-
-
-def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies a share of the run by its optimizer steps."""
-    if _numeric(value) == 0:
-        return {here[0]: 0}, "none"
-    return {here[0]: round(value * optimizer_steps(state, here[0]))}, f"{shown(value)} of the optimizer steps"
-
-
-def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets a schedule that decays until the end of the run."""
-    steps = optimizer_steps(state, "policy.optimizer.decay_steps")
-    return {"policy.optimizer.schedule": value, "policy.optimizer.decay_steps": steps}, "decays over the whole run"
-
-
-def optimizer_steps(state: TranslationState, key: str) -> int:
-    """Returns the optimizer steps of the whole run; raises Dropped if only the data decides the number."""
-    steps, prompts = state.ours("run.steps"), state.ours("data.prompts_per_step")
-    if steps is None:
-        raise Dropped(f"only the data says how many optimizer steps the run has; give {key} once you know")
-    mini_batches = math.ceil(prompts / (state.ours("data.mini_batch_prompts") or prompts))
-    return int(steps * mini_batches * state.ours("data.epochs_per_step"))
 
 
 def input_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:

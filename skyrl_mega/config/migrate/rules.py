@@ -14,6 +14,8 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config.other_programs.table import Counterpart
 
 FILE = Path(__file__).with_name("translation.yaml")
+OFF = (None, False, 0, "", "no", "none", "adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused")
+"""Values of settings without a counterpart that leave training as it is here."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ def rules(program: str) -> Rules:
 def notes() -> Mapping[str, Conversion]:
     """Returns the conversion for each note of the table."""
     return {" ".join(note.split()): _conversion(value) for note, value in _file()["notes"].items()}
+
+
+def needs_look(note: str, value: Any) -> bool:
+    """True for a value that changes training and has no counterpart, by the note of its entry."""
+    off = value in OFF or value in ([], {}) or (isinstance(value, str) and value.casefold() in OFF)
+    return not off and " ".join(note.split()) in _file()["look"]
 
 
 def conversion(

@@ -30,6 +30,12 @@ def test_every_note_is_in_the_table() -> None:
     assert set(notes()) - used == set()
 
 
+def test_every_note_that_needs_a_look_is_in_the_table() -> None:
+    used = {" ".join(entry.note.split()) for table in programs().values() for entry in table.values()}
+    used |= {v.note for table in programs().values() for entry in table.values() for v in entry.values.values()}
+    assert set(CONTENT["look"]) - used == set()
+
+
 @pytest.mark.parametrize("program", programs())
 def test_every_key_is_in_the_table(program: str) -> None:
     table, of = programs()[program], rules(program)

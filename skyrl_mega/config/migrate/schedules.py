@@ -1,0 +1,68 @@
+"""Conversions of learning rate schedules, from each program's unit to our optimizer steps.
+
+SkyRL, slime and TRL advance the scheduler after every optimizer step, as here. verl advances it once per RL step, of
+the policy and of the critic alike, however many mini-batches the step has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_mega.common.values import shown
+from skyrl_mega.config.migrate.convert import Dropped, Result, fitted
+from skyrl_mega.config.migrate.state import TranslationState
+
+
+def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Multiplies a share of the run by its optimizer steps."""
+    if value is None:
+        raise Dropped("not set there")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Dropped(f"{shown(value)} is no number", look=True)
+    if value == 0:
+        return {here[0]: 0}, "none"
+    return {here[0]: round(value * optimizer_steps(state, here[0]))}, f"{shown(value)} of the optimizer steps"
+
+
+def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Multiplies RL steps by the optimizer steps of each; null and negative values mean "not set" there."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise Dropped(f"{shown(value)} is not set there")
+    updates = updates_per_step(state, here[0])
+    why = f"{shown(value)} RL steps × {updates} optimizer steps: the scheduler there advances once per RL step"
+    return {key: fitted(key, value * updates) for key in here}, why if updates > 1 else ""
+
+
+def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Sets a schedule that decays until the end of the run."""
+    steps = optimizer_steps(state, "policy.optimizer.schedule and policy.optimizer.decay_steps")
+    return {"policy.optimizer.schedule": value, "policy.optimizer.decay_steps": steps}, "decays over the whole run"
+
+
+def schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
+    """Sets a schedule; a decay lasts until the end of the run unless one of the argument's keys gives its end."""
+    ours = {here[0]: fitted(here[0], value)}
+    end = here[0].rpartition(".")[0] + ".decay_steps"
+    if value == "constant" or any(state.theirs(key) is not None for key in argument):
+        return ours, ""
+    if state.ours("run.steps") is None:
+        return ours, f"decays over the whole run, whose length only the data says: give {end}"
+    return {**ours, end: optimizer_steps(state, end)}, "decays over the whole run"
+
+
+def optimizer_steps(state: TranslationState, key: str) -> int:
+    """Returns the optimizer steps of the whole run; raises Dropped if only the data decides the number."""
+    steps = state.ours("run.steps")
+    if steps is None:
+        why = f"only the data says how many optimizer steps the run has; give {key} once you know"
+        raise Dropped(why, look=True)
+    return int(steps * updates_per_step(state, key))
+
+
+def updates_per_step(state: TranslationState, key: str) -> int:
+    """Returns the optimizer steps of an RL step, of the policy or, for a key of the critic, of the critic."""
+    prompts = state.ours("data.prompts_per_step")
+    mini_batches = math.ceil(prompts / (state.ours("data.mini_batch_prompts") or prompts))
+    return int(mini_batches * state.ours("critic.epochs" if key.startswith("critic.") else "data.epochs_per_step"))
