@@ -83,9 +83,12 @@ def _run(words: list[str]) -> int:
     if args.json:
         print(json.dumps({**text.as_values(migration), "yaml": written, "dry_run": verdict}))
         return DONE
-    print(hidden(text.as_text(migration)), file=sys.stdout if args.out else sys.stderr)
+    account = sys.stdout if args.out else sys.stderr
+    print(hidden(text.as_text(migration)), file=account)
     if verdict:
-        print(f"dry run: {verdict}", file=sys.stdout if args.out else sys.stderr)
+        print(f"dry run: {verdict}", file=account)
+    if migration.without_reward:
+        print(text.REWARD, file=account)
     if args.out:
         print(f"next: python -m skyrl_mega.launch --config {args.out} --dry-run")
     else:

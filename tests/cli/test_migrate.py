@@ -10,6 +10,7 @@ import pytest
 from skyrl_mega.cli import migrate
 from skyrl_mega.config.command import DONE, WRONG_INPUT
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.migrate import text
 
 SCRIPT = """\
 #!/bin/bash
@@ -44,7 +45,8 @@ def test_a_script_becomes_a_file_that_passes_the_dry_run(
     assert (config.cluster.nodes, config.run.epochs, config.data.samples_per_prompt) == (2, 2, 8)
     assert config.rollout.engines == 8 and config.policy.recompute == "full"
     assert lines[-1] == f"next: python -m skyrl_mega.launch --config {out} --dry-run"
-    assert lines[-2].startswith("dry run: passes; not on this machine: ")
+    assert lines[-2] == text.REWARD  # verl's rows have no env_class, and the script names no function
+    assert lines[-3].startswith("dry run: passes; not on this machine: ")
     assert any(line.startswith("  layout ") for line in lines) or "policy.layout" not in out.read_text()
     assert "12 settings of verl: 10 taken, 2 changed, 0 dropped, 0 unknown; " in "\n".join(lines)
 
@@ -111,7 +113,7 @@ def test_the_users_reward_function_is_not_imported(
     out = tmp_path / "run.yaml"
     words = ["verl", str(script), f"custom_reward_function.path={reward}", "--out", str(out)]
     assert migrate.main(words) == DONE
-    assert f"layout and memory pass; --dry-run also checks the data, and imports {reward}:compute_score" in (
-        capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert f"layout and memory pass; --dry-run also checks the data, and imports {reward}:compute_score" in printed
+    assert text.REWARD not in printed
     assert compose(out).environment.reward_function == f"{reward}:compute_score"

@@ -24,6 +24,8 @@ class AccountRow:
     ours: Mapping[str, Any] = field(default_factory=dict)
     """Our settings that follow; empty for a dropped or unknown key."""
     why: str = ""
+    look: bool = False
+    """True for an unknown key, and for a dropped value that changes training."""
 
 
 @dataclass
@@ -43,6 +45,13 @@ class Migration:
         """Number of rows of each kind, in the order of `KINDS`."""
         counted = Counter(row.kind for row in self.rows)
         return {kind: counted[kind] for kind in KINDS}
+
+    @property
+    def without_reward(self) -> bool:
+        """True if only the rows of the data could name an environment."""
+        prepared = "--env" in str(self.settings.get("data.prepare", ""))
+        names = ("environment.default", "environment.reward_function", "environment.classes")
+        return not prepared and not any(self.settings.get(key) and key.startswith(names) for key in self.settings)
 
     def add(self, origin: str, settings: Mapping[str, Any], why: str = "") -> None:
         """Adds settings that nothing given asked for; settings already present stay."""

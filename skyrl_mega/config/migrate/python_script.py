@@ -39,7 +39,8 @@ def read(path: Path) -> tuple[list[Given], str]:
     for name, node in _assignments(tree):
         assigned.setdefault(name, []).append(node)
     values = {name: nodes[0] for name, nodes in assigned.items() if len(nodes) == 1}
-    found = [given for call in _calls(tree) for given in _settings(call, values)]
+    functions = _imported(tree, path.parent)
+    found = [given for call in _calls(tree) for given in _settings(call, values, functions)]
     found += [Given(key, data) for key, data in _data_sets(tree, assigned)]
     found += [_given(name, node, values) for name, node in _fields(tree)]
     command = next((text for text in _docstrings(tree) if " --" in text), "")
@@ -92,7 +93,23 @@ def _called(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
-def _settings(call: ast.Call, values: Mapping[str, ast.expr]) -> Iterator[Given]:
+def _imported(tree: ast.AST, folder: Path) -> dict[str, str]:
+    """Returns name → `file.py:function` of a function imported from a file beside the script, else its import path.
+
+    TRL's own reward functions keep their names, by which `data_sets` knows them.
+    """
+    functions = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] != "trl":
+            file = folder.joinpath(*node.module.split(".")).with_suffix(".py")
+            for name in node.names:
+                beside = f"{file}:{name.name}" if file.is_file() else ""
+                if beside or not node.level:
+                    functions[name.asname or name.name] = beside or f"{node.module}.{name.name}"
+    return functions
+
+
+def _settings(call: ast.Call, values: Mapping[str, ast.expr], functions: Mapping[str, str]) -> Iterator[Given]:
     for keyword in call.keywords:
         if keyword.arg is None:
             yield Given(
@@ -101,20 +118,30 @@ def _settings(call: ast.Call, values: Mapping[str, ast.expr]) -> Iterator[Given]
         elif _called(call) in CONFIGS:
             yield _given(keyword.arg, keyword.value, values)
         elif keyword.arg in TRAINER_KEYWORDS:
-            yield from _of_trainer(TRAINER_KEYWORDS[keyword.arg], keyword.value, values)
+            yield from _of_trainer(TRAINER_KEYWORDS[keyword.arg], keyword.value, values, functions)
         elif keyword.arg not in ("args", "config", "processing_class", *DATA_KEYWORDS):
             yield _given(keyword.arg, keyword.value, values)
 
 
-def _of_trainer(key: str, node: ast.expr, values: Mapping[str, ast.expr]) -> Iterator[Given]:
-    """Yields a setting given to the trainer; functions are named by their names, a parsed option is left out."""
+def _of_trainer(
+    key: str, node: ast.expr, values: Mapping[str, ast.expr], functions: Mapping[str, str]
+) -> Iterator[Given]:
+    """Yields a setting given to the trainer; a function is named by its file or import, a parsed option is left out."""
     if ast.unparse(node).endswith(f".{key}"):  # model_args.model_name_or_path is on the command line
         return
     if key == "reward_funcs":
         nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-        yield Given(key, [ast.unparse(each) for each in nodes])
+        yield Given(key, [_function(each, functions) for each in nodes])
     else:
         yield _given(key, node, values)
+
+
+def _function(node: ast.expr, functions: Mapping[str, str]) -> str:
+    """Returns the name of a reward function, with its file if the script imports it; a text stays as it is."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    name = ast.unparse(node)
+    return functions.get(name, name)
 
 
 def _given(key: str, node: ast.expr, values: Mapping[str, ast.expr]) -> Given:

@@ -33,14 +33,34 @@ def verl_reward(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the import path of a single reward function."""
-    names = value if isinstance(value, list) else [value]
+    """Copies the import path of a single reward function, or its file and name."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if len(names) != 1:
-        raise Dropped("a run has one reward function; write one that adds them, and give environment.reward_function")
-    module, _, name = str(names[0]).rpartition(".")
-    if not module or not str(names[0]).replace(".", "").isidentifier():
+        raise Dropped(_sum(names, state.theirs("reward_weights")), look=True)
+    [name] = names
+    if ".py:" in name:  # python_script.py found the file beside the script
+        return {here[0]: name}, "TRL's form of a reward function runs as it is"
+    if "/" in name:
+        raise Dropped(f"a reward model; ask a service with {name} from a function (docs/own-environment.md)", look=True)
+    module, _, function = name.rpartition(".")
+    if not module or not name.replace(".", "").isidentifier():
         raise Dropped(
-            f"move {names[0]} to a file of its own, and give environment.reward_function=my_reward.py:{names[0]} "
-            "(docs/own-environment.md)"
+            f"move {name} to a file of its own, and give environment.reward_function=my_reward.py:{name} "
+            "(docs/own-environment.md)",
+            look=True,
         )
-    return {here[0]: f"{module}:{name}"}, "TRL's form of a reward function runs as it is"
+    return {here[0]: f"{module}:{function}"}, "TRL's form of a reward function runs as it is"
+
+
+def _sum(names: Sequence[str], weights: Any) -> str:
+    """Returns the advice to add several reward functions, with two lines of code that do."""
+    functions = [name.replace(":", ".").rpartition(".")[2] for name in names]
+    factors = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
+    terms = " + ".join(
+        f"{factor} * {name}(completions, **row)[0]" for factor, name in zip(factors, functions, strict=True)
+    )
+    return (
+        "a run has one reward function: write one that adds them, in a file that imports them, and give "
+        "environment.reward_function=my_reward.py:total"
+        f"\n      def total(completions, **row):\n          return [{terms}]"
+    )

@@ -65,8 +65,23 @@ def as_text(migration: Migration) -> str:
         rows = [row for row in migration.rows if row.kind == kind]
         if rows:
             lines += ["", f"{TITLES[kind]}: {len(rows)}", *_aligned([*map(_cells, rows)])]
-    lines += ["", *_remaining(migration), "", summary(migration)]
+    lines += ["", *_remaining(migration), "", summary(migration), *_look(migration)]
     return "\n".join(lines).lstrip("\n")
+
+
+REWARD = (
+    "to add: the reward: environment.reward_function=FILE.py:FUNCTION or environment.default=NAME "
+    "(docs/own-environment.md), unless the rows of data.train have env_class"
+)
+"""Line for a migrated run without any environment."""
+
+
+def _look(migration: Migration) -> Iterator[str]:
+    """Yields a line for each setting that needs a look."""
+    for row in migration.rows:
+        if row.look:
+            theirs, _, why = _cells(row)
+            yield f"needs a look: {theirs}  {row.kind}: {why.partition(chr(10))[0]}"
 
 
 def summary(migration: Migration) -> str:
@@ -86,6 +101,7 @@ def as_values(migration: Migration) -> dict[str, Any]:
             "value": masked(r.value, r.theirs),
             "ours": masked(dict(r.ours)),
             "why": r.why,
+            "look": r.look,
         }
         for r in migration.rows
     ]
@@ -95,6 +111,7 @@ def as_values(migration: Migration) -> dict[str, Any]:
         "rows": rows,
         "counts": migration.counts,
         "assumptions": migration.assumptions,
+        "to_add": [REWARD] if migration.without_reward else [],
         "defaults": remaining(migration.settings),
     }
 

@@ -16,7 +16,7 @@ from skyrl_mega.config.migrate.account import AccountRow, Migration
 from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
 from skyrl_mega.config.migrate.given import Given, GivenSettings
-from skyrl_mega.config.migrate.rules import Conversion, conversion, rules
+from skyrl_mega.config.migrate.rules import Conversion, conversion, needs_look, rules
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Counterpart, programs
 
@@ -132,17 +132,21 @@ class Translator:
 
     def _translate(self, given: Given, entry: Counterpart | None) -> None:
         if entry is None:
-            self._row("unknown", given.key, given.value, why=self._unknown(given))
+            self._row("unknown", given.key, given.value, why=self._unknown(given), look=True)
             return
         if not entry.here and not entry.values:
-            self._row("dropped", given.key, given.value, why=entry.note)
+            equal = isinstance(given.value, str) and entry.note.startswith(f"the column is `{given.value}`;")
+            why = f"the column is `{given.value}` here too" if equal else entry.note
+            self._row(
+                "dropped", given.key, given.value, why=why, look=not equal and needs_look(entry.note, given.value)
+            )
             return
         rule = conversion(self.program, given.key, entry)
         if rule is not None and rule.name == "figures":
             return  # figures.py and data_sets.py account for it
         if given.unresolved:
             instead = f"give {entry.here[0].partition('=')[0]}" if entry.here else entry.note
-            self._row("dropped", given.key, given.value, why=f"{given.unresolved}; {instead}")
+            self._row("dropped", given.key, given.value, why=f"{given.unresolved}; {instead}", look=True)
             return
         if off := self._turned_off(given.key):
             self._row("dropped", given.key, given.value, why=off)
@@ -150,7 +154,10 @@ class Translator:
         try:
             ours, why = self._converted(given.key, given.value, entry)
         except Dropped as reason:
-            self._row("dropped", given.key, given.value, why=str(reason) or entry.note or NOT_NEEDED)
+            names = [name.partition("=")[0] for name in entry.here]
+            decided = bool(names) and all(self.origins.get(name, ("", False))[1] for name in names)
+            look = not decided and (reason.look or (not str(reason) and needs_look(entry.note, given.value)))
+            self._row("dropped", given.key, given.value, why=str(reason) or entry.note or NOT_NEEDED, look=look)
             return
         taken = [*ours.values()] in ([given.value], [[given.value]])
         conflict = self._place(given.key, ours, given=True)
@@ -234,8 +241,17 @@ class Translator:
         hint = f"the nearest known is {near[0]}" if near else "no known key is near"
         return f"{given.unresolved}; {hint}" if given.unresolved else hint
 
-    def _row(self, kind: str, theirs: str, value: Any, ours: Mapping[str, Any] | None = None, why: str = "") -> None:
-        self.migration.rows.append(AccountRow(kind, theirs, value, dict(ours or {}), why))
+    def _row(
+        self,
+        kind: str,
+        theirs: str,
+        value: Any,
+        ours: Mapping[str, Any] | None = None,
+        why: str = "",
+        *,
+        look: bool = False,
+    ) -> None:
+        self.migration.rows.append(AccountRow(kind, theirs, value, dict(ours or {}), why, look))
 
 
 _first_name = cache(lookup.names)

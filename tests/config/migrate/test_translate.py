@@ -203,3 +203,58 @@ def test_reward_functions_and_environments_are_named(tmp_path: Path) -> None:
     skyrl = migrated("SkyRL", "environment.env_class=maze", "environment.skyrl_gym.maze.size=4")
     assert "environment.classes.maze=package.module:Class" in why(skyrl, "environment.env_class")
     assert accepted(skyrl, tmp_path).environment.options == {"maze": {"size": 4}}
+
+
+@pytest.fixture
+def with_rewards(tmp_path: Path) -> Path:
+    """Returns a script beside `rewards.py`, whose last line is still to be written."""
+    (tmp_path / "rewards.py").write_text("def accuracy_reward(completions, **row):\n    return [1.0]\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from my_lib.scores import length\nfrom rewards import accuracy_reward as accuracy\n"
+        "from trl import GRPOConfig, GRPOTrainer\nfrom trl.rewards import think_format_reward\n"
+    )
+    return script
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ("accuracy", "{folder}/rewards.py:accuracy_reward"),
+        ("[length]", "my_lib.scores:length"),
+        ("'rewards.accuracy_reward'", "rewards:accuracy_reward"),
+    ],
+)
+def test_a_reward_function_is_found_by_its_import(with_rewards: Path, functions: str, expected: str) -> None:
+    with with_rewards.open("a") as file:
+        file.write(f"GRPOTrainer(model='Org/Small-1B', reward_funcs={functions})\n")
+    settings = migrated("TRL", str(with_rewards)).settings
+    assert settings["environment.reward_function"] == expected.format(folder=with_rewards.parent)
+
+
+def test_several_reward_functions_are_added_by_code_that_runs(with_rewards: Path) -> None:
+    with with_rewards.open("a") as file:
+        file.write("config = GRPOConfig(reward_weights=[1.0, 0.5])\n")
+        file.write("GRPOTrainer(model='Org/Small-1B', reward_funcs=[accuracy, length], args=config)\n")
+    migration = migrated("TRL", str(with_rewards))
+    advice = why(migration, "reward_funcs")
+    assert "environment.reward_function=my_reward.py:total" in advice and migration.without_reward
+    code = "\n".join(line.removeprefix("      ") for line in advice.splitlines()[1:])
+    names: dict[str, Any] = {"accuracy_reward": lambda c, **row: [1.0], "length": lambda c, **row: [len(c[0])]}
+    exec(code, names)
+    assert names["total"](["four"]) == [3.0]
+
+
+def test_the_account_ends_with_what_needs_a_look() -> None:
+    migration = migrated(
+        "verl", "data.prompt_key=prompt", "actor_rollout_ref.model.lora_rank=32", "trainer.no_such_key=1",
+        "actor_rollout_ref.model.lora_alpha=0", "trainer.logger=console",
+    )  # fmt: skip
+    lines = text.as_text(migration).splitlines()
+    start = lines.index(text.summary(migration))
+    assert [line.split()[3] for line in lines[start + 1 :]] == [
+        "actor_rollout_ref.model.lora_rank=32", "trainer.no_such_key=1",
+    ]  # fmt: skip
+    assert why(migration, "data.prompt_key") == "the column is `prompt` here too"
+    trl = migrated("TRL", "--optim", "adamw_8bit", "--use_peft", "false", "--learning_rate", "1e-6")
+    assert [row.theirs for row in trl.rows if row.look] == ["optim"]
