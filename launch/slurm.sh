@@ -105,19 +105,26 @@ choose_python() {
 
 # Exports the lines NAME=VALUE of $SKYRL_MEGA_SECRETS. Values reach the tasks in the environment, never in a command line.
 read_secrets() {
-    local file=${SKYRL_MEGA_SECRETS:-} name value
+    local file=${SKYRL_MEGA_SECRETS:-} line name number=0
     [[ $file ]] || return 0
+    if [[ -d $file ]]; then
+        say "error: SKYRL_MEGA_SECRETS=$file: it is a folder; allowed is a file of lines NAME=VALUE" >&2
+        return 2
+    fi
     if [[ ! -r $file || $(stat -Lc %a "$file") != *00 ]]; then
         say "error: SKYRL_MEGA_SECRETS=$file: allowed is a file that only you may read: chmod 600 $file" >&2
         return 2
     fi
-    while IFS='=' read -r name value || [[ $name ]]; do
-        [[ ! $name || $name == '#'* ]] && continue
-        if [[ ! $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then
-            say "error: SKYRL_MEGA_SECRETS=$file: allowed are lines NAME=VALUE" >&2
+    while IFS= read -r line || [[ $line ]]; do
+        number=$((number + 1)) line=${line%$'\r'}
+        [[ ! $line || $line == '#'* ]] && continue
+        name=${line%%=*}
+        if [[ $line != *=* || ! $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then
+            # The number alone: a line without a name may be the secret itself.
+            say "error: SKYRL_MEGA_SECRETS=$file, line $number: allowed are lines NAME=VALUE" >&2
             return 2
         fi
-        export "$name=$value"
+        export "$name=${line#*=}"
     done <"$file"
 }
 

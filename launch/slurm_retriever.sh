@@ -10,7 +10,8 @@
 # Starts the service if the job has one and waits for its address; sets `service` and `watcher`. Other variables are
 # those of `run`.
 start_service() {
-    local on=${SKYRL_MEGA_RETRIEVER_ON:-} address=$folder/retriever pid='' where=() content state=''
+    local on=${SKYRL_MEGA_RETRIEVER_ON:-} address=$folder/retriever pid='' where=() content
+    local state='' absent=0 failed=0 # of the service's job
     [[ ! $on && ${SLURM_HET_SIZE:-1} -gt 1 ]] && on=component
     case $on in
         '') return 0 ;;
@@ -28,16 +29,13 @@ start_service() {
         pid=$!
     fi
     say "retrieval service ($on): waiting until it answers"
-    until [[ -s $address && ($pid || $state == RUNNING) ]]; do
-        sleep 1
+    while :; do
+        if [[ ! $pid ]]; then look_for_job || return; fi
+        # A requeued job leaves its old address behind until it runs again.
+        [[ -s $address && ($pid || $state == RUNNING) ]] && break
+        sleep $((pid ? 1 : 10))
         [[ $ended ]] && exit 143
-        if [[ ! $pid ]]; then
-            # A requeued job leaves its old address behind until it runs again.
-            state=$(squeue -h -j "$on" -o %T 2>/dev/null)
-            [[ $state ]] && continue
-            say "error: SKYRL_MEGA_RETRIEVER_ON=$on: that job is not in the queue" >&2
-            return 2
-        elif ! kill -0 "$pid" 2>/dev/null; then
+        if [[ $pid ]] && ! kill -0 "$pid" 2>/dev/null; then
             wait "$pid"
             code=$?
             say "exit $code: the retrieval service ended before it answered; $folder/retriever.log may say why"
@@ -50,6 +48,27 @@ start_service() {
     say "retrieval service ($on): ready"
     watch_service "$address" "$content" "$pid" &
     service=${pid:-job} watcher=$!
+}
+
+# Sets `state` to that of the service's job $on. The controller may fail to answer: 30 looks, 5 minutes, pass without.
+look_for_job() {
+    local answer
+    state=''
+    if answer=$(squeue -h -j "$on" -o %T 2>"$folder/squeue.log"); then
+        failed=0 state=$answer
+        [[ $state ]] && absent=0 || absent=$((absent + 1))
+    elif grep -qi 'invalid job id' "$folder/squeue.log"; then
+        absent=$((absent + 1)) # a job that ended some minutes ago
+    else
+        failed=$((failed + 1))
+    fi
+    if ((absent >= 3)); then
+        say "error: SKYRL_MEGA_RETRIEVER_ON=$on: that job is not in the queue" >&2
+        return 2
+    elif ((failed >= 30)); then
+        say "error: SKYRL_MEGA_RETRIEVER_ON=$on: no answer of squeue: $(tail -n 1 "$folder/squeue.log")" >&2
+        return 1
+    fi
 }
 
 # Runs the service of the settings in the arguments as a step: `serve ADDRESS-FILE LAUNCHER-ARGUMENTS…`.

@@ -38,10 +38,15 @@ case "$*" in
     *"show job"*) echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} NodeList=node[1-3]" ;;
 esac
 """
+SQUEUE = """
+echo "$*" >>"$CALLS/squeue"
+(($(wc -l <"$CALLS/squeue") > ${SQUEUE_FAILS:-0})) || { echo "${SQUEUE_ERROR:-}" >&2; exit 1; }
+echo "${QUEUE:-}"
+"""
 PROGRAMS = {
     "srun": SRUN,
     "scontrol": SCONTROL,
-    "squeue": 'echo "$*" >>"$CALLS/squeue"; echo "${QUEUE:-}"',
+    "squeue": SQUEUE,
     "sleep": "exec /bin/sleep 0.05",
 }
 

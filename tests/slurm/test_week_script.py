@@ -72,9 +72,28 @@ def test_a_run_uses_the_service_of_another_job(batch: Batch) -> None:
     code, output = batch.run("--config=x", SKYRL_MEGA_RETRIEVER_ON="12", QUEUE="RUNNING")
     assert code == 0 and batch.called("service") == []
     assert f"SKYRL_MEGA_RETRIEVER={ADDRESS}" in batch.called("env") and TOKEN not in shown(batch, output)
-    for wrong, reason in (("12", "that job is not in the queue"), ("nodes", "allowed are component, step, and")):
-        code, output = batch.run("--config=x", SKYRL_MEGA_RETRIEVER_ON=wrong)
-        assert code == 2 and reason in output
+    code, output = batch.run("--config=x", SKYRL_MEGA_RETRIEVER_ON="nodes")
+    assert code == 2 and "allowed are component, step, and" in output
+
+
+@pytest.mark.parametrize(
+    "env, code, calls, reason",
+    [
+        ({"QUEUE": "RUNNING", "SQUEUE_FAILS": "5"}, 0, 6, "retrieval service (12): ready"),
+        ({"QUEUE": ""}, 2, 3, "that job is not in the queue"),
+        ({"SQUEUE_FAILS": "99", "SQUEUE_ERROR": "Invalid job id specified"}, 2, 3, "that job is not in the queue"),
+        ({"SQUEUE_FAILS": "99", "SQUEUE_ERROR": "Socket timed out"}, 1, 30, "no answer of squeue: Socket timed out"),
+    ],
+    ids=["fails for a while", "left the queue", "forgotten", "no controller"],
+)
+def test_a_job_is_missing_only_if_slurm_says_so(
+    batch: Batch, env: dict[str, str], code: int, calls: int, reason: str
+) -> None:
+    file = batch.folder / "runs" / "slurm" / "retriever-12" / "address"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{ADDRESS}\n{TOKEN}\n")
+    ended, output = batch.run("--config=x", SKYRL_MEGA_RETRIEVER_ON="12", **env)
+    assert (ended, len(batch.called("squeue"))) == (code, calls) and reason in output
 
 
 def test_a_service_of_its_own_writes_its_address_below_the_job(batch: Batch) -> None:
@@ -87,17 +106,20 @@ def test_a_service_of_its_own_writes_its_address_below_the_job(batch: Batch) -> 
 
 def test_secrets_reach_the_environment_alone(batch: Batch) -> None:
     file = batch.folder / "secrets"
-    file.write_text("# trackers\nWANDB_API_KEY=a=b c\n\nHF_TOKEN=hf_1")
+    file.write_text("# trackers\r\nWANDB_API_KEY= a=b c=\r\n\r\nHF_TOKEN=hf_1")
     file.chmod(0o640)
     code, output = batch.run("--config=x", SKYRL_MEGA_SECRETS=str(file))
     assert code == 2 and f"chmod 600 {file}" in output and batch.called("srun") == []
     file.chmod(0o600)
     code, output = batch.run("--config=x", SKYRL_MEGA_SECRETS=str(file))
-    assert code == 0 and {"WANDB_API_KEY=a=b c", "HF_TOKEN=hf_1"} <= set(batch.called("env"))
+    assert code == 0 and {"WANDB_API_KEY= a=b c=", "HF_TOKEN=hf_1"} <= set(batch.called("env"))
     assert "a=b c" not in shown(batch, output) and "hf_1" not in shown(batch, output)
-    file.write_text("export HF_TOKEN=hf_1\n")
-    code, output = batch.run("--config=x", SKYRL_MEGA_SECRETS=str(file))
-    assert code == 2 and "allowed are lines NAME=VALUE" in output and "hf_1" not in output
+    for wrong in ("export HF_TOKEN=hf_1", "hf_1"):
+        file.write_text(f"# hub\n{wrong}\n")
+        code, output = batch.run("--config=x", SKYRL_MEGA_SECRETS=str(file))
+        assert code == 2 and f"{file}, line 2: allowed are lines NAME=VALUE" in output and "hf_1" not in output
+    code, output = batch.run("--config=x", SKYRL_MEGA_SECRETS=str(batch.folder))
+    assert code == 2 and "it is a folder" in output and len(output.splitlines()) == 1
 
 
 def test_an_element_of_an_array_has_its_own_seed_and_run(batch: Batch) -> None:
