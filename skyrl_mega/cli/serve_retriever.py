@@ -17,6 +17,10 @@ from skyrl_mega.config.command import DONE, FAULT, Parser, enter, path_of
 from skyrl_mega.config.schema import Config
 
 LOOK_EVERY_S = 1.0
+LAUNCHER_FLAGS = ("--dry-run", "--settings", "--simulate", "--json")
+"""Options of the launcher without a value: a batch script gives both commands the same arguments."""
+LAUNCHER_VALUES = ("--tokens", "--environment", "--turns", "--like")
+"""Options of the launcher with a value; `--suggest` may have a value."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +42,11 @@ def parser() -> argparse.ArgumentParser:
         help="written when it answers, readable by this user alone: a line with the address, a line with the token",
     )
     p.add_argument("--logs", type=path_of, default=Path("."), metavar="DIR", help="folder of retriever.log")
+    for flag in LAUNCHER_FLAGS:
+        p.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for option in LAUNCHER_VALUES:
+        p.add_argument(option, help=argparse.SUPPRESS)
+    p.add_argument("--suggest", nargs="?", help=argparse.SUPPRESS)
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
     return p
 
@@ -52,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         UserError: A setting, the data, the corpus or the index is invalid.
     """
     args = parser().parse_intermixed_args(list(arguments))
+    if args.suggest and not args.suggest.isdigit():  # argparse took a setting for the option's value
+        args.overrides.insert(0, args.suggest)
     from skyrl_mega.config.compose import compose
     from skyrl_mega.retriever.session import running_service
 

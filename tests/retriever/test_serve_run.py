@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli import serve_retriever, train
 from skyrl_mega.cli.serve_retriever import main
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, SearchClient
@@ -69,3 +70,21 @@ def test_wrong_settings_are_refused(
         main([*command, "environment.retriever.build=null", *settings])
     assert message in str(caught.value)
     assert not (tmp_path / "address").exists()
+
+
+def test_options_of_the_launcher_are_ignored() -> None:
+    """Parses every option of the launcher: a batch script gives the same arguments to both commands."""
+    words = [
+        word
+        for action in train.parser()._actions
+        for word in (action.option_strings[-1:] if action.nargs == 0 else [*action.option_strings[-1:], "4"])
+        if action.option_strings and action.dest != "help"
+    ]
+    args = serve_retriever.parser().parse_intermixed_args([*words, "--address-file", "a", "run.seed=1"])
+    assert args.overrides == ["run.seed=1"] and {"--json", "--dry-run", "--suggest", "--like"} <= set(words)
+
+
+def test_a_setting_after_suggest_is_a_setting(tmp_path: Path) -> None:
+    command = ["--config", RECIPE, "--address-file", str(tmp_path / "address"), "--json", "--suggest"]
+    with pytest.raises(UserError, match=r"environment\.retriever\.index = null: "):
+        main([*command, "environment.retriever.index=null"])
