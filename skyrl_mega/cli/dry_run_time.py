@@ -118,7 +118,7 @@ def _run(config: Config, counts: Counts, time: RunTime, bar: tuple[float, float]
     ends = [time.seconds * factor for factor in (1.0, *bar)]
     return {
         "steps": time.steps,
-        "steps_known": bool(counts.steps),
+        "steps_known": counts.steps is not None,
         "gpus": gpus,
         "evaluations": time.evaluations,
         "evaluation_s": time.evaluation,

@@ -10,16 +10,15 @@ from pathlib import Path
 from random import Random
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.schema import Config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.trajectories import Trajectories, assumed
+from skyrl_mega.report import run_data
 from skyrl_mega.simulation.rates import prompts_played
 from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workload
-from skyrl_mega.telemetry import metrics
 
 OPTIONS = ("tokens", "environment", "turns", "like")
 LEAST_SIGNAL = 0.01
@@ -95,14 +94,16 @@ def signal_share(rows: Sequence[Mapping[str, float | None]], groups: int) -> flo
             kept, sampled = kept + taken, sampled + taken + left_out
         else:
             kept, sampled = kept + groups * differ, sampled + groups
-    return max(LEAST_SIGNAL, kept / sampled) if sampled else None
+    return min(1.0, max(LEAST_SIGNAL, kept / sampled)) if sampled else None
 
 
 def _signal_of(run: Path) -> float | None:
     """Returns the share of groups with a signal in a run; None if its files do not say."""
     if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
         return None
-    return signal_share(metrics.read(run / "metrics.jsonl"), compose(run / "config.yaml", ()).data.prompts_per_step)
+    data = run_data.read(run)  # not `compose`: secrets are masked, and another version may have written the file
+    groups = data.settings.get("data.prompts_per_step")
+    return signal_share(data.rows, groups) if isinstance(groups, int) else None
 
 
 def _sample(config: Config, workload: Workload) -> tuple[tuple[float, float], ...]:

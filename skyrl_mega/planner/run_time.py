@@ -117,7 +117,7 @@ class Planned:
             is_assumed: True if the lengths are assumed from the limits; `evaluation.max_tokens` then changes the
                 lengths of an evaluation.
         """
-        steps = self.counts.steps or USUAL_STEPS
+        steps = USUAL_STEPS if self.counts.steps is None else self.counts.steps
         rate = config.cluster.rates.disk_gb_s * 1e9
         return RunTime(
             step=step_time(config, self.decoder, self.parallel, self.sync(config), trajectories),
@@ -182,6 +182,8 @@ def error_bar(
         if rate.factor > 1 and rate.value:
             factors = (rate.factor, 1 / rate.factor)
             moved[rate.key] = [seconds(shifted(config, rate, factor), mean) for factor in factors]
+    if not estimate:  # a run without a step: no input changes the seconds
+        moved.clear()
     causes = [
         Uncertainty(name, min(1.0, *(s / estimate for s in ends)), max(1.0, *(s / estimate for s in ends)))
         for name, ends in moved.items()

@@ -67,13 +67,20 @@ def test_seconds_of_environments_leave_assumed_lengths(capsys: pytest.CaptureFix
     assert plain["seconds"]["tools"] == 0
 
 
-def test_a_share_of_groups_with_a_signal_is_taken_from_a_run() -> None:
+def test_a_share_of_groups_with_a_signal_is_taken_from_a_run(tmp_path: Path) -> None:
     differ = {"rollout/groups_differ": 0.25}
     assert workload.signal_share([{}, differ, {"rollout/groups_differ": 0.75}], 8) == pytest.approx(0.5)
     filtered = {"rollout/groups_differ": 1.0, "rollout/groups_left_out": 24.0, "rollout/groups_missing": 0.0}
     assert workload.signal_share([filtered], 8) == pytest.approx(0.25)
     assert workload.signal_share([{"rollout/groups_differ": 0.0}], 8) == workload.LEAST_SIGNAL
+    assert workload.signal_share([{"rollout/groups_differ": 1.5}], 8) == 1.0
     assert workload.signal_share([{}], 8) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/groups_differ": 0.25}\n')
+    (tmp_path / "config.yaml").write_text(
+        "data: {prompts_per_step: 8, of_another_version: 1}\nmodel: {path: '${oc.env:ABSENT_HERE}'}\n"
+        "environment: {options: {search: {api_key: '***'}}}\n"
+    )
+    assert workload._signal_of(tmp_path) == 0.25
 
 
 def test_a_cpu_with_measured_rates_has_seconds(

@@ -117,6 +117,10 @@ def test_a_run_has_evaluations_and_checkpoints() -> None:
     config.evaluation.before, config.evaluation.every, config.checkpoint.every = False, 0, 0
     plain = planned.run_time(config, given)
     assert plain.seconds == pytest.approx(25 * plain.step.step)
+    none = replace(planned, counts=replace(planned.counts, steps=0))
+    assert none.run_time(config, given).seconds == 0
+    bar = error_bar(lambda *moved: none.run_time(*moved).seconds, config, given, [], [given])
+    assert bar.high == pytest.approx(FORMULAS)
 
 
 def test_uncertain_inputs_are_added_in_quadrature() -> None:
