@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import TelemetryConfig
 from skyrl_mega.report import overview, run_data
-from skyrl_mega.report.live import prometheus, server
+from skyrl_mega.report.live import foreground, prometheus, server
 from skyrl_mega.report.live.access import FILE, Allowance, Guard, token_of
 from skyrl_mega.report.live.server import LivePage
 from skyrl_mega.report.live.snapshot import Follower
@@ -273,6 +273,39 @@ def test_only_a_change_is_rendered(run: Path) -> None:
     (run / "gone").rename(run / "config.yaml")
     follower.look()
     assert follower.problem == ""
+
+
+def test_a_fault_of_rendering_keeps_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = Follower(run, lambda: True)
+    follower.look()
+    first = follower.newest
+
+    def broken(*_: object, **__: object) -> str:
+        raise ZeroDivisionError("division by zero")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(overview, "page", broken)
+        os.utime(run / "config.yaml")
+        follower.look()
+    assert first is not None and follower.newest is first
+    assert follower.problem == "the page cannot be rendered: ZeroDivisionError: division by zero"
+
+
+def test_the_token_is_shown_on_a_terminal_only(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def served(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(foreground, "serve", served)
+    monkeypatch.setattr(foreground, "yield_to_the_run", lambda: None)
+    foreground.serve_until_interrupted(run, "127.0.0.1", 0)
+    piped = capsys.readouterr().out
+    token = (run / FILE).read_text()
+    assert token not in piped and f"with the token in {run / FILE}" in piped
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    foreground.serve_until_interrupted(run, "127.0.0.1", 0)
+    assert f"/?token={token}" in capsys.readouterr().out
 
 
 def test_an_address_needs_a_port() -> None:

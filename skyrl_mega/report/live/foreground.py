@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import run_data
-from skyrl_mega.report.live.access import token_of
+from skyrl_mega.report.live.access import FILE, token_of
 from skyrl_mega.report.live.process import address, bound
 from skyrl_mega.report.live.server import serve, yield_to_the_run
 from skyrl_mega.report.live.snapshot import Follower
@@ -15,7 +16,7 @@ from skyrl_mega.telemetry.run_dir import is_at_work
 
 
 def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
-    """Serves the page of a run until Ctrl-C or SIGTERM, and prints the address with the token.
+    """Serves the page of a run until Ctrl-C or SIGTERM, and prints the address, on a terminal with the token.
 
     Args:
         folder: The run's folder.
@@ -33,7 +34,10 @@ def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
         raise UserError(error, key="--serve", value=port) from error
     with listening:
         yield_to_the_run()
-        print(f"{address(host, listening)}/?token={token}\nCtrl-C ends the page", flush=True)
+        url = address(host, listening)
+        # Other people may read a file or a pipe.
+        shown = f"{url}/?token={token}" if sys.stdout.isatty() else f"{url}, with the token in {folder / FILE}"
+        print(f"{shown}\nCtrl-C ends the page", flush=True)
         try:
             asyncio.run(serve(listening, Follower(folder, lambda: is_at_work(folder)), token))
         except KeyboardInterrupt:

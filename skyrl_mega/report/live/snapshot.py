@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.report import overview, run_data
 from skyrl_mega.report.live import prometheus
 from skyrl_mega.report.live.state import RunState, state_of
+
+log = logging.getLogger(__name__)
 
 WATCHED = ("config.yaml", "metrics.jsonl", "events.jsonl", "estimate.json", "timeline", "checkpoints")
 """Files and folders of a run with content of the page. The time of a folder changes with the entries."""
@@ -65,6 +68,9 @@ class Follower:
             self.problem = ""
         except (UserError, OSError) as error:  # such as a folder that a new run is moving to `earlier/`
             self.problem = str(error)
+        except Exception as error:  # a fault of the page's own code must not end the page
+            self.problem = f"the page cannot be rendered: {type(error).__name__}: {error}"
+            log.warning("%s", self.problem, exc_info=True)
 
     def _rendered(self) -> Snapshot:
         start = time.thread_time()
