@@ -173,7 +173,7 @@ class Trajectory:
         """The finite numbers of the entry `metrics` in the metadata: the environment's figures of this trajectory."""
         given = self.metadata.get("metrics")
         numbers = given.items() if isinstance(given, dict) else ()
-        return {name: float(n) for name, n in numbers if isinstance(n, int | float) and math.isfinite(n)}
+        return {name: float(n) for name, n in numbers if isinstance(n, int | float) and _is_finite(n)}
 
     @property
     def length(self) -> int:
@@ -256,3 +256,10 @@ def policy_texts(t: Trajectory) -> list[str]:
             texts += [m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant"]
         at += step.messages
     return texts
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number larger than any float
+        return False

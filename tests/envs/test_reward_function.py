@@ -88,6 +88,8 @@ def test_further_entries_are_metadata_and_metrics(characters_chat: Renderer, tmp
     assert scores(played)["eval/math_dapo/of/acc"] == 0.5
     asked = judged(characters_chat, config_of("judge"), file, ["a question", "a question"])
     assert [t.metrics for t in asked] == [{"overlap": 0.5, "asked": 1.0}] * 2  # samples share no extra_info
+    asked[0].metadata["metrics"]["large"] = 10**400
+    assert "large" not in asked[0].metrics
 
 
 def test_a_function_for_trl_runs_as_it_is(characters_chat: Renderer, tmp_path: Path) -> None:
