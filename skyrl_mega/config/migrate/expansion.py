@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from skyrl_mega.config.migrate.shell_words import Assignment, Word, WordPiece, tokens
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.config.migrate.shell_words import Assignment, Word, WordPiece, changed_names, tokens
 
 ENVIRONMENT = "${{oc.env:{}}}"
 """Text that our configuration replaces by a variable of the environment when the run starts."""
@@ -27,12 +28,22 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 }
 LARGEST = 10**15
 """Largest number in the arithmetic of a script."""
+LONGEST = 2**24
+"""Maximum characters of all values that a script puts in words."""
+LONGEST_TRIMMED = 10_000
+"""Maximum characters of a value that `${X%pattern}` shortens."""
+DEEPEST = 50
+"""Maximum depth of expansions inside of expansions."""
 LONGEST_LIST = 10_000
 """Maximum words of `$(seq …)`."""
 
 
 class Unresolved(Exception):
     """A value that only a running shell knows; the text says why."""
+
+
+class Unset(str):
+    """The empty value of a variable that the script removed; its defaults hold, the environment's value does not."""
 
 
 class Unknown(str):
@@ -62,6 +73,16 @@ class Variables:
     """Variables with a default in the script, taken because the environment may lack the variable."""
     environment: set[str] = field(default_factory=set)
     """Variables that only the environment has; our file reads them when the run starts."""
+    arguments: list[str] | None = None
+    """Arguments of the function being read; None outside of functions."""
+    steps: int = 0
+    """Commands read so far, in all scripts and functions."""
+    sourced: int = 0
+    """Scripts read with `source` so far."""
+    spent: int = 0
+    """Characters of all values that were put in words so far."""
+    depth: int = 0
+    """Depth of the expansion being read."""
     missing: set[str] = field(default_factory=set)
     """Scripts read by the script that are not here."""
 
@@ -138,6 +159,25 @@ class Variables:
             self.values[name] = reason
 
     def _piece(self, piece: WordPiece) -> str | list[str]:
+        """Returns the value of a piece.
+
+        Raises:
+            Unresolved: The piece needs a running shell, or nests too deep.
+            UserError: All values together are too long.
+        """
+        if self.depth > DEEPEST:
+            raise Unresolved(f"it nests deeper than {DEEPEST} levels")
+        self.depth += 1
+        try:
+            value = self._value(piece)
+        finally:
+            self.depth -= 1
+        self.spent += sum(len(text) + 1 for text in value) if isinstance(value, list) else len(value)
+        if self.spent > LONGEST:
+            raise UserError(f"the script's values have more than {LONGEST} characters", fix="give the arguments")
+        return value
+
+    def _value(self, piece: WordPiece) -> str | list[str]:
         if piece.kind == "variable":
             return self._parameter(piece.content)
         if piece.kind == "arithmetic":
@@ -151,14 +191,22 @@ class Variables:
             raise Unresolved(f"${{{source}}} needs a running shell")
         name, operation, operand = found["name"], found["operation"], found["operand"] or ""
         if name in "@*":
-            return []
+            return [*self.arguments] if self.arguments else []
         value = self.values.get(name)
+        if name.isdecimal() and self.arguments is not None and name != "0":
+            value = "".join(self.arguments[int(name) - 1 : int(name)])
+            if any(isinstance(each, Unknown) for each in self.arguments[int(name) - 1 : int(name)]):
+                raise Unresolved(f"${name} needs a running shell")
         if isinstance(value, Unresolved):
             raise value
         if operation in (":-", "-", ":=", "="):
             if value is None and not name.isdigit():
                 self.absent.add(name)
-            value = value if value or (value == "" and operation in "-=") else self.quoted(operand)
+            value = (
+                value
+                if value or (value == "" and operation in "-=" and not isinstance(value, Unset))
+                else self.quoted(operand)
+            )
             if operation in (":=", "="):
                 self.values[name] = value
         elif operation in (":+", "+"):
@@ -182,10 +230,13 @@ class Variables:
         Raises:
             Unresolved: The expression has other operations than + - * / %, or an unknown variable.
         """
+        if names := changed_names(source):
+            self.values.update({name: Unresolved(f"{name} is set by arithmetic of the shell") for name in names})
+            raise Unresolved(f"$(({source.strip()})) needs a running shell")
         replaced = re.sub(r"\$\{?(\w+)\}?|\b([A-Za-z_]\w*)\b", self._number, source)
         try:
             return _evaluated(ast.parse(replaced.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError) as error:
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
             raise Unresolved(f"$(({source.strip()})) needs a running shell") from error
 
     def _number(self, name: re.Match[str]) -> str:
@@ -222,15 +273,28 @@ def _sequence(numbers: list[int]) -> list[str]:
 
 def _trimmed(value: str | list[str], operation: str, pattern: str) -> str:
     """Returns a text without the shortest (`%`, `#`) or longest (`%%`, `##`) end or start that matches a pattern."""
-    if isinstance(value, list) or set(pattern) & set("?["):
+    if isinstance(value, list) or set(pattern) & set("?[") or len(value) > LONGEST_TRIMMED:
         raise Unresolved(f"${{…{operation}{pattern}}} needs a running shell")
-    expression = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
     sizes = range(len(value) + 1) if len(operation) == 1 else range(len(value), -1, -1)
     for size in sizes:
         start, end = (0, size) if operation[0] == "#" else (len(value) - size, len(value))
-        if expression.fullmatch(value[start:end]):
+        if _matches(value[start:end], pattern):
             return value[size:] if operation[0] == "#" else value[: len(value) - size]
     return value
+
+
+def _matches(text: str, pattern: str) -> bool:
+    """True if a pattern with `*` matches the whole text; the first place of every part is enough."""
+    first, *parts = pattern.split("*")
+    if not parts:
+        return text == first
+    last, at = parts.pop(), len(first)
+    for part in parts:
+        place = text.find(part, at)
+        if place < 0:
+            return False
+        at = place + len(part)
+    return text.startswith(first) and text.endswith(last) and at + len(last) <= len(text)
 
 
 def _evaluated(node: ast.expr) -> int:

@@ -10,6 +10,9 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 _SPECIAL = re.compile(r"[@*#?$!0-9-]")
 _OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-?|[<>]&|&>|>>|[;|&()<>\n]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_CHANGED = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
 CONTINUED = "\\\n"
 """End of a line that continues on the next line."""
 _PLAIN = re.compile(r"[^\s\\'\"$`;|&()<>]+")
@@ -53,6 +56,11 @@ class Operator:
 
 
 Token = Word | Assignment | Operator
+
+
+def changed_names(expression: str) -> set[str]:
+    """Returns the variables that an arithmetic expression assigns: `N=4`, `N+=1`, `N++`."""
+    return {name for pair in _CHANGED.findall(expression) for name in pair if name}
 
 
 def tokens(script: str) -> Iterator[Token]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.migrate import shell
 
 PLAIN = {
@@ -21,6 +22,12 @@ PLAIN = {
     "a line continued inside of a word": 'run a\\\nb "c\\\nd" $((1 + \\\n2)) \\\n  g#h',
     "a commented line that ends as if continued": "A=(\n  --x 1\n  # --y 4 \\\n  --z 8 \\\n)\nrun ${A[@]} # b \\\n: c",
     "a here-string": "cat > /dev/null <<< 'a b'\ncat <<<x > /dev/null\nrun right\n\n: later",
+    "unset": 'A=1\nB=2\nunset A B\nrun x$A "${A:-3}" ${B-4} y${B+5}',
+    "functions": (
+        'only_eval() { run wrong; }\nfunction train {\n  local N=3\n  if [ "$1" = a ]; then B=$N; fi\n  shift\n'
+        '  run "$@" $N$B ${2:-z}\n}\nmain()\n{\n  train a "x y" "$@"\n}\nN=1\nmain --b 2'
+    ),
+    "stars in a pattern": "A=xaaaaaab.b\nrun ${A%%*a*a*a*a*a*b} ${A%a*b} ${A##*a*b} ${A#*a*a}",
     "conditions": 'A=on\nif [ "$A" = "on" ]; then\n  B=1\nelif [ "$A" = off ]; then\n  B=2\nelse\n  B=3\nfi\nrun $B',
     "an inner condition": (
         "if [ 2 -gt 3 ]; then\n  if [ 1 = 1 ]; then B=1; fi\nelse\n  if [ ! -z x ]; then B=2; fi\nfi\nrun $B"
@@ -45,6 +52,41 @@ def test_words_are_those_of_bash(script: str, tmp_path: Path) -> None:
     [command] = [c for c in shell.read(file).commands if c[0].text == "run"]
     assert [word.text for word in command[1:]] == bash.stdout.splitlines()
     assert not any(word.unresolved for word in command)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["((N=16))", "((N++))", "let N=4", "let 'N += 4'", "read -r N <<< 4", "mapfile -t N < x", "printf -v N %s 4",
+     "A=$((N=4))", "for N in 1 2; do :; done", "if touch x; then unset N; fi", "while read -r N; do :; done"],
+)  # fmt: skip
+def test_no_old_value_is_kept(changed: str, tmp_path: Path) -> None:
+    file = tmp_path / "script.sh"
+    file.write_text(f"N=8\n{changed}\nrun $N\n")
+    [word] = [word for command in shell.read(file).commands for word in command if word.text == "$N"]
+    assert word.unresolved.startswith("N is set ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=xx\n" + "A=$A$A\n" * 40 + "run $A",
+        "A=(x x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + "run $A",
+        "f() { g; g; g; g; }\ng() { f; f; f; f; }\nf",
+        "source script.sh\n" * 9,
+    ],
+    ids=["text", "array", "functions", "source"],
+)
+def test_endless_scripts_are_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.sh").write_text(text)
+    with pytest.raises(UserError, match="more than"):
+        shell.read(Path("script.sh"))
+
+
+def test_deep_expansions_are_unresolved(tmp_path: Path) -> None:
+    file = tmp_path / "script.sh"
+    file.write_text("run " + "${A:-" * 3000 + "}" * 3000)
+    assert "deeper than 50 levels" in shell.read(file).commands[0][1].unresolved
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
