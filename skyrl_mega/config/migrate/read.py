@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
+from skyrl_mega.common import safe_read
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.migrate import python_script, shell
 from skyrl_mega.config.migrate.expansion import Variables
@@ -24,7 +27,10 @@ SUFFIXES = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "she
 HYDRA = ("SkyRL", "verl")
 """Programs with `key=value` arguments; the others have `--option value`."""
 LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
-_HYDRA = re.compile(r"(?:\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
+MOST_VALUES = 100_000
+"""Maximum values of a YAML file."""
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
+_HYDRA = re.compile(r"(?:\+\+|\+)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -50,6 +56,11 @@ def read(program: str, words: Sequence[str]) -> GivenSettings:
             )
         {"shell": _read_shell, "yaml": _read_yaml, "python": _read_python}[kind](reading, path)
     reading.settings += _settings(program, arguments)
+    for given in reading.settings:
+        try:
+            safe_read.check_value(given.value)
+        except safe_read.Malformed as error:
+            raise UserError(str(error), key=given.key, fix="give a finite value of usual size") from error
     if not reading.settings:
         example = "trainer.nnodes=2" if program in HYDRA else "--num_generations 8"
         raise UserError(
@@ -86,6 +97,12 @@ def _read_shell(reading: GivenSettings, path: Path) -> None:
             reading.processes = int(value.text)
     reading.settings += _settings(reading.program, arguments)
     reading.assumptions += script.variables.assumptions
+    if len(commands) > 1:
+        number = next(n for n, each in enumerate(commands, 1) if each is command)
+        reading.assumptions.append(
+            f"{len(commands)} commands of the script have settings of {reading.program}: number {number} has the most"
+            f" and is taken; the other {len(commands) - 1} left out"
+        )
 
 
 def _known(program: str, command: Command) -> int:
@@ -121,7 +138,8 @@ def _hydra(arguments: Iterable[Argument]) -> Iterator[Given]:
         found = _HYDRA.fullmatch(argument.text)
         if found is None:
             name, _, value = argument.text.partition("=")
-            yield Given(name, value, argument.unresolved or "is no key=value")
+            reason = "deletes a key in Hydra" if name.startswith("~") else "is no key=value"
+            yield Given(name, value, argument.unresolved or reason)
         else:
             yield Given(found["key"], parsed(found["value"]), argument.unresolved)
 
@@ -175,6 +193,7 @@ def _read_yaml(reading: GivenSettings, path: Path) -> None:
         content = yaml.safe_load(shell.script_text(path))
         if not isinstance(content, dict):
             raise UserError("holds no mapping of settings", key=path, fix="give a file such as `trainer: {nnodes: 2}`")
+        _check_size(content, path)
         tree = OmegaConf.create({str(key): value for key, value in content.items()})
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"is not YAML ({str(error).splitlines()[0]})", key=path) from error
@@ -184,6 +203,18 @@ def _read_yaml(reading: GivenSettings, path: Path) -> None:
         for key, inner in _leaves(reading.program, str(name), value):
             spelled = f"--{key.replace('_', '-').removeprefix('--')}" if reading.program == "slime" else key
             reading.settings.append(_resolved(spelled, key, inner, tree))
+
+
+def _check_size(content: Any, path: Path) -> None:
+    """Raises UserError if a file has too many values, counted again at every use of an anchor."""
+    pending, count = [content], 0
+    while pending:
+        value = pending.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise UserError(f"has more than {MOST_VALUES} values", key=path, fix="give a file without endless anchors")
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def _leaves(program: str, key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -198,13 +229,36 @@ def _leaves(program: str, key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(name: str, key: str, value: Any, tree: Any) -> Given:
-    """Returns a setting with `${other.key}` replaced; values of the environment stay as `${oc.env:NAME}`."""
-    if isinstance(value, str) and "${" in value and "${oc.env:" not in value:
-        try:
-            return Given(name, OmegaConf.select(tree, key, throw_on_resolution_failure=True))
-        except OmegaConfBaseException:
-            return Given(name, value, f"{value} names settings outside of this file")
+    """Returns a setting with `${other.key}` replaced; values of the environment stay as `${oc.env:NAME}`.
+
+    A reference that leads to the environment stays unresolved: a secret must not get into the written file.
+    """
+    if isinstance(value, str) and "${" in _ENVIRONMENT.sub("", value):
+        with _without_environment() as asked:
+            try:
+                selected = OmegaConf.select(tree, key, throw_on_resolution_failure=True)
+                plain = OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
+                return Given(name, plain)
+            except (OmegaConfBaseException, RecursionError):
+                where = f"{asked[0]} of the environment" if asked else "settings outside of this file"
+                return Given(name, value, f"{value} names {where}")
     return Given(name, parsed(value) if isinstance(value, str) else value)
+
+
+@contextmanager
+def _without_environment() -> Iterator[list[str]]:
+    """Makes `oc.env` fail inside the block; yields the list of variables that were asked for."""
+    asked = list[str]()
+
+    def refuse(variable: str, default: Any = None) -> Any:
+        asked.append(str(variable))
+        raise LookupError(f"{variable} is read when the run starts")
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield asked
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _read_python(reading: GivenSettings, path: Path) -> None:

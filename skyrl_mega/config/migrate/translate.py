@@ -113,6 +113,8 @@ class Translator:
     def consume(self, key: str, kind: str, ours: Mapping[str, Any], why: str = "") -> None:
         """Accounts for a given key outside of the table's translation; a key that is not given adds nothing."""
         if key in self.given:
+            rows = self.migration.rows  # a key outside of the table was called unknown before
+            rows[:] = [row for row in rows if (row.kind, row.theirs) != ("unknown", key)]
             self._place(key, dict(ours), given=True)
             self._row(kind, key, self.given[key].value, ours, why)
 
