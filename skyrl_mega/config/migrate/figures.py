@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.migrate.convert import sequences
 from skyrl_mega.config.migrate.state import TranslationState
 
@@ -18,39 +20,89 @@ def batches(t: TranslationState) -> None:
     """Translates TRL's batch sizes and steps, which depend on the number of processes."""
     if t.program != "TRL":
         return
+    processes = _processes(t)
+    unknown = _Unknown(t)
+    samples: int | None = t.ours("data.samples_per_prompt")
+    if "num_generations" in t.given and "data.samples_per_prompt" not in t.migration.settings:
+        unknown.add("num_generations")
+        samples = None
+    per_device = _number(t, "per_device_train_batch_size", 8, unknown)
+    accumulation = _number(t, "gradient_accumulation_steps", 1, unknown)
+    iterations = _number(t, "num_iterations", 1, unknown)
+    per_generation = _number(t, "steps_per_generation", accumulation, unknown)
+    optimizer_batch = _product(per_device, processes, accumulation)
+    generation = _number(t, "generation_batch_size", _product(per_device, processes, per_generation), unknown)
+    sizes: dict[str, Any] = {}
+    why = []
+    prompts = mini = None
+    if generation and samples:
+        prompts = sizes["data.prompts_per_step"] = max(1, generation // samples)
+        why.append(f"{generation} completions of a generation / {samples}")
+    if generation and samples and optimizer_batch:
+        mini = sizes["data.mini_batch_prompts"] = max(1, min(optimizer_batch, generation) // samples)
+        why.append(f"{optimizer_batch} of an optimizer step / {samples}")
+    text = ", ".join(why)
+    for key in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"):
+        if key not in unknown.keys:
+            kind, reason = ("changed", text) if sizes else ("dropped", unknown.text("the batch of an RL step"))
+            t.consume(key, kind, sizes, reason)
+    t.migration.add("TRL's batch", sizes, text)
+    if per_device:
+        tokens = sequences(per_device, ["policy.micro_tokens"], None, t)
+        reason = "; ".join(filter(None, (text, tokens[1])))
+        t.consume("per_device_train_batch_size", "changed", {**sizes, **tokens[0]}, reason)
+        t.migration.add("TRL's default per_device_train_batch_size=8", tokens[0], tokens[1])
+    if iterations:
+        t.consume("num_iterations", "taken", {"data.epochs_per_step": iterations})
+    unknown.assume(sizes)
+    _steps(t, math.ceil(prompts / mini) * iterations if prompts and mini and iterations else None, unknown)
+
+
+class _Unknown:
+    """Figures of TRL that only a running program knows, or that are no numbers."""
+
+    def __init__(self, t: TranslationState) -> None:
+        """Starts without any unknown figure."""
+        self.t = t
+        self.keys: list[str] = []
+
+    def add(self, key: str) -> None:
+        """Adds a figure."""
+        self.keys.append(key)
+
+    def text(self, what: str) -> str:
+        """Returns why something else cannot be computed."""
+        return f"{what} also depends on {' and '.join(self.keys)}, which is unknown here"
+
+    def assume(self, sizes: Mapping[str, Any]) -> None:
+        """Says which sizes are left out."""
+        left = [key for key in ("data.prompts_per_step", "data.mini_batch_prompts") if key not in sizes]
+        if "per_device_train_batch_size" in self.keys:
+            left.append("policy.micro_tokens")
+        if self.keys and left:
+            self.t.migration.assumptions.append(
+                f"{' and '.join(self.keys)} of TRL: no number is known here, so {' and '.join(left)} "
+                f"{'keep their defaults' if len(left) > 1 else 'keeps its default'}; give them in the file"
+            )
+
+
+def _processes(t: TranslationState) -> int:
+    """Returns the number of processes, and sets nodes and GPUs for them."""
     given = t.given["num_processes"].value if "num_processes" in t.given else t.reading.processes
-    processes = int(given or PROCESSES)
-    if not given:
+    processes = _whole(given) or PROCESSES
+    if not _whole(given):
+        problem = "is not given" if given is None else f"is unknown ({shown(given)})"
         t.migration.assumptions.append(
-            f"the number of processes is not given: {PROCESSES} GPUs are assumed (add --num_processes N)"
+            f"the number of processes {problem}: {PROCESSES} GPUs are assumed (add --num_processes N)"
         )
     gpus = min(processes, 8)
-    t.consume("num_processes", "changed", {"cluster.gpus_per_node": gpus, "cluster.nodes": math.ceil(processes / gpus)})
-    t.migration.add(
-        f"{processes} processes", {"cluster.gpus_per_node": gpus, "cluster.nodes": math.ceil(processes / gpus)}
-    )
-    samples = int(t.ours("data.samples_per_prompt"))
-    per_device = _number(t, "per_device_train_batch_size", 8)
-    accumulation = _number(t, "gradient_accumulation_steps", 1)
-    iterations = _number(t, "num_iterations", 1)
-    optimizer_batch = per_device * processes * accumulation
-    generation = _number(t, "generation_batch_size", 0) or (
-        per_device * processes * _number(t, "steps_per_generation", accumulation)
-    )
-    prompts, mini = max(1, generation // samples), max(1, min(optimizer_batch, generation) // samples)
-    text = f"{generation} completions of a generation / {samples}, {optimizer_batch} of an optimizer step / {samples}"
-    sizes: dict[str, Any] = {"data.prompts_per_step": prompts, "data.mini_batch_prompts": mini}
-    for key in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"):
-        t.consume(key, "changed", sizes, text)
-    t.migration.add("TRL's batch", sizes, text)
-    tokens = sequences(per_device, ["policy.micro_tokens"], None, t)
-    t.consume("per_device_train_batch_size", "changed", {**sizes, **tokens[0]}, f"{text}; {tokens[1]}")
-    t.migration.add("TRL's default per_device_train_batch_size=8", tokens[0], tokens[1])
-    t.consume("num_iterations", "taken", {"data.epochs_per_step": iterations})
-    _steps(t, math.ceil(prompts / mini) * iterations)
+    ours = {"cluster.gpus_per_node": gpus, "cluster.nodes": math.ceil(processes / gpus)}
+    t.consume("num_processes", "changed", ours)
+    t.migration.add(f"{processes} processes", ours)
+    return processes
 
 
-def _steps(t: TranslationState, optimizer_steps: int) -> None:
+def _steps(t: TranslationState, optimizer_steps: int | None, unknown: _Unknown) -> None:
     """Translates TRL's intervals in optimizer steps to RL steps."""
     for key, ours in (
         ("max_steps", "run.steps"),
@@ -59,13 +111,19 @@ def _steps(t: TranslationState, optimizer_steps: int) -> None:
     ):
         if key not in t.given:
             continue
-        value = t.given[key].value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        given = t.given[key]
+        value = _number_of(given.value)
+        if given.unresolved:
+            t.consume(key, "dropped", {}, f"{given.unresolved}; give {ours} in RL steps")
+            t.migration.assumptions.append(f"{key} of TRL is unknown here; give {ours} in RL steps")
+        elif value is None or value <= 0:
             t.consume(key, "dropped", {}, "not set there")
         elif value < 1:
             t.consume(key, "dropped", {}, f"a share of the run; give {ours} in RL steps")
         elif t.ours("evaluation.every") == 0 and key == "eval_steps" and t.theirs("eval_strategy") == "no":
             t.consume(key, "dropped", {}, "eval_strategy=no: it has no effect there")
+        elif optimizer_steps is None:
+            t.consume(key, "dropped", {}, f"{unknown.text('the number of RL steps')}; give {ours} in RL steps")
         else:
             steps = max(1, round(value / optimizer_steps))
             kind, why = (
@@ -74,9 +132,39 @@ def _steps(t: TranslationState, optimizer_steps: int) -> None:
             t.consume(key, kind, {ours: steps}, why)
 
 
-def _number(t: TranslationState, key: str, default: int) -> int:
-    value = t.given[key].value if key in t.given and not t.given[key].unresolved else None
-    return int(value) if isinstance(value, int) and value > 0 else default
+def _number(t: TranslationState, key: str, default: int | None, unknown: _Unknown) -> int | None:
+    """Returns a figure of TRL, or its default if it is not set; None if unknown, with a dropped row."""
+    if key not in t.given or t.given[key].value is None:
+        return default
+    given = t.given[key]
+    if not given.unresolved and (number := _whole(given.value)):
+        return number
+    unknown.add(key)
+    t.consume(key, "dropped", {}, given.unresolved or f"{shown(given.value)} is no whole number above 0")
+    return None
+
+
+def _number_of(value: Any) -> float | None:
+    """Returns a number, also of a text such as 5e2, which YAML does not read as a number; None for other values."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+
+
+def _whole(value: Any) -> int | None:
+    """Returns a whole number above 0; None for other values."""
+    number = _number_of(value)
+    return (
+        int(number) if number is not None and number > 0 and math.isfinite(number) and number == int(number) else None
+    )
+
+
+def _product(*factors: int | None) -> int | None:
+    """Returns a product; None if a factor is unknown."""
+    return None if None in factors else math.prod(factor or 0 for factor in factors)
 
 
 def cluster(t: TranslationState) -> None:

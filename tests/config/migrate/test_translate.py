@@ -258,3 +258,24 @@ def test_the_account_ends_with_what_needs_a_look() -> None:
     assert why(migration, "data.prompt_key") == "the column is `prompt` here too"
     trl = migrated("TRL", "--optim", "adamw_8bit", "--use_peft", "false", "--learning_rate", "1e-6")
     assert [row.theirs for row in trl.rows if row.look] == ["optim"]
+
+
+def test_unknown_figures_of_trl_are_dropped_with_what_depends_on_them(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "BS=$(nvidia-smi | wc -l)\ntrl grpo --per_device_train_batch_size $BS --generation_batch_size 5e2 \\\n"
+        "    --gradient_accumulation_steps $(cat f) --num_generations 5 --save_steps $(cat g) --max_steps 1e2\n"
+    )
+    migration = migrated("TRL", str(script), "--num_processes", "4")
+    assert migration.settings["data.prompts_per_step"] == 100  # 500 / 5
+    unset = {"data.mini_batch_prompts", "policy.micro_tokens", "checkpoint.every", "run.steps"}
+    assert not unset & set(migration.settings)
+    of = kinds(migration)
+    assert of["per_device_train_batch_size"] == of["gradient_accumulation_steps"] == of["save_steps"] == "dropped"
+    assert of["generation_batch_size"] == "changed" and of["max_steps"] == "dropped"
+    assert "gradient_accumulation_steps" in why(migration, "max_steps")
+    [line] = [line for line in migration.assumptions if "data.mini_batch_prompts and policy.micro_tokens" in line]
+    assert "per_device_train_batch_size and gradient_accumulation_steps" in line
+    unknown = migrated("TRL", "--num_generations", "eight", "--generation_batch_size", "500")
+    assert "data.prompts_per_step" not in unknown.settings
+    assert "num_generations" in why(unknown, "generation_batch_size")
