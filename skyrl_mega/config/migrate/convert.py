@@ -334,6 +334,8 @@ def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: Tra
 def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
     """Copies a clip range to the settings of the loss in use; `argument` is subtracted for CISPO."""
     loss = state.ours("algorithm.loss")
+    if loss == "cispo" and state.program == "SkyRL":
+        raise Dropped("without effect there: its cispo has cispo_eps_clip_low and cispo_eps_clip_high")
     group = f"algorithm.{loss}" if loss in ("gspo", "cispo", "gmpo") else "algorithm"
     number = _numeric(value) - (argument or 0 if loss == "cispo" else 0)
     ours = {key.replace("algorithm", group, 1): number for key in here}

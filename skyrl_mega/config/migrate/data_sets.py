@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from skyrl_mega.common.values import shown
 from skyrl_mega.config.migrate.state import TranslationState
 
 ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
@@ -29,10 +31,21 @@ def choose(t: TranslationState) -> None:
             "the rows have env_class; else give environment.default or environment.reward_function"
         )
     if not t.migration.settings.get("data.eval"):
-        for key in ("evaluation.every", "evaluation.before"):
-            if t.migration.settings.get(key):
-                t.migration.settings.pop(key)
+        _without_evaluation(t)
         t.migration.add("no evaluation data", {"evaluation.every": 0, "evaluation.before": False})
+
+
+def _without_evaluation(t: TranslationState) -> None:
+    """Drops intervals of evaluation that were translated, as there is no data for them."""
+    dropped = [key for key in ("evaluation.every", "evaluation.before") if t.migration.settings.get(key)]
+    for key in dropped:
+        value = t.migration.settings.pop(key)
+        for n, row in enumerate(t.migration.rows):
+            if key in row.ours:
+                ours = {name: v for name, v in row.ours.items() if name != key}
+                why = f"no evaluation data is known: give data.eval and {key}={shown(value)}"
+                t.migration.rows[n] = replace(row, kind=row.kind if ours else "dropped", ours=ours, why=why)
+    t.migration.rows = [row for row in t.migration.rows if row.kind != "dropped" or row.theirs in t.given]
 
 
 def _rows(name: str) -> str:

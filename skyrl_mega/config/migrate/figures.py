@@ -14,6 +14,10 @@ PROCESSES = 8
 """Assumed processes of TRL where the launcher's number is not given: one node of 8 GPUs."""
 START_SECONDS = 1800
 """Time limit for the start on several nodes, as in `configs/cluster/`."""
+STEPS_DECIDE = {"slime": ("--num-rollout", "--num-epoch"), "TRL": ("max_steps", "num_train_epochs")}
+"""Program → its number of steps, and its number of epochs, which has no effect beside the steps."""
+ENDLESS = 1_000_000
+"""Passes over the data that no run completes."""
 
 
 def batches(t: TranslationState) -> None:
@@ -165,6 +169,22 @@ def _whole(value: Any) -> int | None:
 def _product(*factors: int | None) -> int | None:
     """Returns a product; None if a factor is unknown."""
     return None if None in factors else math.prod(factor or 0 for factor in factors)
+
+
+def steps_decide(t: TranslationState) -> None:
+    """Lets a given number of steps alone end the run, as TRL and slime repeat the data until then."""
+    steps, epochs = STEPS_DECIDE.get(t.program, ("", ""))
+    if steps not in t.given or not t.migration.settings.get("run.steps"):
+        return
+    settings, rows = t.migration.settings, t.migration.rows
+    settings.pop("run.epochs", None)
+    kept = [row for row in rows if "run.epochs" not in row.ours]
+    given = any(row.theirs == epochs for row in rows if row not in kept)
+    t.migration.rows = kept
+    if given:
+        t.consume(epochs, "dropped", {}, f"{steps} ends the run there, whatever the number of epochs")
+    why = f"{t.program} repeats the data until {steps}: run.steps alone ends the run"
+    t.migration.add("passes over the data", {"run.epochs": ENDLESS}, why)
 
 
 def cluster(t: TranslationState) -> None:

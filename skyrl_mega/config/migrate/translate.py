@@ -11,7 +11,7 @@ from typing import Any
 from skyrl_mega.common.values import shown
 from skyrl_mega.config import verbatim
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.migrate import data_sets, figures
+from skyrl_mega.config.migrate import data_sets, figures, kl
 from skyrl_mega.config.migrate.account import AccountRow, Migration
 from skyrl_mega.config.migrate.conversions import CONTEXTUAL, CONVERSIONS
 from skyrl_mega.config.migrate.convert import Dropped, Settings, fitted
@@ -34,6 +34,7 @@ def translate(reading: GivenSettings) -> Migration:
         if not contextual:
             figures.batches(translator)
     translator.add_fixed()
+    figures.steps_decide(translator)
     figures.cluster(translator)
     data_sets.choose(translator)
     translator.order_rows()
@@ -86,7 +87,12 @@ class Translator:
                 continue
             try:
                 ours, why = self._converted(key, value, entry)
-            except Dropped:
+            except Dropped as reason:
+                if "policy.optimizer.schedule" in entry.here:
+                    self.migration.assumptions.append(
+                        f"{self.program}'s default {key}={shown(value)} is left out, so the learning rate stays "
+                        f"constant: {reason}"
+                    )
                 continue
             new: Settings = {name: v for name, v in ours.items() if self._is_news(name, v)}
             origin = f"{self.program}'s default {key}={shown(value)}"
@@ -216,6 +222,8 @@ class Translator:
 
     def _turned_off(self, key: str) -> str:
         """Returns the reason why a key has no effect under its switches; empty if the key has an effect."""
+        if why := kl.left_out(self, key):
+            return why
         above = {name: switch for name, switch in self.rules.switches.items() if key in switch.governed}
         states = {name: self.theirs(name) for name in above}
         if not above or any(key in above[name].turns_on.get(_text(value), ()) for name, value in states.items()):

@@ -279,3 +279,80 @@ def test_unknown_figures_of_trl_are_dropped_with_what_depends_on_them(tmp_path: 
     unknown = migrated("TRL", "--num_generations", "eight", "--generation_batch_size", "500")
     assert "data.prompts_per_step" not in unknown.settings
     assert "num_generations" in why(unknown, "generation_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "steps", "epochs"),
+    [
+        ("slime", "--num-rollout 3000 --num-epoch 2", 3000, 1_000_000),
+        ("slime", "--num-epoch 2", None, 2),
+        ("TRL", "--max_steps 500 --num_train_epochs 2", 500, 1_000_000),
+        ("TRL", "--max_steps -1 --num_train_epochs 2", None, 2),
+        ("verl", "trainer.total_training_steps=500 trainer.total_epochs=2", 500, 2),  # the sooner ends verl's run
+    ],
+)
+def test_steps_decide_where_the_data_is_repeated(program: str, words: str, steps: int | None, epochs: int) -> None:
+    migration = migrated(program, *words.split())
+    assert (migration.settings.get("run.steps"), migration.settings["run.epochs"]) == (steps, epochs)
+    if epochs > 2:
+        assert "ends the run" in why(migration, "--num-epoch" if program == "slime" else "num_train_epochs")
+        assert [row.theirs for row in migration.rows if "run.epochs" in row.ours] == ["passes over the data"]
+
+
+def test_a_default_decay_of_unknown_length_is_named() -> None:
+    [line] = [line for line in migrated("TRL", "--num_processes", "8").assumptions if "lr_scheduler_type" in line]
+    assert "linear is left out, so the learning rate stays constant" in line and "decay_steps" in line
+    assert migrated("slime", "--num-rollout", "30").settings["policy.optimizer.schedule"] == "linear"
+
+
+def test_the_clip_range_of_each_loss_of_skyrl() -> None:
+    algorithm = "trainer.algorithm."
+    words = [f"{algorithm}policy_loss_type=gspo", f"{algorithm}eps_clip_low=0.1"]
+    gspo = migrated("SkyRL", *words).settings
+    assert (gspo["algorithm.gspo.clip_low"], gspo["algorithm.gspo.clip_high"]) == (0.1, 0.2)  # 0.2 is its default
+    assert "algorithm.clip_low" not in gspo
+    words = [
+        f"{algorithm}policy_loss_type=cispo",
+        f"{algorithm}cispo.cispo_eps_clip_high=3",
+        f"{algorithm}eps_clip_low=0.1",
+    ]
+    cispo = migrated("SkyRL", *words)
+    low, high = (cispo.settings[f"algorithm.cispo.clip_{side}"] for side in ("low", "high"))
+    assert (low, high) == (0, 3) and "cispo_eps_clip_low" in why(cispo, f"{algorithm}eps_clip_low")
+
+
+KL = {
+    "both": (
+        "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.005 algorithm.kl_penalty=mse "
+        "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.02 "
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+        ("loss", 0.02, "k3"),
+    ),
+    "reward": (
+        "actor_rollout_ref.actor.use_kl_loss=false algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.005 "
+        "algorithm.kl_penalty=mse",
+        ("reward", 0.005, "k2"),
+    ),
+    "slime": ("--kl-coef 0.01 --use-kl-loss --kl-loss-coef 0.02 --kl-loss-type k2", ("loss", 0.02, "k2")),
+    "slime, watched": ("--kl-coef 0.01 --use-kl-loss --kl-loss-coef 0 --kl-loss-type k2", ("reward", 0.01, "k1")),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), KL.values(), ids=KL)
+def test_one_kl_term_is_taken_whole(words: str, expected: tuple[str, float, str]) -> None:
+    migration = migrated("slime" if words.startswith("--") else "verl", *words.split())
+    kept = tuple(
+        migration.settings.get(key, keys()[key].default)
+        for key in ("algorithm.kl.where", "algorithm.kl.coefficient", "algorithm.kl.estimator")
+    )
+    assert kept == expected
+    for row in migration.rows:
+        if "algorithm.kl" in str(row.ours):
+            assert all(migration.settings[key] == value for key, value in row.ours.items())
+
+
+def test_rows_agree_with_settings_without_evaluation_data() -> None:
+    migration = migrated("verl", "trainer.test_freq=5", "data.train_files=a.parquet")
+    assert kinds(migration)["trainer.test_freq"] == "dropped" and migration.settings["evaluation.every"] == 0
+    assert "evaluation.every=5" in why(migration, "trainer.test_freq")
+    assert all(migration.settings[key] == v for row in migration.rows for key, v in row.ours.items())

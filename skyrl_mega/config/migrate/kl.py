@@ -1,0 +1,69 @@
+"""KL terms of another program: of the loss or in the reward. A run has one here, so one is taken whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_mega.config.migrate.state import TranslationState
+
+
+@dataclass(frozen=True)
+class Term:
+    """Keys of a KL term."""
+
+    switch: str
+    """Key that turns the term on; the coefficient if there is no switch."""
+    coefficient: str
+    keys: tuple[str, ...]
+    """Keys that belong to this term alone."""
+
+    def on(self, t: TranslationState) -> bool:
+        """Returns True if the term changes training; an unknown coefficient counts as above 0."""
+        unknown = self.coefficient in t.given and bool(t.given[self.coefficient].unresolved)
+        return bool(t.theirs(self.switch)) and (unknown or t.theirs(self.coefficient) not in (None, 0))
+
+
+VERL, SKYRL = "actor_rollout_ref.actor", "trainer.algorithm"
+TERMS = {
+    "verl": (
+        Term(
+            f"{VERL}.use_kl_loss",
+            f"{VERL}.kl_loss_coef",
+            (f"{VERL}.use_kl_loss", f"{VERL}.kl_loss_coef", f"{VERL}.kl_loss_type"),
+        ),
+        Term(
+            "algorithm.use_kl_in_reward",
+            "algorithm.kl_ctrl.kl_coef",
+            (
+                "algorithm.use_kl_in_reward",
+                "algorithm.kl_penalty",
+                "algorithm.kl_ctrl.kl_coef",
+                "algorithm.kl_ctrl.type",
+                "algorithm.kl_ctrl.target_kl",
+                "algorithm.kl_ctrl.horizon",
+            ),
+        ),
+    ),
+    "slime": (
+        Term("--use-kl-loss", "--kl-loss-coef", ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type")),
+        Term("--kl-coef", "--kl-coef", ("--kl-coef",)),
+    ),
+    "SkyRL": (
+        Term(f"{SKYRL}.use_kl_loss", f"{SKYRL}.kl_loss_coef", (f"{SKYRL}.use_kl_loss",)),
+        Term(f"{SKYRL}.use_kl_in_reward", f"{SKYRL}.kl_loss_coef", (f"{SKYRL}.use_kl_in_reward",)),
+    ),
+}
+"""Program → the term of the loss, and the term in the reward."""
+
+
+def left_out(t: TranslationState, key: str) -> str:
+    """Returns why a key of a KL term is left out: the other term is taken. Empty for every other key."""
+    if t.program not in TERMS:
+        return ""
+    loss, reward = TERMS[t.program]
+    if not reward.on(t):
+        return ""
+    if loss.on(t):
+        why = f"a run has one KL term here: that of the loss is taken whole ({loss.switch}), this one is left out"
+        return why if key in reward.keys else ""
+    return f"off there; the KL term in the reward is taken ({reward.switch})" if key in loss.keys else ""
