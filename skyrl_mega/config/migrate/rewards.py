@@ -10,6 +10,11 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 BUILT_IN = ("gsm8k", "gsm8k_multi_turn", "aime", "search", "text2sql", "multiply", "lcb", "math")
 """Environments with the same name in SkyRL or slime."""
+TRL_FORM = (
+    "TRL's form runs as it is, but completions are always messages here: a function for text prompts has to read "
+    "completions[0][0]['content']"
+)
+"""Note on a reward function of TRL, which passes texts where the prompts of the data are texts."""
 
 
 def environment(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
@@ -39,7 +44,7 @@ def trl_reward(value: Any, here: Sequence[str], argument: Any, state: Translatio
         raise Dropped(_sum(names, state.theirs("reward_weights")), look=True)
     [name] = names
     if ".py:" in name:  # python_script.py found the file beside the script
-        return {here[0]: name}, "TRL's form of a reward function runs as it is"
+        return {here[0]: name}, TRL_FORM
     if "/" in name:
         raise Dropped(f"a reward model; ask a service with {name} from a function (docs/own-environment.md)", look=True)
     module, _, function = name.rpartition(".")
@@ -49,7 +54,7 @@ def trl_reward(value: Any, here: Sequence[str], argument: Any, state: Translatio
             "(docs/own-environment.md)",
             look=True,
         )
-    return {here[0]: f"{module}:{function}"}, "TRL's form of a reward function runs as it is"
+    return {here[0]: f"{module}:{function}"}, TRL_FORM
 
 
 def _sum(names: Sequence[str], weights: Any) -> str:

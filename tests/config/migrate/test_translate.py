@@ -200,6 +200,7 @@ def test_reward_functions_and_environments_are_named(tmp_path: Path) -> None:
     assert verl.settings["data.train"] == ["/d/dapo-math-17k.parquet"]  # the function judges the rows as they are
     trl = migrated("TRL", "--reward_funcs", "my_lib.rewards.exact", "--learning_rate", "1e-6")
     assert trl.settings["environment.reward_function"] == "my_lib.rewards:exact"
+    assert "completions[0][0]['content']" in why(trl, "reward_funcs")  # TRL passes texts for text prompts
     skyrl = migrated("SkyRL", "environment.env_class=maze", "environment.skyrl_gym.maze.size=4")
     assert "environment.classes.maze=package.module:Class" in why(skyrl, "environment.env_class")
     assert accepted(skyrl, tmp_path).environment.options == {"maze": {"size": 4}}
