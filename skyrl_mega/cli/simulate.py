@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
@@ -47,6 +47,17 @@ def run(config: Config, args: argparse.Namespace) -> int:
             value="cpu",
             fix="give cluster.device=cuda with the GPUs of cluster.nodes and cluster.gpus_per_node",
         )
+    check_playable(config)
+    check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes
+    hf, _ = dry_run.checked(simulate_choices.synchronous(config).config)
+    given = simulate_choices.synchronous(config)
+    comparison = _compare(config, given, Simulator(hf, workload_of(config, args)))
+    print(json.dumps(simulate_text.values(comparison)) if args.json else simulate_text.text(comparison))
+    return DONE
+
+
+def check_playable(config: Config) -> None:
+    """Raises a UserError for settings that a simulation would play wrongly."""
     if config.algorithm.advantage_traits.greedy:
         raise UserError(
             "--simulate does not play the greedy answers that engines write beside the samples, "
@@ -61,30 +72,29 @@ def run(config: Config, args: argparse.Namespace) -> int:
             value=data,
             fix="leave it out",
         )
-    check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes
-    hf, _ = dry_run.checked(simulate_choices.synchronous(config).config)
-    given = simulate_choices.synchronous(config)
-    comparison = _compare(config, given, _Simulator(hf, workload_of(config, args)))
-    print(json.dumps(simulate_text.values(comparison)) if args.json else simulate_text.text(comparison))
-    return DONE
 
 
 @dataclass(frozen=True)
-class _Simulator:
+class Simulator:
     """Simulates every choice with the same trajectories."""
 
     hf: Mapping[str, Any]
     workload: Workload
+    before: Callable[[Choice], None] = lambda choice: None
+    """Called before each simulation; an exception ends the comparison."""
+    finished: list[SimulatedRow] = field(default_factory=list)
+    """All rows simulated so far."""
 
     def row(self, choice: Choice) -> SimulatedRow:
         """Simulates a choice and returns it with the outcome."""
+        self.before(choice)
         print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
         parallel, _ = fit.parallel_of(config)
         speeds = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
-        return SimulatedRow(
-            choice, simulate(config, speeds, self.workload, steps=simulate_text.measured_steps(choice.most))
-        )
+        steps = simulate_text.measured_steps(choice.most)
+        self.finished.append(SimulatedRow(choice, simulate(config, speeds, self.workload, steps=steps)))
+        return self.finished[-1]
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
         """Simulates a mode in each suitable split."""
@@ -92,7 +102,7 @@ class _Simulator:
         return [self.row(each) for each in choices if isinstance(each, Choice)]
 
 
-def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison:
+def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
     """Compares the given settings, splits, engine sizes and modes.
 
     Splits are compared in the mode chosen by `EXPLORED`, other engines in the best split, and all modes with the best
@@ -112,8 +122,8 @@ def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison
     first = simulator.row(given)
     shared = engines(config, (), hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
     shared_rows = simulator.rows(config, shared, "off", 0)
-    split_rows = next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)))
-    best = min(split_rows, key=_seconds)
+    compared = split_rows(config, splits, simulator)
+    best = min(compared, key=_seconds)
     explored = best.choice.mode, best.choice.most
     engine_rows = sorted(simulator.rows(config, engines(config, best.choice.split, hf), *explored), key=_seconds)
     tried = [best, *engine_rows]
@@ -127,13 +137,18 @@ def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison
     return Comparison(
         config,
         rows,
-        splits=split_rows,
+        splits=compared,
         engine_sizes=engine_rows,
         shared_engines=shared_rows,
         refused=[each for each in modes if isinstance(each, Refused)],
         environment_s=simulator.workload.environment_s,
         length=simulator.workload.length,
     )
+
+
+def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:
+    """Simulates all splits in the first mode of `EXPLORED` that can run; empty if there is no split."""
+    return next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)), [])
 
 
 def _nearly_best(rows: Sequence[SimulatedRow]) -> SimulatedRow:

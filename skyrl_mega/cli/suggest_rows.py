@@ -92,7 +92,7 @@ def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion
     """
     decoder = architecture(hf).describe(hf)
     error = find_error(config, hf, planned=True)
-    given = None if error else row(_as_suggestion(config, hf, decoder), decoder)
+    given = None if error else row(as_suggestion(config, hf, decoder), decoder)
     comparable = [given] if given and given.gpus == gpus else []
     return Rows(given, str(error) if error else None, distinct(suggestions, comparable, decoder))
 
@@ -130,7 +130,7 @@ def memory_warning(s: Suggestion, decoder: Decoder) -> str:
     return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
 
 
-def _as_suggestion(config: Config, hf: Mapping[str, Any], decoder: Decoder) -> Suggestion:
+def as_suggestion(config: Config, hf: Mapping[str, Any], decoder: Decoder) -> Suggestion:
     """Returns valid settings with the estimates of a suggestion."""
     config = micro_tokens.with_micro_tokens(config, hf)
     parallel, _ = parallel_of(config)

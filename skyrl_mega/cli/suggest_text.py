@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 
 from skyrl_mega.cli.dry_run_text import shape
 from skyrl_mega.cli.suggest_rows import SHOWN, Row, Rows, memory_warning
+from skyrl_mega.cli.suggest_simulated import Simulated
 from skyrl_mega.cli.tables import aligned
 from skyrl_mega.config.derived import expert_parallel, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
+from skyrl_mega.planner.candidates import as_arguments
 from skyrl_mega.planner.memory import GIB, gpu_bytes
 from skyrl_mega.planner.search import SECONDS, TIE, SearchResult, Suggestion
 
@@ -57,6 +59,8 @@ class Report:
     config: Config
     """The given settings."""
     decoder: Decoder
+    simulated: Simulated | None = None
+    """Simulated rows; None after Ctrl-C or if nothing fits."""
 
 
 def text(report: Report) -> str:
@@ -67,10 +71,11 @@ def text(report: Report) -> str:
     lines = [
         f"{len(search.suggestions):,} layouts fit {search.gpus} GPUs, of {search.evaluated:,} settings tried; the "
         f"fastest first, within {TIE:.0%} the least cut:",
-        *_table(report.rows),
+        *_table(_numbered(report.rows), report.rows.given),
         *_given_lines(report),
         f"{_counted(choices)}: any other is at most {TIE:.0%} faster than a row that costs as little",
         *_legend(report.rows),
+        *_simulated_lines(report.simulated),
         *([] if search.complete else [cut_text(search)]),
         *(f"note: {note}" for note in notes(report.config, choices)),
         "",
@@ -203,11 +208,22 @@ def values(report: Report) -> dict[str, Any]:
         "rows": [
             {"index": search.suggestions.index(row.suggestion), **_row_values(row, rows.given)} for row in rows.choices
         ],
+        "simulated": None if report.simulated is None else _simulated_values(report.simulated),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             | ({"room": memory_warning(s, decoder)} if i < SHOWN else {})
             for i, s in enumerate(search.suggestions)
         ],
+    }
+
+
+def _simulated_values(simulated: Simulated) -> dict[str, Any]:
+    given = dict(simulated.rows).get("0")
+    return {
+        "rows": [{"label": label, **_row_values(row, given)} for label, row in simulated.rows],
+        "base": simulated.base,
+        "settings": as_arguments(simulated.change) or None,
+        "note": simulated.note,
     }
 
 
@@ -230,10 +246,29 @@ def _row_values(row: Row, given: Row | None) -> dict[str, Any]:
     }
 
 
-def _table(rows: Rows) -> list[str]:
-    """Returns the lines of the table; a last line has the columns in which all rows agree."""
-    cells = [_cells("0", rows.given, None)] if rows.given else []
-    cells += [_cells(str(number), row, rows.given) for number, row in enumerate(rows.choices, start=1)]
+def _numbered(rows: Rows) -> list[tuple[str, Row]]:
+    given = [("0", rows.given)] if rows.given else []
+    return given + [(str(number), row) for number, row in enumerate(rows.choices, start=1)]
+
+
+def _simulated_lines(simulated: Simulated | None) -> list[str]:
+    """Returns the lines on simulated rows: a table, the change of the fastest asynchronous row, and a note."""
+    if simulated is None:
+        return []
+    note = [f"note: {simulated.note}"] if simulated.note else []
+    if not simulated.rows:
+        return note
+    return [
+        "simulated as by --simulate, synchronous rows beside asynchrony.mode with max_staleness in the best split:",
+        *_table(simulated.rows, dict(simulated.rows).get("0")),
+        f"for the fastest asynchronous row add to {simulated.base}: {as_arguments(simulated.change)}",
+        *note,
+    ]
+
+
+def _table(rows: Sequence[tuple[str, Row]], given: Row | None) -> list[str]:
+    """Returns the lines of a table; a last line has the columns in which all rows agree."""
+    cells = [_cells(label, row, given if row is not given else None) for label, row in rows]
     agreeing = {
         i: name
         for i, name in enumerate(HEAD)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli import suggest_simulated
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.models.tiny import build
@@ -34,6 +35,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _searches_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives searches ample processor time, so a slow or busy machine does not change the results."""
+    """Gives searches ample processor time, so a slow or busy machine does not change the results, and leaves out the
+    simulations of `--suggest`."""
     for module in (search, fixes):
         monkeypatch.setattr(module, "SECONDS", 120.0)
+    monkeypatch.setattr(suggest_simulated, "SECONDS", -1.0)

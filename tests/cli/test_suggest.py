@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.cli import dry_run, refusal, suggest_rows, suggest_text
+from skyrl_mega.cli import dry_run, refusal, suggest_rows, suggest_simulated, suggest_text
 from skyrl_mega.cli.suggest_progress import SearchProgress
 from skyrl_mega.cli.suggest_rows import Row
 from skyrl_mega.cli.train import main
@@ -311,6 +311,7 @@ def test_the_first_row_is_the_dry_run_of_the_settings(
     assert given["seconds"] == pytest.approx(seconds["step"], abs=seconds["sync"] + 0.1)
     assert first["index"] == 0 and first["saves"] == pytest.approx(1 - first["seconds"] / given["seconds"])
     assert first["overrides"] == result["found"][0]["overrides"]
+    assert not result["simulated"]["rows"] and "simulations ended after" in result["simulated"]["note"]
 
 
 def test_settings_that_do_not_fit_say_why_above_those_that_do(
@@ -345,6 +346,7 @@ def test_ctrl_c_ends_the_search_and_what_was_not_tried_is_counted(
     result = json.loads(capsys.readouterr().out)
     assert signal.getsignal(signal.SIGINT) == before
     assert result["stopped"] and not result["complete"] and result["tried"] <= 30 and result["found"]
+    assert result["simulated"] is None
     config = compose(Path("configs/searchr1_30b.yaml"), [])
     hf, _ = dry_run.checked(config)
     layouts = [*search._layouts(config, architecture(hf).describe(hf), 32)]
@@ -406,3 +408,35 @@ def test_progress_is_printed_from_three_seconds_on(terminal: bool, due: list[flo
     assert "3 s: 3,000 settings tried for 8 GPUs, none fits so far; Ctrl-C ends the search" in text
     assert "12 s: 8,000 settings tried for 8 GPUs, best so far PP2 DP32 with 88.0 s a step; " in text
     assert text.count("\n") == (0 if terminal else len(due)) and text.count("\r") == (len(due) if terminal else 0)
+
+
+SMALL = ["data.prompts_per_step=8", "data.samples_per_prompt=2", "data.mini_batch_prompts=null"]
+
+
+def test_asynchronous_rows_are_those_of_simulate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suggest_simulated, "SECONDS", 600)
+    monkeypatch.setattr(search, "SECONDS", 1)
+    arguments = ["--config", "configs/searchr1_30b.yaml", *SMALL]
+    assert main([*arguments, "--suggest", "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    assert main([*arguments, "--simulate", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    given, first, best, *others = simulated["rows"]
+    assert (given["label"], first["label"], best["label"]) == ("0", "1", "full 2") and simulated["note"] is None
+    assert given["seconds"] == pytest.approx(compared["modes"][0]["seconds"]) and given["saves"] == 0
+    fastest = min(compared["splits"], key=lambda row: row["seconds"])
+    assert best["seconds"] == pytest.approx(fastest["seconds"]) and simulated["settings"] == fastest["settings"]
+    assert best["saves"] == pytest.approx(1 - best["seconds"] / given["seconds"])
+    assert all(best["seconds"] <= row["seconds"] < given["seconds"] for row in others)
+
+
+def test_settings_that_cannot_be_simulated_have_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suggest_simulated, "SECONDS", 600)
+    monkeypatch.setattr(search, "SECONDS", 1)
+    assert main(["--config", "configs/searchr1_30b.yaml", "algorithm.advantage=remax", "--suggest"]) == 0
+    out = capsys.readouterr().out
+    assert "\nnote: no simulation of asynchronous settings: algorithm.advantage = remax" in out
