@@ -9,6 +9,7 @@ from dataclasses import dataclass
 NAME = re.compile(r"[A-Za-z_]\w*")
 _SPECIAL = re.compile(r"[@*#?$!0-9-]")
 _OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-?|[<>]&|&>|>>|[;|&()<>\n]")
+_DESCRIPTOR = re.compile(r"\d+(?=[<>])")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _CHANGED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
@@ -83,6 +84,8 @@ class _Lexer:
                 end = self._closing("((", "))", self.at)
                 yield Operator(self.script[self.at : end])
                 self.at = end
+            elif descriptor := _DESCRIPTOR.match(self.script, self.at):
+                self.at = descriptor.end()
             elif operator := _OPERATOR.match(self.script, self.at):
                 self.at = operator.end()
                 if operator[0] == "<<<":

@@ -22,6 +22,7 @@ PLAIN = {
     "a line continued inside of a word": 'run a\\\nb "c\\\nd" $((1 + \\\n2)) \\\n  g#h',
     "a commented line that ends as if continued": "A=(\n  --x 1\n  # --y 4 \\\n  --z 8 \\\n)\nrun ${A[@]} # b \\\n: c",
     "a here-string": "cat > /dev/null <<< 'a b'\ncat <<<x > /dev/null\nrun right\n\n: later",
+    "redirections": "run a 2 2>&1 | cat",
     "unset": 'A=1\nB=2\nunset A B\nrun x$A "${A:-3}" ${B-4} y${B+5}',
     "functions": (
         'only_eval() { run wrong; }\nfunction train {\n  local N=3\n  if [ "$1" = a ]; then B=$N; fi\n  shift\n'
