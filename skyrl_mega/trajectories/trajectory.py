@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from skyrl_mega.envs.prompt import Prompt
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
@@ -183,7 +186,9 @@ class Trajectory:
     @property
     def written(self) -> int:
         """Number of the policy's tokens."""
-        return bytes(self.mask).count(1) if self.remote_arrays is None else self.remote_arrays.written
+        if self.remote_arrays is not None:
+            return self.remote_arrays.written
+        return int(np.count_nonzero(_is_written(self.mask)))
 
     def tokens_by_version(self) -> list[int]:
         """Returns the number of the policy's tokens for each entry of `versions`."""
@@ -192,8 +197,9 @@ class Trajectory:
         if not self.versions:  # the policy produced nothing
             return []
         ends = [*(start for _, start in self.versions[1:]), len(self.tokens)]
-        mask = bytes(self.mask)
-        return [mask.count(1, start, end) for (_, start), end in zip(self.versions, ends, strict=True)]
+        is_written = _is_written(self.mask)
+        spans = zip(self.versions, ends, strict=True)
+        return [int(np.count_nonzero(is_written[start:end])) for (_, start), end in spans]
 
     @property
     def context(self) -> array[int]:
@@ -263,3 +269,13 @@ def _is_finite(number: float) -> bool:
         return math.isfinite(number)
     except OverflowError:  # a whole number larger than any float
         return False
+
+
+def _is_written(mask: Any) -> npt.NDArray[np.bool_]:
+    """Returns True for each token of the policy.
+
+    Args:
+        mask: Numbers of any type, bytes included: 1 for a token of the policy.
+    """
+    values = np.frombuffer(mask, np.uint8) if isinstance(mask, bytes) else np.asarray(mask)
+    return values == 1
