@@ -290,9 +290,10 @@ def _environments(batch: pa.RecordBatch, first: int, where: str, config: Environ
     for name in used:
         if name not in registry.names(config):
             unknown = pc.equal(env_class, name)
-            _refuse(unknown, first, where, "env_class", registry.unknown_name(name, config))
+            _refuse(unknown, first, where, "env_class", registry.unknown_name(name, config, in_row=True))
     for name in used:
         registry.check_ready(name, config)
+        registry.check_columns(name, batch.schema.names, where, config)
     row_prompted = [name for name in used if not _writes_prompts(name, config)]
     _check_words(batch["prompt"], first, where, pc.is_in(env_class, pa.array(row_prompted, pa.string())))
     environments: list[str] = env_class.to_pylist()

@@ -16,7 +16,7 @@ from skyrl_mega.common import imports
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.schema.environment import REWARD_FUNCTION
-from skyrl_mega.envs import reward_function, skyrl, skyrl_gym
+from skyrl_mega.envs import calls, reward_function, skyrl, skyrl_gym
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.options import filled
 from skyrl_mega.envs.tools import ToolEnv, calls_tools, definitions
@@ -65,15 +65,24 @@ def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
     return _load(path, f"environment.classes.{name}", "class")
 
 
-def unknown_name(name: str, config: EnvironmentConfig) -> str:
-    """Returns the error text for an unregistered name: the nearest name, the allowed names, the fix."""
+def unknown_name(name: str, config: EnvironmentConfig, *, in_row: bool = False) -> str:
+    """Returns the error text for an unregistered name: the nearest name, the allowed names, the fix.
+
+    Args:
+        name: The name.
+        config: Names and import paths.
+        in_row: True for the `env_class` of a row, which `environment.reward_function` then does not judge.
+    """
     allowed = names(config)
     near = get_close_matches(name, allowed, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"environment {name!r} is unknown: {hint}allowed: {', '.join(allowed)}; "
-        f"your own: environment.classes.{name}=package.module:Class"
-    )
+    yours = f"your own: environment.classes.{name}=package.module:Class"
+    if in_row and config.reward_function:
+        yours = (
+            f"environment.{REWARD_FUNCTION} judges only rows without env_class: leave env_class out, or give "
+            f"environment.classes.{name}={config.reward_function}"
+        )
+    return f"environment {name!r} is unknown: {hint}allowed: {', '.join(allowed)}; {yours}"
 
 
 def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_turns: int | None = None) -> BaseTextEnv:
@@ -110,20 +119,21 @@ def runs_inline(cls: type[BaseTextEnv]) -> bool:
     return vars(cls).get("blocking") is False
 
 
-def needs_close(cls: type[BaseTextEnv]) -> bool:
-    """Returns True if the class's `close` does anything."""
-    return cls.close is not BaseTextEnv.close
+def needs_close(env: BaseTextEnv) -> bool:
+    """Returns True if the environment's `close`, of its class or set on the instance, does anything."""
+    return type(env).close is not BaseTextEnv.close or "close" in getattr(env, "__dict__", ())
 
 
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
     """Resolves every registered class and every name in `used`, and checks all options, before any process starts.
 
     Raises:
-        UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, or an option
-            does not exist.
+        UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, an option
+            does not exist, or a reward function cannot be called.
     """
     for name in (*config.classes, *used, *filter(None, [config.default_name])):
-        resolve(name, config)
+        if issubclass(resolve(name, config), reward_function.RewardFunctionEnv):
+            check_options(name, config)
     for name in config.options:
         if name not in names(config):
             raise UserError(unknown_name(name, config), key=f"environment.options.{name}")
@@ -172,6 +182,30 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
         cls.check_ready(_settings(cls, check_options(name, config), config))
+
+
+def check_columns(name: str, columns: Iterable[str], where: str, config: EnvironmentConfig) -> None:
+    """Checks that a reward function in TRL's form can be called with the columns of a file.
+
+    Args:
+        name: Registered name.
+        columns: Names of the file's columns.
+        where: Setting and file, for errors.
+        config: Names, import paths and options.
+
+    Raises:
+        UserError: The function needs a column that the file has not, or does not accept one of the columns.
+    """
+    cls = resolve(name, config)
+    if not issubclass(cls, reward_function.RewardFunctionEnv):
+        return
+    if wrong := cls.wrong_columns(columns, check_options(name, config)):
+        raise UserError(
+            f"{wrong}, the columns of {where}",
+            key=cls.setting,
+            value=config.classes.get(name) or config.reward_function,
+            fix="give the rows the column, or the parameter a default; **kwargs takes the other columns",
+        )
 
 
 def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, Any]], str | None] | None:
@@ -234,10 +268,19 @@ def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:
     contract = dict.fromkeys(CONTRACT, CONTRACT_IMPORT)
     cls = imports.load(path, key, kind=kind, contract=contract, stand_ins=skyrl_gym.modules)
     attribute = path.rpartition(":")[2]
+    if kind == "function" and isinstance(cls, type):
+        raise UserError(
+            f"{attribute} is a class; allowed: {reward_function.FORMS}",
+            key=key,
+            value=path,
+            fix=f"for an environment class give environment.classes.mine={path} environment.default=mine instead",
+        )
     if callable(cls) and not isinstance(cls, type):
         return reward_function.environment_of(cls, key)
     if isinstance(cls, type) and skyrl.is_skyrl(cls):
-        return skyrl.environment_of(cls, key)
+        adapted = skyrl.environment_of(cls, key)
+        calls.check(cls, key, path)
+        return adapted
     if not isinstance(cls, type) or not all(callable(getattr(cls, m, None)) for m in ("init", "step", "close")):
         raise UserError(
             f"{attribute} is no environment; allowed: a class with init, step and close, as "
@@ -256,4 +299,5 @@ def _load(path: str, key: str, kind: str) -> type[BaseTextEnv]:
             value=path,
             fix="write `def judge(self, answer)`, the reward of an answer",
         )
+    calls.check(cls, key, path)
     return cls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, ClassVar, cast
@@ -22,8 +22,10 @@ FORMS = (
 """The two forms of a reward function, for errors."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of verl's form."""
-NOT_COLUMNS = ("prompt", "completion", "completion_ids", "max_turns")
-"""Values of a row that TRL does not pass as columns."""
+LISTS = ("prompts", "completions")
+"""Arguments of TRL's form besides the columns of the rows."""
+NOT_COLUMNS = ("prompt", "completion", "completion_ids", "max_turns", "env_class")
+"""Values of a row that TRL does not pass as columns, and the environment's name."""
 
 
 class RewardFunctionEnv(BaseTextEnv):
@@ -50,16 +52,35 @@ class RewardFunctionEnv(BaseTextEnv):
         Raises:
             UserError: The function cannot be called with its form's arguments and these options.
         """
+        given = LISTS if cls.takes_lists else VERL_ARGUMENTS
         try:
             signature = inspect.signature(cls.function)
             if cls.takes_lists:  # further arguments are columns of the rows
-                signature.bind_partial(prompts=None, completions=None, **options)
+                signature.bind_partial(**dict.fromkeys(given), **options)
             else:
-                signature.bind(**dict.fromkeys(VERL_ARGUMENTS), **options)
+                signature.bind(**dict.fromkeys(given), **options)
         except TypeError as error:
             name = cls.setting.rpartition(".")[2]
-            text = f"{_name(cls.function)} cannot be called with {', '.join((*VERL_ARGUMENTS, *options))}: {error}"
-            raise UserError(text, key=cls.setting, fix=f"further arguments are environment.options.{name}") from error
+            text = f"{_name(cls.function)} cannot be called with {', '.join((*given, *options))}: {error}"
+            fix = f"further arguments are environment.options.{name}"
+            raise UserError(text, key=cls.setting, fix=f"add **kwargs; {fix}" if cls.takes_lists else fix) from error
+
+    @classmethod
+    def wrong_columns(cls, columns: Iterable[str], options: Mapping[str, Any]) -> str | None:
+        """Returns the reason why TRL's form cannot be called with the columns of a file; None if it can.
+
+        Args:
+            columns: Names of the columns.
+            options: Options accepted by `check_options`.
+        """
+        if not cls.takes_lists:
+            return None
+        passed = dict.fromkeys((*(name for name in columns if name not in NOT_COLUMNS), *LISTS))
+        try:
+            inspect.signature(cls.function).bind(**passed, **options)
+        except TypeError as error:
+            return f"{_name(cls.function)} cannot be called with {', '.join((*passed, *options))}: {error}"
+        return None
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Keeps the prompt for the function."""

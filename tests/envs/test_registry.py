@@ -15,7 +15,7 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.envs.registry import BUILT_IN, check, make, resolve, with_absolute_paths
+from skyrl_mega.envs.registry import BUILT_IN, check, make, needs_close, resolve, with_absolute_paths
 
 OWN = """
 from skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput
@@ -29,6 +29,39 @@ class Bare:
 
 class Silent(BaseTextEnv):
     pass
+
+class Unmade(BaseTextEnv):
+    def __init__(self):
+        super().__init__()
+
+    def step(self, action):
+        pass
+
+class Deaf(BaseTextEnv):
+    def step(self):
+        pass
+
+class Deafened(Echo):
+    def init(self):
+        pass
+
+class Closing(Echo):
+    def __init__(self, env_config, extras):
+        super().__init__(env_config, extras)
+        self.close = print
+
+class Plain:
+    def __init__(self, **kwargs):
+        pass
+
+    def init(self, *args):
+        pass
+
+    @staticmethod
+    def step(action):
+        pass
+
+    close = lambda self: None
 
 number = 3
 """
@@ -100,6 +133,13 @@ def test_built_in_names_lead_somewhere(name: str) -> None:
         ("absent.py:Echo", "does not exist"),
         ("own_file.py:Eho", "did you mean Echo"),
         ("own_file.py:Judge", "own_file.py has no class Judge; it has Echo, Bare, Silent"),
+        (
+            "own_file.py:Unmade",
+            "own_file.py:Unmade: Unmade cannot be created by Unmade(env_config=…, extras=…): got an",
+        ),
+        ("own_file.py:Unmade", "'env_config'; write `def __init__(self, env_config=None, extras=None)`"),
+        ("own_file.py:Deaf", "Deaf.step cannot be called by step(action): too many positional arguments; write `def s"),
+        ("own_file.py:Deafened", "Deafened.init cannot be called by init(prompt): too many positional arguments; writ"),
         ("empty.py:Judge", "empty.py has no class Judge; it has no class"),
         ("own_file.py:Silent", "Silent has no step; write `def step(self, action)`"),
         ("own_file.py:Bare", "init, step and close"),
@@ -118,6 +158,15 @@ def test_a_wrong_path_is_one_line_that_names_the_key(folder: Path, path: str, sa
     with pytest.raises(UserError, match=r"environment\.classes\.mine") as caught:
         check(EnvironmentConfig(classes={"mine": path}))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_close_set_on_the_instance_is_called(folder: Path) -> None:
+    config = EnvironmentConfig(classes={"closing": "own_file.py:Closing", "echo": "own_file.py:Echo"})
+    assert needs_close(make("closing", {}, config)) and not needs_close(make("echo", {}, config))
+
+
+def test_a_class_that_takes_every_argument_is_allowed(folder: Path) -> None:
+    check(EnvironmentConfig(classes={"plain": "own_file.py:Plain"}))
 
 
 def test_a_file_that_takes_long_to_import_is_whole_for_every_thread(tmp_path: Path) -> None:

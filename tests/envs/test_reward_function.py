@@ -117,15 +117,42 @@ def test_a_fault_is_the_functions(characters_chat: Renderer, tmp_path: Path) -> 
         (config_of("other_form"), "other_form takes answer, truth; allowed: `compute_score(data_source"),
         (config_of("gsm8k_strict", bonus=1), "ground_truth, extra_info, bonus: got an unexpected keyword argument"),
         (config_of("accuracy", threshold=1), None),
+        (config_of("no_prompts"), "no_prompts cannot be called with prompts, completions: got an unexpected keyword"),
+        (config_of("Scorer"), "Scorer is a class; allowed: `compute_score(data_source"),
+        (
+            EnvironmentConfig(classes={"mine": f"{FILE}:no_prompts"}, reward_function=f"{FILE}:gsm8k_strict"),
+            "environment.classes.mine: no_prompts cannot be called with prompts, completions",
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_a_start(config: EnvironmentConfig, words: str | None) -> None:
     if words is None:
         registry.check(config)
         return
-    with pytest.raises(UserError, match=r"environment\.(reward_function|options)") as refused:
+    with pytest.raises(UserError, match=r"environment\.(reward_function|options|classes)") as refused:
         registry.check(config)
     assert words in str(refused.value)
+
+
+def test_columns_and_function_have_to_fit(tmp_path: Path) -> None:
+    """A function in TRL's form gets every column."""
+    rows = verl_rows(tmp_path / "rows.parquet", "any", None)
+    missing = r"environment\.reward_function = .*:accuracy: .*missing a required argument: 'solution', the columns of "
+    with pytest.raises(UserError, match=missing + r"data\.train: .*rows\.parquet; give the rows the column"):
+        check_files([rows], config_of("accuracy"))
+    with pytest.raises(UserError, match="unexpected keyword argument 'data_source'"):
+        check_files([verl_rows(tmp_path / "answer.parquet", "any", None, answer="1")], config_of("only_answers"))
+    plain = {"prompt": [{"role": "user", "content": "a question"}], "answer": "1", "env_class": ""}
+    pq.write_table(pa.Table.from_pylist([plain]), tmp_path / "plain.parquet")
+    assert check_files([tmp_path / "plain.parquet"], config_of("only_answers")) == 1
+
+
+def test_a_row_with_a_name_is_not_judged_by_the_function(tmp_path: Path) -> None:
+    config = config_of("gsm8k_strict")
+    with pytest.raises(UserError, match="'guess' is unknown: ") as refused:
+        check_files([verl_rows(tmp_path / "rows.parquet", "any", "1", env_class="guess")], config)
+    assert "judges only rows without env_class: leave env_class out, or give" in str(refused.value)
+    assert str(refused.value).endswith(f"environment.classes.guess={FILE}:gsm8k_strict")
 
 
 def test_rows_and_function_have_to_fit(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_the_stand_in_is_for_users_files_alone(tmp_path: Path) -> None:
         registry.resolve("mine", EnvironmentConfig(classes={"mine": f"{file}:Mine"}))
 
 
+def test_a_class_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class Unmade(BaseTextEnv):\n    def step(self, action):\n        pass\n"
+        "class Deaf(Unmade):\n    def __init__(self, env_config, extras):\n        pass\n"
+        "    def step(self):\n        pass\n"
+    )
+    for name, problem in (("Unmade", "Unmade cannot be created by "), ("Deaf", "Deaf.step cannot be called by ")):
+        with pytest.raises(UserError, match=rf"environment\.classes\.mine = .*wrong\.py:{name}: {problem}"):
+            registry.check(EnvironmentConfig(classes={"mine": f"{file}:{name}"}))
+
+
 def test_an_installed_package_is_used(
     characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

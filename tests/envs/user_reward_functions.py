@@ -84,6 +84,23 @@ async def accuracy(prompts, completions, solution, **kwargs):
     return rewards
 
 
+def only_answers(completions, prompts, answer):
+    """Reward in TRL's form that takes one column alone."""
+    return [float(truth in completion[-1]["content"]) for completion, truth in zip(completions, answer, strict=True)]
+
+
+def no_prompts(completions, answer):
+    """Reward in TRL's form that does not take the prompts, which TRL always passes."""
+    return [0.0]
+
+
+class Scorer:
+    """A class, not a function."""
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+
+
 def broken(data_source, solution_str, ground_truth, extra_info=None):
     """Fails for one answer, and gives no number for another."""
     return {"right": 1.0} if solution_str == "dict" else float(solution_str)

@@ -122,7 +122,7 @@ class Environment:
         if not self.is_open:
             return
         env = self._made.pop()
-        if not registry.needs_close(type(env)):
+        if not registry.needs_close(env):
             return
         try:
             await self._call("close", env.close)
