@@ -53,7 +53,7 @@ def text(v: Values) -> str:
         v: Result of `dry_run.values`.
     """
     trained = [table(name, v[name], v) for name in TRAINED if v[name] for table in (_ranks, _rank_memory)]
-    sections = [[_first_line(v), *_run_line(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
+    sections = [[_first_line(v), *_run_lines(v)], _model(v), *trained, _engines(v), _shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v)] if v["sync"] else []
     sections += dry_run_time_text.sections(v["time"]) if v["time"] else []
     return "\n\n".join("\n".join(lines) for lines in (*sections, _notes(v)) if lines)
@@ -81,9 +81,9 @@ def _first_line(v: Values) -> str:
     return f"it fits {node_count}: of {size} of a GPU, {free / GIB:.1f} GiB are left beside {where}; {step}"
 
 
-def _run_line(v: Values) -> list[str]:
-    """Returns the line with steps and duration of the run; no line without times."""
-    return [dry_run_time_text.run_text(v["time"]["run"])] if v["time"] else []
+def _run_lines(v: Values) -> list[str]:
+    """Returns the lines with steps and duration of the run; no line without times."""
+    return dry_run_time_text.summary(v["time"]) if v["time"] else []
 
 
 def _tightest(v: Values) -> tuple[int, str]:

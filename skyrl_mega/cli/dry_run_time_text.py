@@ -42,9 +42,25 @@ def run_text(run: Values) -> str:
         cost = (
             f", {hours['estimate']:,.0f} GPU-hours ({hours['low']:,.0f} to {hours['high']:,.0f}) of {run['gpus']} GPUs"
         )
-    steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}"
+    steps = f"{run['steps']:,} step{'s' * (run['steps'] != 1)}{'' if run['steps_known'] else ' (a stand-in)'}"
     ends = f"{duration(seconds['low'])} to {duration(seconds['high'])}"
     return f"{steps} take about {duration(seconds['estimate'])} ({ends}){cost}"
+
+
+def summary(time: Values) -> list[str]:
+    """Returns the lines about the run for the top of a report: duration, what is missing in it, meaning of the range.
+
+    Args:
+        time: Value `time` of `dry_run.values`.
+    """
+    run, parts = time["run"], [part.partition(" (")[0] for part in time["not_counted"]]
+    unknown = f"  {run['steps']:,} stands in for the number of steps: run.steps is null, and data.train is not here"
+    return [
+        run_text(run),
+        *([] if run["steps_known"] else [unknown]),
+        f"  not counted: {', '.join(parts)}",
+        "  the range combines uncertain inputs listed under run, mostly assumed: no level of confidence is measured",
+    ]
 
 
 def _seconds(time: Values) -> list[str]:

@@ -37,9 +37,21 @@ def test_a_run_has_days_and_gpu_hours(capsys: pytest.CaptureFixture[str]) -> Non
     assert steps == sorted(steps)
     text = dry_run_text.text(v)
     assert "\n40 steps take about " in text and " GPU-hours (" in text and " of 4 GPUs\n" in text
+    top = text.partition("\n\n")[0].splitlines()
+    assert top[2].startswith("  not counted: start-up and restarts, the environments' own time")
+    assert "assumed: no level of confidence is measured" in top[3]
     assert "lengths are assumed (cluster.rates.length_share; give --tokens" in text
     assert "rates.tflops_share" in text and "not counted: the environments' own time" in text
     assert max(map(len, text[text.index("seconds of an RL step") :].partition("\nnote: ")[0].splitlines())) <= 120
+
+
+def test_a_stand_in_for_the_number_of_steps_is_named_at_the_top(capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(capsys, "evaluation.limit=null", "run.steps=null", "data.train=[absent.parquet]")
+    assert not v["time"]["run"]["steps_known"]
+    duration, unknown, missing = dry_run_text.text(v).splitlines()[1:4]
+    assert duration.startswith("100 steps (a stand-in) take about ")
+    assert unknown.startswith("  100 stands in for the number of steps: run.steps is null")
+    assert missing.startswith("  not counted: ") and missing.endswith("the environments' own time, evaluations")
 
 
 def test_options_are_those_of_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
