@@ -88,7 +88,7 @@ def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Work
         generator.spans = []
         asked = prompts(12)
         remote = [t for group in generator.generate(asked, 4, SAMPLING, seed="0/1") for t in group.trajectories]
-        assert len(generator.spans) >= 3 * 48, "init, steps and close of each, for the profiler"
+        assert len(generator.spans) >= 2 * 48, "init and steps of each, for the profiler; its `close` is empty"
         assert all(isinstance(span, Span) for span in generator.spans)
     assert [told(t) for t in remote] == [told(t) for t in local]
     assert (
