@@ -82,7 +82,7 @@ def count_buffers(
             tensors[:] = map(weakref.ref, target.values())
             return super().run(source, target, **more)
 
-    class Buffers(exchange.Buffers):
+    class Buffers(exchange.SharedBuffers):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             allocations.append(self)
