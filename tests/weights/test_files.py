@@ -88,7 +88,7 @@ def count_buffers(
             allocations.append(self)
             most[0] = max(most[0], sum(each.flat.numel() for each in allocations))
 
-    with mock.patch.object(exchange, "Buffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
+    with mock.patch.object(exchange, "SharedBuffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
         round_trip(rank, address, source, path, hf, parallel)
     return len(allocations), most[0], sum(each.flat.numel() for each in allocations), others
 
