@@ -70,9 +70,9 @@ def main() -> None:
     micros, objective = [batch.take(rows) for rows in split.rows[0]], objectives.objective("ppo", AlgorithmConfig())
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(args.rounds + 1):
-        for rank, measured, taken in zip(ranks, (0, split.measured), seconds, strict=True):
+        for rank, forward_only, taken in zip(ranks, (0, split.forward_only), seconds, strict=True):
             start = time.process_time()
-            rank.train(micros, objective, measured=measured)
+            rank.train(micros, objective, forward_only=forward_only)
             taken.append(time.process_time() - start)
     for name, values in ranks[0].params.items():
         assert torch.equal(values, ranks[1].params[name]), f"{name} differs"

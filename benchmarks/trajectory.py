@@ -36,6 +36,22 @@ class Parrot:
         return Completion(request.id, tokens, [-1.5] * self.tokens, "length", ((0, 0),))
 
 
+async def play(router: Any, chat: Any, config: Any, rows: list[Any]) -> list[Any]:
+    """Runs all samples of the prompts `rows` and returns the trajectories."""
+    from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
+    from skyrl_mega.rollout.agent.env_pool import EnvPool
+    from skyrl_mega.rollout.gate import Gate
+
+    samples, tokens = config.data.samples_per_prompt, config.rollout.sampling.max_tokens
+    limits = TrajectoryLimits(turn=tokens, response=tokens, length=tokens + 64, turns=1, env_timeout_s=60.0)
+    agent = Agent(router, chat, config.environment, limits, EnvPool(config.environment.workers))
+    starts = Gate(len(rows) * samples).starts
+    names = [(row, sample) for row in rows for sample in range(samples)]
+    return await asyncio.gather(
+        *(agent.play(row, sample, f"{row.uid}/{sample}", starts[i]) for i, (row, sample) in enumerate(names))
+    )
+
+
 def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
     """Runs a step and returns CPU seconds by part, and the wall seconds before the first request."""
     from skyrl_mega.batch.advantages import compute_advantages
@@ -43,10 +59,7 @@ def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
     from skyrl_mega.config.schema import BuildConfig, Config
     from skyrl_mega.envs.prompt import Prompt
     from skyrl_mega.models import tiny
-    from skyrl_mega.rollout.agent.agent_loop import Agent, TrajectoryLimits
-    from skyrl_mega.rollout.agent.env_pool import EnvPool
     from skyrl_mega.rollout.agent.renderer import Renderer
-    from skyrl_mega.rollout.gate import Gate
     from skyrl_mega.trainer.dynamic_sampling import with_signal
     from skyrl_mega.trainer.health.watch import Health
     from skyrl_mega.trainer.run import rollout_metrics
@@ -65,16 +78,7 @@ def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
         for i in range(prompts)
     ]
 
-    async def play(router: Parrot) -> list[Any]:
-        limits = TrajectoryLimits(turn=tokens, response=tokens, length=tokens + 64, turns=1, env_timeout_s=60.0)
-        agent = Agent(router, chat, config.environment, limits, EnvPool(config.environment.workers))  # type: ignore[arg-type]
-        starts = Gate(prompts * samples).starts
-        names = [(row, sample) for row in rows for sample in range(samples)]
-        return await asyncio.gather(
-            *(agent.play(row, sample, f"{row.uid}/{sample}", starts[i]) for i, (row, sample) in enumerate(names))
-        )
-
-    asyncio.run(play(Parrot(tokens)))  # imports
+    asyncio.run(play(Parrot(tokens), chat, config, rows))  # imports
     seconds: dict[str, float] = {}
     clock = time.process_time()
 
@@ -84,7 +88,7 @@ def measure(prompts: int, samples: int, tokens: int) -> dict[str, float]:
         seconds[name], clock = now - clock, now
 
     router, start = Parrot(tokens), time.perf_counter()
-    played = asyncio.run(play(router))
+    played = asyncio.run(play(router, chat, config, rows))
     lap("play")
     groups = [Group(row, played[i * samples : (i + 1) * samples]) for i, row in enumerate(rows)]
     with_signal(groups, config.algorithm)

@@ -99,7 +99,7 @@ def _judged_tokens(batch: Batch) -> Tensor:
     return batch.trained_here & batch.judged.repeat_interleave(batch.trajectory_tokens)
 
 
-def need_no_pass(algorithm: AlgorithmConfig) -> bool:
+def follow_from_rewards(algorithm: AlgorithmConfig) -> bool:
     """Returns True if advantages follow from rewards and lengths alone, before any log-probs or values are known."""
     return not is_per_token(algorithm) and not needs(algorithm)
 
@@ -113,7 +113,7 @@ def has_gradient(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfi
         learning_S: `Advantages.learning` of each sample.
         algorithm, moe: The settings.
     """
-    return bool((counts_S if moe.aux_loss or _pulled(algorithm) else learning_S).any())
+    return bool((counts_S if moe.aux_loss or _learns_without_advantage(algorithm) else learning_S).any())
 
 
 def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmConfig, moe: MoeConfig) -> Tensor:
@@ -126,10 +126,10 @@ def silent_samples(counts_S: Tensor, learning_S: Tensor, algorithm: AlgorithmCon
     """
     if moe.aux_loss:
         return torch.zeros(len(counts_S), dtype=torch.bool)
-    return (counts_S if _pulled(algorithm) else learning_S) == 0
+    return (counts_S if _learns_without_advantage(algorithm) else learning_S) == 0
 
 
-def _pulled(algorithm: AlgorithmConfig) -> bool:
+def _learns_without_advantage(algorithm: AlgorithmConfig) -> bool:
     """Returns True if tokens with advantage 0 may have a gradient. A user-defined loss may learn from such tokens."""
     entropy = bool(algorithm.entropy.coefficient) or algorithm.entropy.target is not None
     return bool(algorithm.kl.in_loss) or entropy or algorithm.loss_traits.learns_without_advantage

@@ -15,6 +15,7 @@ from pathlib import Path
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.command import DONE, FAULT, Parser, enter, path_of
 from skyrl_mega.config.schema import Config
+from skyrl_mega.telemetry.events import Event
 
 LOOK_EVERY_S = 1.0
 LAUNCHER_FLAGS = ("--dry-run", "--settings", "--simulate", "--json")
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def say(line: str) -> None:
         print(line, flush=True)
-        if getattr(line, "kind", "") == "retriever_lost" and not line.facts["restarted"]:  # type: ignore[attr-defined]
+        if isinstance(line, Event) and line.kind == "retriever_lost" and not line.facts["restarted"]:
             lost.set()
             ending.set()
 

@@ -101,7 +101,7 @@ class BaseTextEnv(Env[ConversationType, str]):
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
-        raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
+        raise ValueError(f"there is no tool group {tool_group_name!r}")
 
     def get_metrics(self) -> dict[str, Any]:
         """Returns the figures of this trajectory; none by default."""
@@ -150,7 +150,7 @@ class ToolGroup:
             ValueError: No tool of this name.
         """
         if (function := self.get_tool(name)) is None:
-            raise ValueError(f"Tool '{name}' not found in group '{self.name}'.")
+            raise ValueError(f"tool group {self.name!r} has no tool {name!r}")
         return function(*args, **kwargs)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
@@ -179,7 +179,7 @@ def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, A
         RegistrationError: The name is taken.
     """
     if id in registry:
-        raise RegistrationError(f"An environment with name `{id}` is already registered.")
+        raise RegistrationError(f"environment {id!r} is registered twice")
     registry[id] = EnvSpec(id, entry_point, kwargs or {})
 
 
@@ -200,7 +200,7 @@ def spec(env_id: str) -> EnvSpec:
         Error: The name is unknown.
     """
     if env_id not in registry:
-        raise Error(f"No registered env with id: {env_id}")
+        raise Error(f"no environment {env_id!r} is registered")
     return registry[env_id]
 
 
@@ -210,12 +210,12 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Any:
     Raises:
         Error: The name is unknown.
     """
-    found = id if isinstance(id, EnvSpec) else spec(id)
-    create = found.entry_point
+    registered = id if isinstance(id, EnvSpec) else spec(id)
+    create = registered.entry_point
     if isinstance(create, str):
         module, _, name = create.partition(":")
         create = getattr(importlib.import_module(module), name)
-    return create(**{**found.kwargs, **kwargs})
+    return create(**{**registered.kwargs, **kwargs})
 
 
 def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -250,10 +250,10 @@ def modules() -> dict[str, ModuleType]:
         f"{PACKAGE}.tools": dict(tool=tool, ToolGroup=ToolGroup),
         f"{PACKAGE}.tools.core": dict(tool=tool, ToolGroup=ToolGroup),
     }
-    made = {name: ModuleType(name, "Stand-in of skyrl_mega, see skyrl_mega/envs/skyrl_gym.py.") for name in names}
-    for name, module in made.items():
+    stand_ins = {name: ModuleType(name, "Stand-in of skyrl_mega, see skyrl_mega/envs/skyrl_gym.py.") for name in names}
+    for name, module in stand_ins.items():
         vars(module).update(names[name], __path__=[])
         parent, _, last = name.rpartition(".")
         if parent:
-            setattr(made[parent], last, module)
-    return made
+            setattr(stand_ins[parent], last, module)
+    return stand_ins

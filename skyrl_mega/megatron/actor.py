@@ -190,7 +190,7 @@ class MegatronActor:
 
     @record_function("train")
     def train(
-        self, mini: int, temperature: float, loss: str, figures: Figures | None = None, measured: int = 0
+        self, mini: int, temperature: float, loss: str, figures: Figures | None = None, forward_only: int = 0
     ) -> dict[str, float]:
         """Takes one optimizer step on a stored mini-batch and returns the metrics.
 
@@ -199,13 +199,13 @@ class MegatronActor:
             temperature: Divides the logits; unused by a critic.
             loss: `algorithm.loss`, "supervised", or `objectives.VALUE` for a critic.
             figures: Figures of the run for the loss; None takes the defaults.
-            measured: Number of micro-batches at the end that take a forward pass only.
+            forward_only: Number of micro-batches at the end that take a forward pass only.
 
         Raises:
             FloatingPointError: The gradient is NaN or infinite.
         """
         objective = self._objective(loss, figures)
-        return self.rank.train(self.minis[mini], objective, temperature=temperature, measured=measured)
+        return self.rank.train(self.minis[mini], objective, temperature=temperature, forward_only=forward_only)
 
     @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:

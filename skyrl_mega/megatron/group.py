@@ -66,9 +66,9 @@ class TrainGroup:
         ]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
-    def measured(self, mini: int) -> Tensor:
+    def forward_only(self, mini: int) -> Tensor:
         """Returns the sequences of a stored mini-batch for which `train` computes metrics, but no backward pass."""
-        return self._splits[mini].measured_sequences
+        return self._splits[mini].forward_only_sequences
 
     def add(self, name: str, values: Sequence[Tensor], *, per_sample: bool = False) -> None:
         """Adds a column to the micro-batches on the ranks.
@@ -166,7 +166,7 @@ class TrainGroup:
         Raises:
             ActorFailed: A rank failed, for example because the gradient is NaN or infinite.
         """
-        metrics_by_rank = self._call("train", mini, temperature, loss, figures, self._splits[mini].measured)
+        metrics_by_rank = self._call("train", mini, temperature, loss, figures, self._splits[mini].forward_only)
         return max(metrics_by_rank, key=len)  # only the last pipeline stage returns the loss's metrics
 
     def measure(

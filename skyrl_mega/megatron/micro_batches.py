@@ -24,14 +24,14 @@ class Split(NamedTuple):
     """The micro-batches of a mini-batch."""
 
     rows: Rows
-    measured: int = 0
+    forward_only: int = 0
     """Number of micro-batches at the end of each rank's that take a forward pass only; equal on all ranks."""
 
     @property
-    def measured_sequences(self) -> Tensor:
+    def forward_only_sequences(self) -> Tensor:
         """int64: the sequences that take a forward pass only."""
         empty = torch.zeros(0, dtype=torch.int64)
-        return torch.cat([empty, *(m for micros in self.rows for m in micros[len(micros) - self.measured :])])
+        return torch.cat([empty, *(m for micros in self.rows for m in micros[len(micros) - self.forward_only :])])
 
 
 def split_micro_batches(batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:
@@ -62,12 +62,12 @@ def split_apart(batch: Samples | Sequences, silent: Tensor | None, parallel: Par
         silent = ~torch.zeros(int(number.max()) + 1).index_add(0, number, (~silent).float()).bool()[number]
     if silent.all():
         return Split(together)
-    trained, measured = (_balanced(part.nonzero()[:, 0], batch, parallel, tokens) for part in (~silent, silent))
+    trained, forward_only = (_balanced(part.nonzero()[:, 0], batch, parallel, tokens) for part in (~silent, silent))
     apart = BACKWARD * _duration(trained, batch.lengths, parallel, tokens)
-    apart += _duration(measured, batch.lengths, parallel, tokens)
+    apart += _duration(forward_only, batch.lengths, parallel, tokens)
     if apart >= BACKWARD * _duration(together, batch.lengths, parallel, tokens):
         return Split(together)
-    return Split([a + b for a, b in zip(trained, measured, strict=True)], len(measured[0]))
+    return Split([a + b for a, b in zip(trained, forward_only, strict=True)], len(forward_only[0]))
 
 
 def _balanced(sequences: Tensor, batch: Samples | Sequences, parallel: ParallelDims, tokens: int) -> Rows:

@@ -296,7 +296,7 @@ class ModelWorker:
         objective: Objective | ValueObjective,
         *,
         temperature: float = 1.0,
-        measured: int = 0,
+        forward_only: int = 0,
     ) -> dict[str, float]:
         """Takes one optimizer step on the micro-batches' summed objective.
 
@@ -307,8 +307,8 @@ class ModelWorker:
             micros: This rank's micro-batches.
             objective: The loss of a micro-batch.
             temperature: Divides the logits; unused by a critic.
-            measured: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks. They take a
-                forward pass for the metrics, and no backward pass.
+            forward_only: Number of micro-batches at the end with a gradient of exactly 0, equal on all ranks. They take
+                a forward pass for the metrics, and no backward pass.
 
         Returns:
             The metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
@@ -326,7 +326,7 @@ class ModelWorker:
         if self.balance:
             with torch.no_grad(), self.balance.counting_choices(self.chunks[0].config.num_moe_experts, self.device):
                 self._run(micros, _no_loss, forward_only=True)
-        metrics = self._objective_sums(micros, self._compute(objective, temperature), measured)
+        metrics = self._objective_sums(micros, self._compute(objective, temperature), forward_only)
         if self.balance:
             balance = self.balance.value()
             metrics |= {"expert_balance": balance} if metrics else {}
@@ -369,20 +369,20 @@ class ModelWorker:
         if wrong:
             raise FloatingPointError(f"{self.name}: the loss is not finite; loss sums of this step: {scalars(metrics)}")
 
-    def _objective_sums(self, micros: Sequence[Sequences], compute: Finish, measured: int) -> dict[str, float]:
-        """Returns the summed metrics of an objective. The last `measured` micro-batches take no backward pass."""
-        trained = len(micros) - measured
+    def _objective_sums(self, micros: Sequence[Sequences], compute: Finish, forward_only: int) -> dict[str, float]:
+        """Returns the summed metrics of an objective. The last `forward_only` micro-batches take no backward pass."""
+        trained = len(micros) - forward_only
         outputs: list[dict[str, Tensor]] = []
         replayed: Counter[str] = Counter()
-        for part, forward_only in ((micros[:trained], False), (micros[trained:], True)):
+        for part, with_backward in ((micros[:trained], True), (micros[trained:], False)):
             if not part:
                 continue
-            with torch.no_grad() if forward_only else nullcontext():
-                outputs += self._run(part, compute, forward_only=forward_only, whole=micros)
+            with nullcontext() if with_backward else torch.no_grad():
+                outputs += self._run(part, compute, forward_only=not with_backward, whole=micros)
             if self.replay:
                 replayed.update(self.replay.metrics())
         metrics = summed(outputs)
-        if 0 < measured < len(micros):
+        if 0 < forward_only < len(micros):
             self._require_finite(metrics)
         return {**metrics, **replayed} if metrics else {}
 

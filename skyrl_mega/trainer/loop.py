@@ -15,7 +15,13 @@ from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
 from skyrl_mega.algorithms.token_weights import MEANS, averages
-from skyrl_mega.batch.advantages import Advantages, compute_advantages, has_gradient, need_no_pass, silent_samples
+from skyrl_mega.batch.advantages import (
+    Advantages,
+    compute_advantages,
+    follow_from_rewards,
+    has_gradient,
+    silent_samples,
+)
 from skyrl_mega.batch.make_batch import make_batch, mini_batches, needs_tokens
 from skyrl_mega.batch.mini_batch_stats import mean_importance_weight, token_selections
 from skyrl_mega.batch.samples import Samples
@@ -91,7 +97,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
         batch.read_tokens()
     if policy.moe.replay == "rollout":
         check_routes(batch.tokens)
-    advantages = compute_advantages(batch, algorithm) if need_no_pass(algorithm) else None
+    advantages = compute_advantages(batch, algorithm) if follow_from_rewards(algorithm) else None
     with step.phase("logprobs"):
         run.policy.hold(minis, silent_by_mini_batch(advantages, minis, run.config) if advantages else None)
         compute_logprobs(run, step, minis)
@@ -184,23 +190,23 @@ def run_optimizer_steps(
         figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=importance_means[index])
         update = run.policy.train if trainable[index] else run.policy.measure
         metrics.append(update(index, temperature=run.temperature, loss=loss, figures=figures))
-        count_training_flops(step, minis[index], run.policy.measured(index), trained=trainable[index])
+        count_training_flops(step, minis[index], run.policy.forward_only(index), trained=trainable[index])
     return metrics
 
 
-def count_training_flops(step: Step, mini: Samples, measured: Tensor, *, trained: bool) -> None:
-    """Counts an optimizer step, or only the forward pass of a mini-batch that is not `trained`. The samples `measured`
-    take no backward pass."""
+def count_training_flops(step: Step, mini: Samples, forward_only: Tensor, *, trained: bool) -> None:
+    """Counts an optimizer step, or only the forward pass of a mini-batch that is not `trained`. The samples
+    `forward_only` take no backward pass."""
     step.add_load("train", forward_load(mini))
     if trained:
-        learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, measured, False)
+        learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, forward_only, False)
         step.add_load("train", forward_load(mini.take(learning.nonzero()[:, 0])), BACKWARD - 1)
 
 
 def forward_only_fraction(run: Run, minis: Sequence[Samples], trainable: Sequence[bool]) -> float:
     """Returns the share of a step's tokens for which an epoch of training computes metrics, but no backward pass."""
     without = [
-        int((mini.lengths[run.policy.measured(index)] if trained else mini.lengths).sum())
+        int((mini.lengths[run.policy.forward_only(index)] if trained else mini.lengths).sum())
         for index, (mini, trained) in enumerate(zip(minis, trainable, strict=True))
     ]
     return sum(without) / max(1, sum(int(mini.lengths.sum()) for mini in minis))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from skyrl_mega.trajectories import parquet
 from skyrl_mega.trajectories.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class Records:
@@ -39,5 +42,7 @@ class Records:
             writing.result()
 
     def close(self) -> None:
-        """Waits for the file, whatever its outcome, and ends the thread."""
+        """Waits for the file and ends the thread. An error is only logged, as a fault may already end the run."""
         self._thread.shutdown()
+        if self._writing is not None and (error := self._writing.exception()):
+            log.warning("the last trajectory file is not complete: %s", error)

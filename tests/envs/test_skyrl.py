@@ -153,10 +153,10 @@ def test_an_installed_package_is_used(
 
 def test_the_registry_of_the_stand_in() -> None:
     skyrl_gym.register(id="twice", entry_point=lambda **kwargs: kwargs, kwargs={"a": 1})
-    with pytest.raises(skyrl_gym.RegistrationError, match="already registered"):
+    with pytest.raises(skyrl_gym.RegistrationError, match="registered twice"):
         skyrl_gym.register(id="twice", entry_point="a:B")
     assert skyrl_gym.make("twice", b=2) == {"a": 1, "b": 2}
     skyrl_gym.deregister("twice")
-    with pytest.raises(skyrl_gym.Error, match="No registered env with id: twice"):
+    with pytest.raises(skyrl_gym.Error, match="no environment 'twice' is registered"):
         skyrl_gym.make("twice")
     assert skyrl_gym.default_aggregate_metrics([{"a": 1, "b": "x"}, {"a": 2.0}, {}]) == {"a": 1.5}

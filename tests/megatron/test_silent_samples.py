@@ -60,7 +60,7 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
     split = split_apart(whole, torch.tensor(SILENT), parallel, policy.micro_tokens * parallel.context)
     micros = [whole.take(rows) for rows in split.rows[parallel.coordinates(rank).dp]]
     results = []
-    for measured in (0, split.measured):
+    for forward_only in (0, split.forward_only):
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
         learning = list[bool]()
@@ -69,9 +69,9 @@ def train(rank: int, address: str, path: Path, parallel: ParallelDims, policy: P
             learning.append(inputs.logprobs_L.requires_grad)
             return objectives.objective("gspo", ALGORITHM)(inputs)
 
-        metrics = [without_counts(opened.train(micros, objective, measured=measured)) for _ in range(2)]
+        metrics = [without_counts(opened.train(micros, objective, forward_only=forward_only)) for _ in range(2)]
         results.append((metrics, {name: values.clone() for name, values in opened.params.items()}, sum(learning)))
-    return *results, len(micros), split.measured
+    return *results, len(micros), split.forward_only
 
 
 def without_counts(metrics: dict[str, float]) -> dict[str, float]:
@@ -86,18 +86,18 @@ def without_routes(rank: int, address: str, path: Path, policy: PolicyConfig) ->
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     split = split_apart(whole, torch.tensor(SILENT), parallel, policy.micro_tokens)
     micros = [whole.take(rows) for rows in split.rows[0]]
-    for micro in micros[-split.measured :]:
+    for micro in micros[-split.forward_only :]:
         del micro.columns[COLUMN]
     objective, counts = objectives.objective("gspo", ALGORITHM), []
-    for measured in (0, split.measured):
+    for forward_only in (0, split.forward_only):
         opened.load(path)
         opened.reset_optimizer(policy.optimizer)
-        metrics = opened.train(micros, objective, measured=measured)
+        metrics = opened.train(micros, objective, forward_only=forward_only)
         counts.append({name: value for name, value in metrics.items() if name.startswith("replay_")})
     before = {name: values.clone() for name, values in opened.params.items()}
     micros[-1]["rollout_logprobs"][-1] = torch.nan
     try:
-        opened.train(micros, objective, measured=split.measured)
+        opened.train(micros, objective, forward_only=split.forward_only)
         error = ""
     except FloatingPointError as raised:
         error = str(raised)
@@ -106,8 +106,8 @@ def without_routes(rank: int, address: str, path: Path, policy: PolicyConfig) ->
 
 def test_silent_samples_count_as_tokens_without_routes_and_their_nan_stops_the_step(model: Path) -> None:
     policy = layouts.policy_config(moe=MoeConfig(replay="rollout"))
-    ((everything, measured), error, unmoved) = run_ranks(1, without_routes, model, policy)[0]
-    assert everything == measured and any(value > 0 for name, value in measured.items() if "_replayed_" in name)
+    ((everything, forward_only), error, unmoved) = run_ranks(1, without_routes, model, policy)[0]
+    assert everything == forward_only and any(value > 0 for name, value in forward_only.items() if "_replayed_" in name)
     assert "loss is not finite" in error and unmoved
 
 
@@ -125,9 +125,9 @@ def test_no_bit_of_the_training_depends_on_backward_passes_of_silent_samples(mod
     ranks, sizes, changes = LAYOUTS[name]
     parallel = layouts.layout(ranks, **sizes)
     results = run_ranks(ranks, train, model, parallel, layouts.policy_config(**changes))
-    for (all_metrics, all_weights, all_passes), (metrics, weights, passes), micros, measured in results:
-        assert 0 < measured < micros
-        assert (all_passes, passes) in ((2 * micros, 2 * (micros - measured)), (0, 0))  # (0, 0): not the last stage
+    for (all_metrics, all_weights, all_passes), (metrics, weights, passes), micros, forward_only in results:
+        assert 0 < forward_only < micros
+        assert (all_passes, passes) in ((2 * micros, 2 * (micros - forward_only)), (0, 0))  # (0, 0): not the last stage
         assert metrics == all_metrics
         assert all(torch.equal(weights[name], values) for name, values in all_weights.items())
     metrics, _, passes = max((result[1] for result in results), key=lambda of: len(of[0][0]))
@@ -151,11 +151,11 @@ def test_all_ranks_leave_out_the_same_passes(ranks: int, sizes: dict[str, int], 
     mini, silent = lengths_and_silence(64, share, ranks)
     split = split_apart(mini, silent, parallel, 256)
     assert sorted(int(i) for i in torch.cat(list(chain(*split.rows)))) == list(range(64))
-    assert split.measured and sorted(split.measured_sequences.tolist()) == silent.nonzero()[:, 0].tolist()
+    assert split.forward_only and sorted(split.forward_only_sequences.tolist()) == silent.nonzero()[:, 0].tolist()
     assert len({len(micros) for micros in split.rows}) == 1
-    trained = len(split.rows[0]) - split.measured
+    trained = len(split.rows[0]) - split.forward_only
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-    assert trained % multiple == split.measured % multiple == 0
+    assert trained % multiple == split.forward_only % multiple == 0
     assert all(not silent[rows].any() for micros in split.rows for rows in micros[:trained])
 
 
@@ -164,7 +164,7 @@ def test_samples_of_a_trajectory_stay_together() -> None:
     mini.columns[TRAJECTORY] = torch.arange(20, dtype=torch.int32).repeat_interleave(2)
     silent = torch.tensor([True, False] * 5 + [True, True] * 15)
     split = split_apart(mini, silent, ParallelDims(), 256)
-    assert sorted(split.measured_sequences.tolist()) == list(range(10, 40))
+    assert sorted(split.forward_only_sequences.tolist()) == list(range(10, 40))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, None])
@@ -172,7 +172,7 @@ def test_a_mini_batch_with_one_kind_of_sample_is_cut_as_ever(share: float | None
     mini, silent = lengths_and_silence(40, share or 0.0, 3)
     split = split_apart(mini, None if share is None else silent, ParallelDims(), 256)
     plain = split_micro_batches(mini, ParallelDims(), 256)
-    assert not split.measured and len(split.measured_sequences) == 0
+    assert not split.forward_only and len(split.forward_only_sequences) == 0
     assert [m.tolist() for micros in split.rows for m in micros] == [m.tolist() for micros in plain for m in micros]
 
 
@@ -180,7 +180,7 @@ def test_a_single_silent_sample_is_not_worth_a_micro_batch() -> None:
     """Splits twenty full micro-batches for eight pipeline stages: a further ramp takes longer than a backward pass."""
     mini = samples_of_tokens([[1] * 64] * 80)
     silent = torch.arange(80) == 5
-    assert split_apart(mini, silent, layouts.layout(8, pipeline=8), 256).measured == 0
+    assert split_apart(mini, silent, layouts.layout(8, pipeline=8), 256).forward_only == 0
 
 
 def test_the_trait_of_a_loss_says_if_a_token_without_an_advantage_has_a_gradient() -> None:

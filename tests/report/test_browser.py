@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from tests.report.cases import EVIL, double, events, metrics, run_folder, single
 
 if chromium.program() is None:
     pytest.skip(f"no browser: none of {', '.join(chromium.NAMES)} is installed", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    try:
-        with chromium.browser(tmp_path_factory.mktemp("profile")) as opened:
-            yield opened
-    except chromium.NoBrowser as error:
-        pytest.skip(f"{chromium.program()} does not start here: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,6 @@ if chromium.program() is None:
 TOKEN = "t" * 43
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    try:
-        with chromium.browser(tmp_path_factory.mktemp("profile")) as opened:
-            yield opened
-    except chromium.NoBrowser as error:
-        pytest.skip(f"{chromium.program()} does not start here: {error}")
-
-
 @contextmanager
 def served(run: Path, port: int = 0) -> Iterator[int]:
     """Serves a run in a thread and yields the port."""

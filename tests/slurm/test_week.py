@@ -107,13 +107,13 @@ def commands(slurm: Slurm) -> str:
 
 
 def test_one_of_three_seeds_is_queued_again_alone(slurm: Slurm, tiny: Tiny, env: dict[str, str]) -> None:
-    gate = slurm.folder / "gate"
+    gate, work = slurm.folder / "gate", slurm.folder / "work"
     arguments = [
         *tiny("seeds", "run.steps=2", "policy.ranks=1"),
         "model.path=model-${run.seed}",
         "data.train=[three/train.parquet]",
     ]
-    prepare(f"addition --output {slurm.folder}/work/three --train 400 --test 8 --demonstrations 8")
+    prepare(f"addition --output {work / 'three'} --train 400 --test 8 --demonstrations 8")
     (gate / "closed_after").write_text(str(PROMPTS * SAMPLES))
     array = slurm.submit(
         *("--time=60", "--job-name=tiny", f"--output={slurm.folder}/%A_%a.out", "slurm/seeds.sbatch"),
@@ -121,7 +121,7 @@ def test_one_of_three_seeds_is_queued_again_alone(slurm: Slurm, tiny: Tiny, env:
         env=env,
     )
     elements = [f"{array}_{seed}" for seed in range(3)]
-    runs = [slurm.folder / "work" / "runs" / f"tiny-{seed}" for seed in range(3)]
+    runs = [work / "runs" / f"tiny-{seed}" for seed in range(3)]
     for element, run in zip(elements, runs, strict=True):
         slurm.until(lambda run=run: steps(run) == [1], element, timeout=900)
     slurm.run("scancel", "--signal=USR1", "--batch", elements[1])

@@ -38,7 +38,7 @@ class Notes:
         self.lengths = [mini.lengths for mini in minis]
         self.silent = silent
 
-    def measured(self, mini: int) -> torch.Tensor:
+    def forward_only(self, mini: int) -> torch.Tensor:
         """Returns the samples without a gradient, as if every split were worth it."""
         return torch.zeros(0).long() if self.silent is None else self.silent[mini].nonzero()[:, 0]
 
