@@ -107,8 +107,8 @@ watch_service() {
             failed=$((failed + 1))
         fi
     done
-    touch "$folder/lost" "$folder/stop"
     say "the retrieval service is lost: the run writes a checkpoint"
+    touch "$folder/lost" "$folder/stop" # last: the end of the run ends this watch
 }
 
 end_service() {

@@ -14,7 +14,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-    "CUDA_CACHE_PATH": "cuda",
+    "CUDA_CACHE_PATH": "nvidia",
 }
 """Variables of libraries that write compiled code, and the subfolder of each."""
 
