@@ -114,7 +114,7 @@ def test_test_questions_that_training_knows_are_left_out(tmp_path: Path, capsys:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prepare(f"search --source {tmp_path / 'train.jsonl'} --held-out {tmp_path / 'test.jsonl'} --output {tmp_path}")
     assert [words(r) for r in read(tmp_path, "test")] == ["a third"]
-    assert "2 of 3 test questions share" in capsys.readouterr().err
+    assert "2 of 3 test questions are left out" in capsys.readouterr().err
     files = f"--source {tmp_path / 'train.jsonl'} --held-out {tmp_path / 'test.jsonl'}"
     prepare(f"search {files} --output {tmp_path} --whole-test")
     assert len(read(tmp_path, "test")) == 3 and "left out" not in capsys.readouterr().err
