@@ -150,11 +150,12 @@ def _write_tensors(job: ExportJob, partial: Path, workers: int, progress: Progre
 def _verify(job: ExportJob, partial: Path, workers: int, progress: Progress) -> None:
     compared = 0
     with progress.phase("verify", job.nbytes) as phase:
-        for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):
-            compared += elements
-            phase.advance(elements * job.dtype.itemsize)
-    if compared * job.dtype.itemsize != job.nbytes:
-        raise AssertionError(f"{compared} elements compared, {job.nbytes // job.dtype.itemsize} written")
+        for index, elements in run(job, partial, "compare", range(len(job.entries)), workers):
+            size = elements * job.type_of(job.entries[index].tensor).itemsize
+            compared += size
+            phase.advance(size)
+    if compared != job.nbytes:
+        raise AssertionError(f"{compared} bytes compared, {job.nbytes} written")
 
 
 def _allocate(file: int, size: int) -> None:

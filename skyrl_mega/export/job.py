@@ -18,6 +18,7 @@ from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.hf_checkpoint.load import file_names, split
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box
+from skyrl_mega.weights.fp8.format import Wire
 
 Origin = Literal["weights", "master"]
 """Source of the exported values: the model's weights, or the optimizer's float32 copies."""
@@ -71,6 +72,7 @@ class ExportJob:
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the tensors in the Hugging Face directory."""
     dtype: torch.dtype
+    """Type of the files' tensors, except those in `float32`."""
     intermediate: torch.dtype
     """Type to which a master weight is rounded before conversion to the files' type: the model's, or float32."""
     entries: tuple[BoxEntry, ...]
@@ -84,11 +86,17 @@ class ExportJob:
     """Bytes of the largest batch, before or after conversion; a worker has two such buffers."""
     without_master: tuple[str, ...] = ()
     """Tensors that the optimizer does not train; exported from the model's weights."""
+    float32: frozenset[str] = frozenset()
+    """Tensors in float32 in files of any type (`Decoder.float32_tensors`)."""
+
+    def type_of(self, tensor: str) -> torch.dtype:
+        """Returns the type of a tensor in the files."""
+        return torch.float32 if tensor in self.float32 else self.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+        return sum(prod(shape) * self.type_of(tensor).itemsize for tensor, shape in self.shapes.items())
 
 
 def plan_job(
@@ -113,7 +121,8 @@ def plan_job(
     Raises:
         UserError: The checkpoint is of another model, incomplete, or without master weights.
     """
-    shapes = architecture(hf).tensors(hf)
+    arch = architecture(hf)
+    shapes, float32 = arch.tensors(hf), arch.describe(hf).float32_tensors
     _check_shapes(shapes, header)
     entries = sorted((e for e in stored if e.kind in (MASTER, WEIGHT)), key=lambda e: (e.file, e.offset))
     trained = {entry.tensor for entry in entries if entry.kind == MASTER}
@@ -130,7 +139,7 @@ def plan_job(
         for t, indices in indices_by_tensor.items()
     }
     _check_covered(shapes, entries, entries_of)
-    files = _files(shapes, dtype, file_bytes)
+    files = _files(shapes, Wire(dtype, float32=float32), file_bytes)
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
     # All files advance together: a file system allows a single writer per file at a time.
     by_file = [[SlabBatch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
@@ -147,6 +156,7 @@ def plan_job(
         batches=batches,
         buffer_bytes=largest,
         without_master=frozen,
+        float32=float32,
     )
 
 
@@ -194,17 +204,19 @@ def _check_covered(
             )
 
 
-def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes: int) -> tuple[OutputFile, ...]:
-    file_tensors = list(split(shapes, dtype.itemsize, file_bytes))
+def _files(shapes: Mapping[str, tuple[int, ...]], types: Wire, file_bytes: int) -> tuple[OutputFile, ...]:
+    sizes = {tensor: prod(shape) * types.itemsize(tensor) for tensor, shape in shapes.items()}
+    file_tensors = list(split(sizes, file_bytes))
     files = []
     for name, tensors in zip(file_names(len(file_tensors)), file_tensors, strict=True):
         # Whole pages first: a tensor of another size would shift all following tensors.
-        tensors.sort(key=lambda t: prod(shapes[t]) * dtype.itemsize % PAGE_BYTES != 0)
+        tensors.sort(key=lambda t: sizes[t] % PAGE_BYTES != 0)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        ends = list(accumulate(prod(shapes[t]) * dtype.itemsize for t in tensors))
+        ends = list(accumulate(sizes[t] for t in tensors))
         begins = [0, *ends[:-1]]
         for tensor, begin, end in zip(tensors, begins, ends, strict=True):
-            entries[tensor] = {"dtype": _CODES[dtype], "shape": list(shapes[tensor]), "data_offsets": [begin, end]}
+            code = _CODES[types.type_of(tensor)]
+            entries[tensor] = {"dtype": code, "shape": list(shapes[tensor]), "data_offsets": [begin, end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + 8) % PAGE_BYTES)
         header = len(text).to_bytes(8, "little") + text

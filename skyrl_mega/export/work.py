@@ -55,13 +55,18 @@ class ExportWorker:
         file, at = job.files[batch.file], 0
         for slab in batch.slabs:
             shape = (slab.rows, *job.shapes[slab.tensor][1:])
-            size = prod(shape) * job.dtype.itemsize
-            rows = self._out[at : at + size].view(job.dtype).view(shape)
+            dtype = job.type_of(slab.tensor)
+            size = prod(shape) * dtype.itemsize
+            rows = self._out[at : at + size].view(dtype).view(shape)
             for number, box in overlapping_entries(job, slab):
                 entry = job.entries[number]
                 into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
                 # Direct read: nothing to convert or scatter.
-                if entry.dtype == job.dtype == job.intermediate and into.is_contiguous():
+                if (
+                    entry.dtype == dtype
+                    and not (entry.kind == MASTER and dtype != job.intermediate)
+                    and into.is_contiguous()
+                ):
                     read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
                     saved = into
                 else:
@@ -71,7 +76,7 @@ class ExportWorker:
                 pieces.append(ReadRows(number, box.start[0], len(data), zlib.crc32(data)))
             at += size
         first = batch.slabs[0]
-        width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
+        width = prod(job.shapes[first.tensor][1:]) * job.type_of(first.tensor).itemsize
         with writing(self.folder / file.name), open(self.folder / file.name, "r+b", buffering=0) as opened:
             _write(opened.fileno(), self._out.numpy().data[:at], file.offsets[first.tensor] + first.first * width)
         return at, pieces
@@ -103,7 +108,7 @@ class ExportWorker:
                 exported = opened.get_slice(entry.tensor)[box.slices()]
             saved = self._read_saved(entry, box)
             crc = zlib.crc32(_bytes(saved), crc)
-            if not _same(exported, self._exported_values(entry, saved).to(job.dtype)):
+            if not _same(exported, self._exported_values(entry, saved).to(job.type_of(entry.tensor))):
                 raise ExportMismatch(f"{file}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
         compare(entry, crc)
         return entry.box.numel

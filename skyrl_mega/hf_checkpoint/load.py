@@ -20,6 +20,7 @@ from torch import Tensor
 from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 from skyrl_mega.weights.exchange.exchange import Exchange, Staging, local_view
 from skyrl_mega.weights.fp8.format import Wire
@@ -114,18 +115,25 @@ def save(
                 error = caught
         _raise_together(error)
         dist.broadcast_object_list(staged, src=0, device=_device())
-        partial, itemsize = Path(staged[0]), next(iter(params.values())).dtype.itemsize
-        files = list(split(layout.tensors, itemsize, file_bytes))
+        partial, wire = Path(staged[0]), _types(source, params)
+        sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
+        files = list(split(sizes, file_bytes))
         names = file_names(len(files))
-        gathered = _gathered(layout, params, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s)
+        gathered = _gathered(layout, params, wire, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s)
         _write_files(partial, names, gathered)
         if rank == 0:
             try:
-                _finish(partial, source, dict(zip(names, files, strict=True)), layout, itemsize)
+                _finish(partial, source, dict(zip(names, files, strict=True)), sum(sizes.values()))
                 stack.pop_all().close()
             except (OSError, UserError) as caught:
                 error = caught
         _raise_together(error)
+
+
+def _types(source: Path, params: Mapping[str, Tensor]) -> Wire:
+    """Returns the types of the exported tensors: the parameters' dtype, float32 where the architecture says so."""
+    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return Wire(next(iter(params.values())).dtype, float32=architecture(hf).describe(hf).float32_tensors)
 
 
 def exported(folder: Path, names: set[str]) -> bool:
@@ -153,6 +161,7 @@ def _write_files(partial: Path, names: Sequence[str], gathered: Iterator[tuple[i
 def _gathered(
     layout: Layout,
     params: Mapping[str, Tensor],
+    wire: Wire,
     files: Sequence[Sequence[str]],
     writers: Sequence[int],
     bucket_bytes: int,
@@ -172,9 +181,9 @@ def _gathered(
         shards = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
         wanted = Layout(layout.tensors, tuple(shards))
         exchange = Exchange(
-            plan(layout, wanted, topology, first.dtype.itemsize),
+            plan(layout, wanted, topology, wire.itemsize),
             transport,
-            Wire(first.dtype),
+            wire,
             source=rank,
             source_layout=layout,
             target=rank,
@@ -186,7 +195,7 @@ def _gathered(
     try:
         while exchanges:
             exchange, own_file, shapes = exchanges.pop(0)
-            tensors = {name: torch.empty(shape, dtype=first.dtype) for name, shape in shapes.items()}
+            tensors = {name: torch.empty(shape, dtype=wire.type_of(name)) for name, shape in shapes.items()}
             exchange.run(params, tensors)
             yield own_file, tensors
             del tensors
@@ -194,14 +203,17 @@ def _gathered(
         staging.close()
 
 
-def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int) -> Iterator[list[str]]:
+def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
     """Distributes tensors, in order, over files of at most `file_bytes` (at least one tensor); yields each file's
     names.
+
+    Args:
+        sizes: Tensor → bytes.
+        file_bytes: Maximum bytes of a file with several tensors.
     """
     names: list[str] = []
     size = 0
-    for name, shape in tensors.items():
-        nbytes = prod(shape) * itemsize
+    for name, nbytes in sizes.items():
         if names and size + nbytes > file_bytes:
             yield names
             names, size = [], 0
@@ -247,9 +259,9 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int) -> None:
+def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
     """Writes index, configuration, tokenizer, and the list of all files."""
-    write_companion_files(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
+    write_companion_files(partial, source, files, nbytes)
     sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
     (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
 

@@ -12,19 +12,28 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_mega.megatron.packing import PackedRow
+from skyrl_mega.models.blocks.base import LayerModules
 from skyrl_mega.models.megatron import Spec
 
 try:
@@ -35,25 +44,34 @@ else:
     varlen_attn = varlen.varlen_attn
 
 
-def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
+def decoder_spec(
+    config: TransformerConfig, modules: Sequence[LayerModules], spec: Spec, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Returns the layers of this rank's pipeline stage (and virtual stage).
 
     Args:
         config: Megatron's configuration.
+        modules: The modules of each of these layers (`models.megatron.layer_modules`).
         spec: Kind of the layers: "te" for Transformer Engine, "local" for torch.
         vp_stage: Index of the virtual stage; None without virtual stages.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage
     )
-    if spec == "local":
-        for layer in block.layer_specs:
-            sub: Any = layer.submodules
+    block.layer_specs = [deepcopy(layer) for layer in block.layer_specs]  # equal layers share an object
+    for layer, wanted in zip(block.layer_specs, modules, strict=True):
+        sub: Any = layer.submodules
+        attention = sub.self_attention.submodules
+        if spec == "local":
             sub.input_layernorm = sub.pre_mlp_layernorm = RMSNorm
-            attention = sub.self_attention.submodules
             attention.core_attention = PackedAttention
             if attention.q_layernorm is not IdentityOp:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if wanted.query_key_norm == "all_heads":
+            heads, kv_heads = config.num_attention_heads, config.num_query_groups
+            attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"heads": heads})
+            attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"heads": kv_heads})
+    if spec == "local":
         block.layer_norm = RMSNorm
     return block
 
@@ -70,6 +88,32 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class AllHeadsRMSNorm(torch.nn.Module):
+    """RMSNorm over all heads of a token together (OLMoE, arXiv:2409.02060, section 4.2.4).
+
+    Every tensor rank holds the whole weight [heads · D] and uses the part of its own heads; megatron-core sums the
+    gradients of query and key norms over the tensor group. The sum of squares is over all ranks' heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.width = eps, heads * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [..., local heads, D], divided by the root of the mean square over all heads of all ranks."""
+        flat = x.flatten(-2).float()
+        local = flat.shape[-1]
+        squares = flat.square().sum(-1, keepdim=True)
+        weight = self.weight
+        if local < self.width:
+            # Each rank's result depends on the sum, so the sum's gradient is a sum over ranks as well.
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+            weight = weight.narrow(0, mpu.get_tensor_model_parallel_rank() * local, local)
+        normed = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (normed.to(x.dtype) * weight).view_as(x)
 
 
 class PackedAttention(MegatronModule):

@@ -16,7 +16,8 @@ from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from skyrl_mega.common.errors import UserError
@@ -25,7 +26,7 @@ from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.megatron.precision import transformer_settings
-from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
+from skyrl_mega.models.megatron import layer_modules, layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -157,7 +158,8 @@ def transformer_config(
         **speed.fields(policy, "te" if te else "local", experts),
         **(transformer_settings(policy.precision) if te else {}),
     )
-    return with_options(TransformerConfig, ours, policy.options, "policy.options")
+    latent = settings.transformer.get("multi_latent_attention")
+    return with_options(MLATransformerConfig if latent else TransformerConfig, ours, policy.options, "policy.options")
 
 
 def with_options(make: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
@@ -204,15 +206,16 @@ def build_model(
     config = transformer_config(hf, policy, parallel, dtype, device)
     gpt = dict(arch.megatron_settings(hf).gpt)
     gpt["vocab_size"] = arch.padded_vocab(hf, parallel.tensor)
-    stages = range(parallel.virtual_pipeline)
+    decoder, pp = arch.describe(hf), parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
-    for stage in stages:
+    for stage in range(parallel.virtual_pipeline):
+        modules = layer_modules(decoder, parallel.stage_layers(decoder.layers, pp, stage))
         vp = stage if parallel.virtual_pipeline > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
         chunk = MODELS[head](
             config=config,
-            transformer_layer_spec=decoder_spec(config, spec, vp),
+            transformer_layer_spec=decoder_spec(config, modules, spec, vp),
             pre_process=first,
             post_process=last,
             parallel_output=True,
@@ -220,6 +223,7 @@ def build_model(
             **gpt,
         ).to(device)
         mark_experts(chunk)
+        freeze_correction_biases(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -239,6 +243,22 @@ def mark_experts(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def freeze_correction_biases(chunk: torch.nn.Module) -> None:
+    """Replaces the buffer of every router's correction bias by a frozen parameter, so that it is loaded, synchronised
+    and saved like any other; `moe_router_bias_update_rate` 0 keeps megatron-core from changing it."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            bias = module._buffers.pop("expert_bias")
+            module.expert_bias = torch.nn.Parameter(bias.float(), requires_grad=False)
+
+
+def keep_correction_biases_in_float32(module: torch.nn.Module) -> None:
+    """Undoes the conversion of correction biases by `Float16Module`, before weights are loaded."""
+    for router in module.modules():
+        if isinstance(router, TopKRouter) and router.expert_bias is not None:
+            router.expert_bias.data = router.expert_bias.data.float()
 
 
 def wrap_ddp(
@@ -262,6 +282,8 @@ def wrap_ddp(
     )
     ddp = with_options(DistributedDataParallelConfig, ours, options or {}, "policy.ddp_options")
     modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
+    for module in modules:
+        keep_correction_biases_in_float32(module)
     wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
     if overlap:
         # Without no_sync every micro-batch would reduce. Stages are not aligned with each other (`grad_sync_func`,

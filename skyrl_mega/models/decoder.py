@@ -113,6 +113,12 @@ class Decoder:
         """Returns the blocks of layer `index` (global)."""
         return self.kinds[self.order[index]]
 
+    @cached_property
+    def float32_tensors(self) -> frozenset[str]:
+        """Names of the tensors that stay in float32 in a model of any dtype."""
+        layers = ((index, block) for index in range(self.layers) for block in self.layer(index))
+        return frozenset(name for index, block in layers for name in block.float32_tensors(f"model.layers.{index}"))
+
     def is_moe(self, index: int) -> bool:
         """Returns True if layer `index` (global) contains routed experts."""
         return index in self.moe_layers

@@ -7,11 +7,12 @@ Each block declares both (`megatron_args`, `megatron_pieces`).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.base import MegatronPlace, MegatronSettings
+from skyrl_mega.models.blocks.base import LayerModules, MegatronPlace, MegatronSettings
 from skyrl_mega.models.blocks.base import Spec as Spec
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.shard_builder import ShardBuilder
@@ -78,6 +79,11 @@ def settings(decoder: Decoder) -> MegatronSettings:
                         key="config.json",
                     )
     return MegatronSettings(transformer, gpt)
+
+
+def layer_modules(decoder: Decoder, layers: Sequence[int]) -> list[LayerModules]:
+    """Returns the modules of these layers (global), as their attention blocks declare them."""
+    return [next(m for block in decoder.layer(index) if (m := block.layer_modules())) for index in layers]
 
 
 def check(decoder: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:

@@ -12,7 +12,6 @@ from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic,
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.experts import ROUTER
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
@@ -263,6 +262,6 @@ def disk(config: Config, decoder: Decoder) -> Disk:
 def _model_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of a model in a checkpoint."""
     frozen = 0
-    if config.policy.moe.freeze_router:
-        frozen = sum(prod(shape) for name, shape in huggingface.tensors(decoder).items() if name.endswith(ROUTER))
+    if config.policy.moe.freeze_router and decoder.experts:
+        frozen = len(decoder.moe_layers) * decoder.experts.count * decoder.hidden
     return (elements(decoder) - frozen) * (MASTER + moments(config)) + frozen * itemsize(config)

@@ -78,7 +78,7 @@ def elements(decoder: Decoder) -> int:
 @lru_cache(maxsize=16)
 def _wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
     """Returns the bytes of a copy of the model on the wire."""
-    return copy_bytes(dtype, fp8, huggingface.tensors(decoder))
+    return copy_bytes(dtype, fp8, huggingface.tensors(decoder), decoder.float32_tensors)
 
 
 def step_time(

@@ -60,7 +60,7 @@ def ours(decoder: Decoder) -> dict[str, Any]:
         "tied": decoder.tied,
         "rope": (attention.rope.base, attention.rope.scaling),
         "moe": [decoder.is_moe(layer) for layer in range(decoder.layers)],
-        "renormalize": experts.renormalize if experts else None,
+        "renormalize": experts.router.renormalize if experts else None,
     }
 
 

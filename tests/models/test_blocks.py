@@ -91,7 +91,7 @@ class PlainMlp(Block):
 
 
 def describe(hf: Hf) -> Decoder:
-    attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
+    attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
     mlp = PlainMlp(integer(hf, "hidden_size"), integer(hf, "intermediate_size"))
     return read_decoder(hf, [(attention, mlp)] * integer(hf, "num_hidden_layers"))
 
@@ -158,7 +158,7 @@ def test_its_refusals_and_its_column() -> None:
 
 def test_layers_that_megatron_cannot_have_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def mixed(hf: Hf) -> Decoder:
-        attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
+        attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
         return read_decoder(hf, [(attention, PlainMlp(64, 96)), (attention, PlainMlp(64, 128))])
 
     monkeypatch.setitem(ARCHITECTURES, "mixed", Architecture("mixed", mixed))

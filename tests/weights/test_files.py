@@ -146,8 +146,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_split_keeps_order_and_limit() -> None:
-    shapes = {"a": (10,), "b": (10,), "c": (100,), "d": (1,)}
-    assert list(split(shapes, 1, 20)) == [["a", "b"], ["c"], ["d"]]
+    assert list(split({"a": 10, "b": 10, "c": 100, "d": 1}, 20)) == [["a", "b"], ["c"], ["d"]]
 
 
 def spoil(path: Path, how: str) -> None:

@@ -70,14 +70,17 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         model: The worker's loaded model.
         device: Device of the model.
         dtype: Type of the model's parameters at load time.
+        float32: Names of the parameters in float32 at load time and on the wire.
 
     Raises:
         NotImplementedError: A quantised layer is neither linear nor a layer of experts, or needs data not delivered by
             any wire.
     """
 
-    def __init__(self, model: Module, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(
+        self, model: Module, device: torch.device, dtype: torch.dtype, float32: frozenset[str] = frozenset()
+    ) -> None:
+        self.device, self.dtype, self.float32 = device, dtype, float32
         self.layers: list[_Layer] = []
         self.followers: list[_Layer] = []
         """Layers with all parameters tied to other layers; derived data is computed again after an update."""
@@ -140,11 +143,12 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         if local_name not in layer.separate:
             loaded = self._load_time(layer, local_name)
             part, is_fresh = _unpadded(layer.module, local_name, loaded), local_name in layer.live
-            if part is loaded and (is_fresh or (not self.checking and loaded.dtype == self.dtype)):
+            written = torch.float32 if name in self.float32 else self.dtype
+            if part is loaded and (is_fresh or (not self.checking and loaded.dtype == written)):
                 return loaded
             shape = part.flatten(1, 2).shape if part.dim() > loaded.dim() else part.shape
             layer.separate[local_name] = torch.zeros(
-                shape, dtype=loaded.dtype if is_fresh else self.dtype, device=self.device
+                shape, dtype=loaded.dtype if is_fresh else written, device=self.device
             )
             if self.checking and not is_fresh:  # elements that are never written must compare equal
                 layer.separate[local_name].view(part.shape).copy_(part)

@@ -63,7 +63,9 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             default_cache_scales(self.model)
         self.exchange: Exchange | None = None
         self.report: dict[str, float] = {}
-        self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype)
+        hf = self.model_config.hf_config.to_dict()
+        float32 = architecture(hf).describe(hf).float32_tensors
+        self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype, float32)
         if self.device.type == "cuda":  # the engine's process stays near all of its GPUs, a worker near its own
             numa.bind(numa.visible_devices()[self.device.index : self.device.index + 1])
 

@@ -33,6 +33,14 @@ class MegatronSettings:
 
 
 @dataclass(frozen=True)
+class LayerModules:
+    """The modules of a layer that megatron-core's configuration does not name; `megatron.layer_spec` builds them."""
+
+    query_key_norm: Literal["none", "head", "all_heads"] = "none"
+    """RMSNorm of queries and keys: over each head, or over all heads together."""
+
+
+@dataclass(frozen=True)
 class Cut:
     """A size of the model divided by a dimension of the policy's layout."""
 
@@ -138,11 +146,19 @@ class Block(Protocol):
         """Returns the tensors of a checkpoint on disk. Linear weights are [out, in]."""
         ...
 
+    def float32_tensors(self, source: str) -> Sequence[str]:
+        """Returns the tensors that stay in float32 in a model of any dtype: in the policy, on the wire, in engines."""
+        return ()
+
     # --- Megatron ---
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         """Returns megatron-core's keyword arguments for this block; `layers` is True for layers with this block."""
         ...
+
+    def layer_modules(self) -> LayerModules | None:
+        """Returns the modules of an attention block; None for other blocks."""
+        return None
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Declares the parameters of a rank in the order of `named_parameters()`, with the pieces that fill them."""
@@ -158,6 +174,10 @@ class Block(Protocol):
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         """Refuses layouts that train incorrectly, beyond `megatron_cuts`; the UserError names `key`."""
+
+    def check_fp8(self, key: str) -> None:
+        """Refuses FP8 (training, wire or engine) where the block has not been shown with it; the UserError names
+        `key`."""
 
     # --- vLLM ---
 

@@ -1,4 +1,4 @@
-"""Routed experts instead of a dense feed-forward part (arXiv:2101.03961), with softmax routing, no shared experts."""
+"""Routed experts instead of a dense feed-forward part (arXiv:2101.03961), with or without a shared expert."""
 
 from __future__ import annotations
 
@@ -18,19 +18,42 @@ from skyrl_mega.models.blocks.base import (
     Work,
     share,
 )
-from skyrl_mega.models.blocks.gated_mlp import NORM, check_keys, gated_args, gated_pieces, gated_tensors
-from skyrl_mega.models.config_json import Hf, flag, integer
+from skyrl_mega.models.blocks.gated_mlp import GATED, NORM, check_keys, gated_args, gated_pieces, gated_tensors
+from skyrl_mega.models.blocks.routing import Router
+from skyrl_mega.models.config_json import Hf, integer
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
 COUNT = ("num_experts", "num_local_experts")
 """Keys for the number of experts: transformers 4 writes the first, transformers 5 the second."""
-ROUTER = ".mlp.gate.weight"
-"""Suffix of a router's Hugging Face name."""
 MEGATRON_ROUTER = "mlp.router.weight"
 """Suffix of a router's Megatron name."""
+MEGATRON_BIAS = "mlp.router.expert_bias"
+"""Suffix of a correction bias's Megatron name."""
 MEGATRON_EXPERTS = ".mlp.experts."
 """Part of every expert's Megatron name."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The names of a layer with experts, on disk and in vLLM, below the layer's own."""
+
+    part: str = "mlp"
+    """The feed-forward part; its router is `<part>.gate`, its experts are `<part>.experts.<index>`."""
+    bias: str = "mlp.gate.e_score_correction_bias"
+    """The router's correction bias, if it has one."""
+    matrices: tuple[str, str, str] = GATED
+    """Gate, up and down of an expert."""
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A gated MLP that every token uses, added to the routed experts' result."""
+
+    width: int
+    name: str = "mlp.shared_experts"
+    gate: str | None = None
+    """Name of a [1, hidden] weight: the sigmoid of its product with the token multiplies the result. None: no gate."""
 
 
 @dataclass(frozen=True)
@@ -42,55 +65,100 @@ class Experts(Block):
     per_token: int
     width: int
     """Intermediate size of an expert."""
-    renormalize: bool
-    """True if the chosen experts' probabilities are divided by their sum."""
+    router: Router
+    shared: SharedExpert | None = None
+    names: ExpertNames = ExpertNames()
 
     @classmethod
-    def read(cls, hf: Hf) -> Experts:
-        """Reads config.json."""
+    def read(
+        cls,
+        hf: Hf,
+        router: Router,
+        shared: SharedExpert | None = None,
+        *,
+        names: ExpertNames = ExpertNames(),
+        count: Sequence[str] = COUNT,
+        width: str = "moe_intermediate_size",
+    ) -> Experts:
+        """Reads config.json.
+
+        Args:
+            hf: Content of config.json.
+            router: The router.
+            shared: The shared expert.
+            names: Names on disk and in vLLM.
+            count: Keys for the number of experts; the first that is there counts.
+            width: Key for the intermediate size of an expert.
+        """
         check_keys(hf)
-        count = integer(hf, next((key for key in COUNT if key in hf), COUNT[0]))
+        experts = integer(hf, next((key for key in count if key in hf), count[0]))
         per_token = integer(hf, "num_experts_per_tok")
-        if per_token > count:
+        if per_token > experts:
             raise UserError(
-                f"num_experts_per_tok {per_token} is above the {count} experts; lower it", key="config.json"
+                f"num_experts_per_tok {per_token} is above the {experts} experts; lower it", key="config.json"
             )
-        return cls(
-            hidden=integer(hf, "hidden_size"),
-            count=count,
-            per_token=per_token,
-            width=integer(hf, "moe_intermediate_size"),
-            renormalize=flag(hf, "norm_topk_prob"),
-        )
+        if experts % router.groups:
+            raise UserError(f"n_group {router.groups} does not divide the {experts} experts", key="config.json")
+        return cls(integer(hf, "hidden_size"), experts, per_token, integer(hf, width), router, shared, names)
 
     def facts(self) -> Mapping[str, int]:
         return {"experts": self.count, "experts_per_token": self.per_token}
 
     def hf_tensors(self, source: str) -> Tensors:
-        shapes: Tensors = {f"{source}.{NORM}": (self.hidden,), source + ROUTER: (self.count, self.hidden)}
+        shapes: Tensors = {f"{source}.{NORM}": (self.hidden,), self._router(source): (self.count, self.hidden)}
+        shapes |= {name: (self.count,) for name in self.float32_tensors(source)}
         for expert in range(self.count):
-            shapes |= gated_tensors(f"{source}.mlp.experts.{expert}", self.width, self.hidden)
+            shapes |= gated_tensors(self._expert(source, expert), self.width, self.hidden, self.names.matrices)
+        if self.shared:
+            shapes |= gated_tensors(f"{source}.{self.shared.name}", self.shared.width, self.hidden)
+            if self.shared.gate:
+                shapes[f"{source}.{self.shared.gate}"] = (1, self.hidden)
         return shapes
+
+    def float32_tensors(self, source: str) -> Sequence[str]:
+        return (f"{source}.{self.names.bias}",) if self.router.bias else ()
+
+    def _router(self, source: str) -> str:
+        return f"{source}.{self.names.part}.gate.weight"
+
+    def _expert(self, source: str, expert: int) -> str:
+        return f"{source}.{self.names.part}.experts.{expert}"
 
     def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
         transformer = {
             "num_moe_experts": self.count,
             "moe_router_topk": self.per_token,
             "moe_ffn_hidden_size": self.width,
-            # A softmax over all experts, renormalised over the chosen ones, is the softmax of the chosen logits.
-            "moe_router_pre_softmax": not self.renormalize,
             "moe_layer_freq": [int(has_experts) for has_experts in layers],
+            **self.router.megatron_args(),
         }
+        if self.shared:
+            transformer |= {
+                "moe_shared_expert_intermediate_size": self.shared.width,
+                "moe_shared_expert_gate": self.shared.gate is not None,
+            }
         return MegatronSettings(transformer | gated_args())
 
     def megatron_cuts(self) -> Sequence[Cut]:
         return (
             Cut("expert", "experts", self.count, "experts"),
             Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width, "columns"),
+            *self._shared_cuts(),
         )
 
     def megatron_widths(self) -> Sequence[Cut]:
-        return (Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width),)
+        return (Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width), *self._shared_cuts())
+
+    def _shared_cuts(self) -> tuple[Cut, ...]:
+        return (Cut("tensor", "columns of the shared expert", self.shared.width),) if self.shared else ()
+
+    def check_fp8(self, key: str) -> None:
+        if self.router.score != "softmax" or self.shared or self.names != ExpertNames():
+            raise UserError(
+                "FP8 has been shown with Qwen3's experts only (softmax router, no shared expert)",
+                key=key,
+                fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+            )
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
@@ -104,7 +172,7 @@ class Experts(Block):
                 f"; give expert_tensor {parallel.tensor} or expert above 1",
                 key=f"{key}.expert_tensor",
             )
-        if self.per_token == 1 and self.renormalize:
+        if self.per_token == 1 and self.router.renormalize:
             raise UserError(
                 "num_experts_per_tok 1 with norm_topk_prob gives the router no gradient; choose another model",
                 key="config.json",
@@ -112,7 +180,9 @@ class Experts(Block):
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         b.whole(f"{target}.pre_mlp_layernorm.weight", f"{source}.{NORM}")
-        b.whole(f"{target}.{MEGATRON_ROUTER}", f"{source}{ROUTER}")
+        b.whole(f"{target}.{MEGATRON_ROUTER}", self._router(source))
+        for bias in self.float32_tensors(source):
+            b.whole(f"{target}.{MEGATRON_BIAS}", bias)
         parallel, coords = place.parallel, place.coords
         count, width = self.count // parallel.expert, self.width // parallel.expert_tensor
         prefix = f"{target}.mlp.experts"
@@ -126,8 +196,23 @@ class Experts(Block):
         for local, (fc1, fc2) in enumerate(names):
             b.param(fc1, 2 * width, self.hidden)
             b.param(fc2, self.hidden, width)
-            expert = f"{source}.mlp.experts.{coords.ep * count + local}"
-            gated_pieces(b, (fc1, fc2), expert, coords.etp * width, width)
+            expert = self._expert(source, coords.ep * count + local)
+            gated_pieces(b, (fc1, fc2), expert, coords.etp * width, width, matrices=self.names.matrices)
+        if self.shared:
+            self._shared_pieces(b, place, f"{target}.mlp.shared_experts", source, self.shared)
+
+    def _shared_pieces(
+        self, b: ShardBuilder, place: MegatronPlace, target: str, source: str, shared: SharedExpert
+    ) -> None:
+        width = shared.width // place.parallel.tensor
+        if shared.gate:
+            b.whole(f"{target}.gate_weight", f"{source}.{shared.gate}")
+        fc1 = b.param(f"{target}.linear_fc1.weight", 2 * width, self.hidden)
+        fc2 = b.param(f"{target}.linear_fc2.weight", self.hidden, width)
+        gated_pieces(b, (fc1, fc2), f"{source}.{shared.name}", place.coords.tp * width, width)
+
+    def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
+        return (("columns of the shared expert", self.shared.width),) if self.shared else ()
 
     def check_engine(self, cut: EngineCut, key: str) -> None:
         if cut.workers > self.count:
@@ -146,13 +231,22 @@ class Experts(Block):
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Declares w13 [experts, gate rows then up rows, hidden] and w2 [experts, hidden, columns]."""
         b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
-        b.whole(source + ROUTER, source + ROUTER)
+        for name in (self._router(source), *self.float32_tensors(source)):
+            b.whole(name, name)
         held, columns = self._worker_part(cut, worker)
-        width, prefix = len(columns), f"{source}.mlp.experts.routed_experts"
+        width, prefix = len(columns), f"{source}.{self.names.part}.experts.routed_experts"
         w13 = b.param(f"{prefix}.w13_weight", len(held), 2 * width, self.hidden)
         w2 = b.param(f"{prefix}.w2_weight", len(held), self.hidden, width)
         for local, expert in enumerate(held):
-            gated_pieces(b, (w13, w2), f"{source}.mlp.experts.{expert}", columns.start, width, stack=(local,))
+            source_expert, matrices = self._expert(source, expert), self.names.matrices
+            gated_pieces(b, (w13, w2), source_expert, columns.start, width, stack=(local,), matrices=matrices)
+        if self.shared:
+            name, width = f"{source}.{self.shared.name}", self.shared.width // cut.tensor
+            gate_up = b.param(f"{name}.gate_up_proj.weight", 2 * width, self.hidden)
+            down = b.param(f"{name}.down_proj.weight", self.hidden, width)
+            gated_pieces(b, (gate_up, down), name, worker % cut.tensor * width, width)
+            if self.shared.gate:
+                b.whole(f"{source}.{self.shared.gate}", f"{source}.{self.shared.gate}")
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         if cut.expert_parallel:
@@ -170,7 +264,8 @@ class Experts(Block):
         return range(first, first + base + (worker < remainder)), range(self.width)
 
     def flops(self) -> TokenFlops:
-        return TokenFlops(2 * (3 * self.hidden * self.width * self.per_token + self.hidden * self.count))
+        shared = self.shared.width if self.shared else 0
+        return TokenFlops(2 * self.hidden * (3 * (self.width * self.per_token + shared) + self.count))
 
     def saved_bytes(self, work: Work) -> float:
         s, b = work.tokens / work.parallel.tensor, work.itemsize
@@ -180,7 +275,15 @@ class Experts(Block):
         kept = 2 + self._activation_widths(work)
         experts = self._routed(work) * (b * (self.hidden + kept * self.width / work.parallel.expert_tensor) + 4)
         # Logits, probabilities and masks over all experts, in float32 and bool.
-        return norm + experts + s * self.count * 24
+        return norm + experts + s * self.count * 24 + self._shared_bytes(work)
+
+    def _shared_bytes(self, work: Work) -> float:
+        """Returns the bytes kept for the shared expert: gate, up, the product, and a gate's input and score."""
+        if not self.shared:
+            return 0.0
+        inner = (2 + self._activation_widths(work)) * self.shared.width / work.parallel.tensor
+        gate = work.tokens / work.parallel.tensor * (self.hidden + 1) if self.shared.gate else 0
+        return work.itemsize * (work.tokens * inner + gate)
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
         """Returns the bytes kept: with "moe" the norm's input and output; with "selective" not the norm's output, and
@@ -196,6 +299,7 @@ class Experts(Block):
                 / work.parallel.expert_tensor
                 * work.itemsize
             )
+            # Only the routed experts' activation is computed again.
             return self.saved_bytes(work) - norm - dropped
         return self.saved_bytes(work)
 
@@ -217,7 +321,7 @@ class Experts(Block):
         return even * (work.imbalance if work.parallel.expert > 1 else 1.0)
 
     def messages(self, parallel: ParallelDims) -> Messages:
-        return Messages(experts=self.per_token * self.hidden)
+        return Messages(tensor=self.hidden if self.shared else 0.0, experts=self.per_token * self.hidden)
 
     def engine_width(self, cut: EngineCut) -> float:
         """Returns the elements of the two work spaces of the fused MoE kernel."""

@@ -20,6 +20,8 @@ from skyrl_mega.models.config_json import Hf, integer, require
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
+GATED = ("gate_proj", "up_proj", "down_proj")
+"""The three matrices of a gated MLP, in most families."""
 NORM = "post_attention_layernorm.weight"
 """Name of the norm before a feed-forward part, in Hugging Face and in vLLM."""
 
@@ -104,12 +106,13 @@ class GatedMlp(Block):
         return 3 * self.width / cut.tensor
 
 
-def gated_tensors(source: str, width: int, hidden: int) -> Tensors:
+def gated_tensors(source: str, width: int, hidden: int, matrices: tuple[str, str, str] = GATED) -> Tensors:
     """Returns the three matrices of a gated MLP, or of an expert."""
+    gate, up, down = matrices
     return {
-        f"{source}.gate_proj.weight": (width, hidden),
-        f"{source}.up_proj.weight": (width, hidden),
-        f"{source}.down_proj.weight": (hidden, width),
+        f"{source}.{gate}.weight": (width, hidden),
+        f"{source}.{up}.weight": (width, hidden),
+        f"{source}.{down}.weight": (hidden, width),
     }
 
 
@@ -121,12 +124,20 @@ def gated_args() -> dict[str, object]:
 
 
 def gated_pieces(
-    b: ShardBuilder, params: tuple[str, str], source: str, start: int, width: int, stack: tuple[int, ...] = ()
+    b: ShardBuilder,
+    params: tuple[str, str],
+    source: str,
+    start: int,
+    width: int,
+    *,
+    stack: tuple[int, ...] = (),
+    matrices: tuple[str, str, str] = GATED,
 ) -> None:
     """Declares the pieces of a gated MLP: gate rows, then up rows in the first parameter; down columns in the second.
 
     `width` rows or columns from `start` are taken of each matrix. `stack` picks an expert if a parameter holds several.
     """
-    b.rows(params[0], 0, f"{source}.gate_proj.weight", start, width, stack=stack)
-    b.rows(params[0], width, f"{source}.up_proj.weight", start, width, stack=stack)
-    b.columns(params[1], f"{source}.down_proj.weight", start, width, stack=stack)
+    gate, up, down = matrices
+    b.rows(params[0], 0, f"{source}.{gate}.weight", start, width, stack=stack)
+    b.rows(params[0], width, f"{source}.{up}.weight", start, width, stack=stack)
+    b.columns(params[1], f"{source}.{down}.weight", start, width, stack=stack)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
     Block,
     Cut,
     EngineCut,
+    LayerModules,
     MegatronPlace,
     MegatronSettings,
     Messages,
@@ -23,6 +24,7 @@ from skyrl_mega.models.config_json import Hf, integer, number, require, unsuppor
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
+Norms = Literal["none", "head", "all_heads"]
 NORM = "input_layernorm.weight"
 ROPE_THETA = 10_000.0
 """Default base of rotary positions."""
@@ -30,17 +32,23 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, and the scaling of frequencies (`none`, `linear`, `llama3`)."""
+    """Rotary positions: the base, the scaling of frequencies (`none`, `linear`, `llama3`), and the rotated part."""
 
     base: float
     scaling: str = "none"
     factor: float = 1.0
+    part: float = 1.0
+    """Fraction of a head's width, from its start, that is rotated."""
 
     @classmethod
-    def read(cls, hf: Hf) -> Rope:
+    def read(cls, hf: Hf, part: float | None = None) -> Rope:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
         megatron-core 0.16 supports linear interpolation, and Llama 3's scaling with the constants of Llama 3.1.
+
+        Args:
+            hf: Content of config.json.
+            part: Fraction of a head that is rotated where config.json does not say it; None: always the whole head.
         """
         key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
         values = hf.get(key) or {}
@@ -49,10 +57,14 @@ class Rope:
         bases = [keys for keys in (values, hf) if "rope_theta" in keys]
         base = number(bases[0], "rope_theta") if bases else ROPE_THETA
         kind = values.get("rope_type", values.get("type", "default"))
-        if values.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise unsupported(hf, key, "a partial_rotary_factor of 1")
+        keys = values if "partial_rotary_factor" in values else {"partial_rotary_factor": part or 1.0, **hf}
+        rotated = number(keys, "partial_rotary_factor")
+        if rotated > 1 or (part is None and rotated != 1):
+            raise unsupported(hf, key, f"a partial_rotary_factor of {'1' if part is None else 'at most 1'}")
         if kind == "default":
-            return cls(base)
+            return cls(base, part=rotated)
+        if part is not None:
+            raise unsupported(hf, key, "rope_type default for this model_type")
         if kind == "linear":
             return cls(base, "linear", number(values, "factor"))
         constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
@@ -64,6 +76,8 @@ class Rope:
     def megatron_args(self) -> dict[str, Any]:
         """Returns keyword arguments of `GPTModel`."""
         args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": self.base}
+        if self.part != 1.0:
+            args["rotary_percent"] = self.part
         if self.scaling == "llama3":
             args |= {"rope_scaling": True, "rope_scaling_factor": self.factor}
         elif self.scaling == "linear":
@@ -80,27 +94,46 @@ class GroupedQueryAttention(Block):
     kv_heads: int
     head_dim: int
     rope: Rope
-    qk_norm: bool
-    """True for RMSNorm over each query and key head."""
+    qk_norm: Norms
+    """RMSNorm of queries and keys: over each head, or over all heads together."""
     qkv_bias: bool
     """True for a bias in the q, k and v projections."""
+    engine_norm_rows: bool = False
+    """True if an engine's worker holds its own heads' part of a norm over all heads; False: the whole norm."""
 
     @classmethod
-    def read(cls, hf: Hf, *, qk_norm: bool, qkv_bias: bool) -> GroupedQueryAttention:
+    def read(
+        cls,
+        hf: Hf,
+        *,
+        qk_norm: Norms,
+        qkv_bias: bool,
+        bias_key: str | None = "attention_bias",
+        part: float | None = None,
+    ) -> GroupedQueryAttention:
         """Reads config.json. Default `head_dim`: the hidden size divided by the heads. Default `num_key_value_heads`:
-        the number of query heads."""
+        the number of query heads.
+
+        Args:
+            hf: Content of config.json.
+            qk_norm: The norm of queries and keys.
+            qkv_bias: True for a bias in the q, k and v projections.
+            bias_key: Key that must not ask for a bias; None if the family reads it.
+            part: As in `Rope.read`.
+        """
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
         if heads % kv_heads:
             raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
         require(hf, "use_sliding_window", False)
-        require(hf, "attention_bias", False)
+        if bias_key:
+            require(hf, bias_key, False)
         return cls(
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim"),
-            rope=Rope.read(hf),
+            rope=Rope.read(hf, part),
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
         )
@@ -116,9 +149,10 @@ class GroupedQueryAttention(Block):
             shapes[f"{source}.self_attn.{name}.weight"] = (rows, self.hidden)
             if self.qkv_bias:
                 shapes[f"{source}.self_attn.{name}.bias"] = (rows,)
-        if self.qk_norm:
-            shapes[f"{source}.self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes[f"{source}.self_attn.k_norm.weight"] = (self.head_dim,)
+        if self.qk_norm != "none":
+            all_heads = self.qk_norm == "all_heads"
+            shapes[f"{source}.self_attn.q_norm.weight"] = (q if all_heads else self.head_dim,)
+            shapes[f"{source}.self_attn.k_norm.weight"] = (kv if all_heads else self.head_dim,)
         shapes[f"{source}.self_attn.o_proj.weight"] = (self.hidden, q)
         return shapes
 
@@ -127,10 +161,13 @@ class GroupedQueryAttention(Block):
             "num_attention_heads": self.heads,
             "num_query_groups": self.kv_heads,
             "kv_channels": self.head_dim,
-            "qk_layernorm": self.qk_norm,
+            "qk_layernorm": self.qk_norm != "none",
             "add_qkv_bias": self.qkv_bias,
         }
         return MegatronSettings(transformer, self.rope.megatron_args())
+
+    def layer_modules(self) -> LayerModules:
+        return LayerModules(self.qk_norm)
 
     def megatron_cuts(self) -> Sequence[Cut]:
         return (
@@ -167,7 +204,7 @@ class GroupedQueryAttention(Block):
                 b.rows(param, row, f"{hf_prefix}.q_proj.{kind}", group * width, width)
                 b.rows(param, row + width, f"{hf_prefix}.k_proj.{kind}", group * head, head)
                 b.rows(param, row + width + head, f"{hf_prefix}.v_proj.{kind}", group * head, head)
-        if self.qk_norm:
+        if self.qk_norm != "none":
             b.whole(f"{megatron_prefix}.q_layernorm.weight", f"{hf_prefix}.q_norm.weight")
             b.whole(f"{megatron_prefix}.k_layernorm.weight", f"{hf_prefix}.k_norm.weight")
 
@@ -201,9 +238,11 @@ class GroupedQueryAttention(Block):
             b.rows(fused, q, f"{prefix}.k_proj.{kind}", kv_start, kv)
             b.rows(fused, q + kv, f"{prefix}.v_proj.{kind}", kv_start, kv)
         b.columns(b.param(f"{prefix}.o_proj.weight", self.hidden, q), f"{prefix}.o_proj.weight", rank * q, q)
-        if self.qk_norm:
-            b.whole(f"{prefix}.q_norm.weight", f"{prefix}.q_norm.weight")
-            b.whole(f"{prefix}.k_norm.weight", f"{prefix}.k_norm.weight")
+        for name, start, rows in (("q_norm.weight", rank * q, q), ("k_norm.weight", kv_start, kv)):
+            if self.qk_norm == "all_heads" and self.engine_norm_rows:
+                b.rows(b.param(f"{prefix}.{name}", rows), 0, f"{prefix}.{name}", start, rows)
+            elif self.qk_norm != "none":
+                b.whole(f"{prefix}.{name}", f"{prefix}.{name}")
 
     def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
         rank = worker % cut.tensor
@@ -225,10 +264,10 @@ class GroupedQueryAttention(Block):
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
-        normed = (q if self.qk_norm else 0) + (q + 2 * v)
+        normed = (q if self.qk_norm != "none" else 0) + (q + 2 * v)
         if work.spec == "te":
-            normed = (q + v if self.qk_norm else 0) + v
-        rotation = 0 if "rope" in work.fused else 4 * self.head_dim
+            normed = (q + v if self.qk_norm != "none" else 0) + v
+        rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
         attention = tokens * b * (normed + (q + v) + q + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
 

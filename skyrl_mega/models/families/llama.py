@@ -15,5 +15,5 @@ def describe(hf: Hf) -> Decoder:
         UserError: A key is missing or has an unsupported value.
     """
     hf = with_defaults(hf, max_position_embeddings=2048)
-    attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
+    attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

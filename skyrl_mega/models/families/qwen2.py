@@ -16,7 +16,7 @@ def describe(hf: Hf) -> Decoder:
         UserError: A key is missing or has an unsupported value.
     """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32)
-    attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=True)
+    attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=True)
     decoder = read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))
     if attention.head_dim * attention.heads != decoder.hidden:
         # vLLM derives the head's width of a Qwen2 and ignores head_dim.

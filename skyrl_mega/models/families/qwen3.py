@@ -16,5 +16,5 @@ def describe(hf: Hf) -> Decoder:
     """
     hf = with_defaults(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
     integer(hf, "head_dim")  # unlike related classes, Qwen3's refuses null
-    attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
+    attention = GroupedQueryAttention.read(hf, qk_norm="head", qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

@@ -28,6 +28,8 @@ class Wire:
     """Type of all other tensors: router, norms, embedding, head, biases."""
     quantised: frozenset[str] = frozenset()
     """Tensors sent as E4M3."""
+    float32: frozenset[str] = frozenset()
+    """Tensors sent in float32 whatever the model's type (`Decoder.float32_tensors`)."""
 
     @property
     def scales(self) -> frozenset[str]:
@@ -38,7 +40,8 @@ class Wire:
         """Returns the type of a tensor's elements on the wire."""
         if name in self.quantised:
             return FP8
-        return torch.float32 if name.removesuffix(SUFFIX) in self.quantised else self.dtype
+        in_float32 = name in self.float32 or name.removesuffix(SUFFIX) in self.quantised
+        return torch.float32 if in_float32 else self.dtype
 
     def itemsize(self, name: str) -> int:
         """Returns the bytes of an element of the tensor `name` on the wire."""

@@ -67,6 +67,11 @@ class SyncInputs:
         """Number of workers per engine."""
         return EnginesLayout(**self.engines).workers
 
+    @property
+    def float32(self) -> frozenset[str]:
+        """Names of the tensors in float32 whatever the model's type."""
+        return architecture(self.hf).describe(self.hf).float32_tensors
+
     def endpoints(self) -> tuple[Endpoints, Wire]:
         """Returns both ends of the sync, scales included, and the types on the wire.
 
@@ -76,7 +81,7 @@ class SyncInputs:
         topology = Topology(tuple(self.sources), tuple(self.targets), Links(**self.links))
         ends = lay_out(self.hf, ParallelDims(**self.parallel), self.spec, EnginesLayout(**self.engines), topology)
         ends = ends.only(self.members, self.workers)
-        wire = wire_of(self.dtype, self.fp8, ends.engines.tensors)
+        wire = wire_of(self.dtype, self.fp8, ends.engines.tensors, self.float32)
         if not wire.quantised:
             return ends, wire
         policy, engines = with_scales(ends.policy, wire.quantised), with_scales(ends.engines, wire.quantised)
@@ -101,26 +106,32 @@ def sync_plan(config: Config, hf: Mapping[str, Any], placement: RunPlacement | N
     return SyncInputs.of(config, hf, placement or plan_placement(config)).plan()
 
 
-def wire_of(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> Wire:
+def wire_of(
+    dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]], float32: frozenset[str] = frozenset()
+) -> Wire:
     """Returns the types of these tensors on the wire.
 
     Args:
         dtype: `model.dtype`, the type of all tensors not quantised.
         fp8: True to quantise the linear weights (`weights.wire=fp8`).
         tensors: Name → shape of the model's tensors.
+        float32: Names of the tensors in float32 whatever the model's type.
     """
-    return Wire(getattr(torch, dtype), quantised(tensors) if fp8 else frozenset())
+    return Wire(getattr(torch, dtype), quantised(tensors) if fp8 else frozenset(), float32)
 
 
-def copy_bytes(dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]]) -> int:
+def copy_bytes(
+    dtype: str, fp8: bool, tensors: Mapping[str, tuple[int, ...]], float32: frozenset[str] = frozenset()
+) -> int:
     """Returns the bytes of a copy of the model on the wire, scales included.
 
     Args:
         dtype: `model.dtype`, the type of all tensors not quantised.
         fp8: True to quantise the linear weights (`weights.wire=fp8`).
         tensors: Name → shape of the model's tensors.
+        float32: Names of the tensors in float32 whatever the model's type.
     """
-    wire = wire_of(dtype, fp8, tensors)
+    wire = wire_of(dtype, fp8, tensors, float32)
     all_shapes = {**scale_shapes(tensors, wire.quantised), **tensors}
     return sum(prod(shape) * wire.itemsize(name) for name, shape in all_shapes.items())
 

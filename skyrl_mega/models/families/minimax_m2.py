@@ -1,0 +1,42 @@
+"""MiniMax-M2: RMSNorm over all heads, partial rotary positions, sigmoid routing with a correction bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from skyrl_mega.models.blocks.experts import ExpertNames, Experts
+from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
+from skyrl_mega.models.blocks.routing import Router
+from skyrl_mega.models.config_json import Hf, integer, require, unsupported, with_defaults
+from skyrl_mega.models.decoder import Decoder, read_decoder
+
+NAMES = ExpertNames("block_sparse_moe", "block_sparse_moe.e_score_correction_bias", ("w1", "w3", "w2"))
+"""Names as in Mixtral."""
+
+
+def describe(hf: Hf) -> Decoder:
+    """Returns the layers and sizes of a MiniMax-M2 model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
+    hf = with_defaults(
+        hf,
+        max_position_embeddings=196608,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=5_000_000.0,
+        use_qk_norm=True,
+    )
+    for key, allowed in (("scoring_func", "sigmoid"), ("use_routing_bias", True)):
+        if hf.get(key) != allowed:  # vLLM's defaults differ
+            raise unsupported(hf, key, f"{allowed!r}, which the published config.json contains")
+    require(hf, "use_qk_norm", True)
+    require(hf, "qk_norm_type", "per_layer")
+    require(hf, "router_jitter_noise", 0.0)
+    part = integer(hf, "rotary_dim") / integer(hf, "head_dim") if "rotary_dim" in hf else 1.0
+    attention = GroupedQueryAttention.read(hf, qk_norm="all_heads", qkv_bias=False, part=part)
+    router = Router("sigmoid", renormalize=True, bias=True)
+    experts = Experts.read(hf, router, names=NAMES, count=("num_local_experts",), width="intermediate_size")
+    layer = (replace(attention, engine_norm_rows=True), experts)
+    return read_decoder(hf, [layer] * integer(hf, "num_hidden_layers"))

@@ -1,0 +1,29 @@
+"""Mixtral (arXiv:2401.04088): Mistral's attention, experts in every layer, softmax over the chosen experts."""
+
+from __future__ import annotations
+
+from skyrl_mega.models.blocks.experts import ExpertNames, Experts
+from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
+from skyrl_mega.models.blocks.routing import Router
+from skyrl_mega.models.config_json import Hf, integer, require, with_defaults
+from skyrl_mega.models.decoder import Decoder, read_decoder
+
+NAMES = ExpertNames("block_sparse_moe", matrices=("w1", "w3", "w2"))
+"""Mixtral's names of gate, up and down."""
+
+
+def describe(hf: Hf) -> Decoder:
+    """Returns the layers and sizes of a Mixtral model from its config.json.
+
+    Raises:
+        UserError: A key is missing or has an unsupported value.
+    """
+    hf = with_defaults(
+        hf, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0
+    )
+    require(hf, "sliding_window", None)
+    require(hf, "router_jitter_noise", 0.0)
+    attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
+    router = Router("softmax", renormalize=True)
+    experts = Experts.read(hf, router, names=NAMES, count=("num_local_experts",), width="intermediate_size")
+    return read_decoder(hf, [(attention, experts)] * integer(hf, "num_hidden_layers"))
