@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit, on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
-from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES

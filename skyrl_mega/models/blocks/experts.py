@@ -106,7 +106,7 @@ class Experts(Block):
 
     def hf_tensors(self, source: str) -> Tensors:
         shapes: Tensors = {f"{source}.{NORM}": (self.hidden,), self._router(source): (self.count, self.hidden)}
-        shapes |= {name: (self.count,) for name in self.float32_tensors(source)}
+        shapes |= dict.fromkeys(self.float32_tensors(source), (self.count,))
         for expert in range(self.count):
             shapes |= gated_tensors(self._expert(source, expert), self.width, self.hidden, self.names.matrices)
         if self.shared:

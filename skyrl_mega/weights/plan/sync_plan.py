@@ -13,6 +13,7 @@ from skyrl_mega.cluster.run_placement import RunPlacement, plan_placement
 from skyrl_mega.config.derived import planned_device, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.fp8.format import Wire, quantised, scale_shapes, with_scales
 from skyrl_mega.weights.plan.endpoints import Endpoints, EnginesLayout, engines_of, lay_out
