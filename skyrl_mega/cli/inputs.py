@@ -19,10 +19,11 @@ from skyrl_mega.config.derived import (
     engine_data,
     expert_parallel,
     fp8_parameters,
+    fp8_weights,
     length_limit,
     planned_device,
 )
-from skyrl_mega.config.precision import check_precision
+from skyrl_mega.config.precision import check_precision, needs
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
@@ -320,7 +321,20 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
                 key=f"{key}.expert_tensor",
                 value=grid.expert_tensor,
             )
+    _check_fp8(config, hf)
     check_spread(config, grids)
+
+
+def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuses FP8 in policy, wire or engines for blocks that have not been shown with it."""
+    wants = {
+        "policy.precision.recipe": needs(config.policy.precision) is not None,
+        "weights.wire": config.weights.wire == "fp8",
+        "rollout.options": fp8_weights(config.rollout),
+    }
+    for key in (key for key, wanted in wants.items() if wanted):
+        for block in architecture(hf).describe(hf).parts:
+            block.check_fp8(key)
 
 
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from skyrl_mega.engines.vllm.cpu_router import allow_sigmoid_without_groups
+
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
 TOKENIZER = "skyrl_mega"
@@ -15,9 +17,12 @@ MAY_HOLD = "skyrl_mega_may_hold"
 def register() -> None:
     """Registers our weight-transfer engine and tokenizers with vLLM. May be called again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.tokenizers import TokenizerRegistry
 
+    if current_platform.is_cpu():
+        allow_sigmoid_without_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
     RENDERER_REGISTRY.renderers[TOKENIZER] = ("vllm.renderers.hf", "HfRenderer")
