@@ -119,7 +119,9 @@ def save(
         sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
         files = list(split(sizes, file_bytes))
         names = file_names(len(files))
-        gathered = _gathered(layout, params, wire, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s)
+        gathered = _gathered(
+            layout, params, wire, files, writers, bucket_bytes=min(file_bytes, BUCKET_BYTES), timeout_s=timeout_s
+        )
         _write_files(partial, names, gathered)
         if rank == 0:
             try:
@@ -164,6 +166,7 @@ def _gathered(
     wire: Wire,
     files: Sequence[Sequence[str]],
     writers: Sequence[int],
+    *,
     bucket_bytes: int,
     timeout_s: float,
 ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:

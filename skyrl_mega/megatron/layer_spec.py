@@ -107,7 +107,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         flat = x.flatten(-2).float()
         local = flat.shape[-1]
         squares = flat.square().sum(-1, keepdim=True)
-        weight = self.weight
+        weight: Tensor = self.weight
         if local < self.width:
             # Each rank's result depends on the sum, so the sum's gradient is a sum over ranks as well.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))

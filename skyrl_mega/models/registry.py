@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Literal
+from typing import Any, Literal
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models import engine, families, huggingface, megatron
@@ -28,6 +28,10 @@ class Architecture:
     name: str
     describe: Callable[[Hf], Decoder]
     """Reads the model's sizes and parts."""
+    transformers_class: str
+    """Name of the transformers class, by which vLLM selects the model."""
+    small: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Returns a config.json of this family, from one with common keys; None for families without experts."""
 
     def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
         """Returns name → shape of every tensor of the checkpoint on disk."""
@@ -107,7 +111,8 @@ class Architecture:
 def _families() -> dict[str, Architecture]:
     """Returns an architecture per file in `families/`, named after its `model_type`; newest first."""
     names = sorted((module.name for module in iter_modules(families.__path__)), reverse=True)
-    return {name: Architecture(name, import_module(f"{families.__name__}.{name}").describe) for name in names}
+    modules = {name: import_module(f"{families.__name__}.{name}") for name in names}
+    return {name: Architecture(name, m.describe, m.CLASS, getattr(m, "small", None)) for name, m in modules.items()}
 
 
 HeadKind = Literal["vocab", "value"]

@@ -14,16 +14,7 @@ from skyrl_mega.cluster.atomic_output import Occupied, atomic_folder
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
-from skyrl_mega.models.registry import architecture
-
-CLASSES = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-"""The transformers class of each architecture, used by vLLM to select the model."""
-
+from skyrl_mega.models.registry import ARCHITECTURES, architecture
 
 KEYS = {
     "architecture": "model_type",
@@ -44,8 +35,9 @@ KEYS = {
 
 def hf_config(config: BuildConfig) -> dict[str, Any]:
     """Returns the config.json of the model described by `config`."""
+    family = ARCHITECTURES[config.architecture]
     hf: dict[str, Any] = {
-        "architectures": [CLASSES[config.architecture]],
+        "architectures": [family.transformers_class],
         "model_type": config.architecture,
         "vocab_size": len(VOCABULARY),
         "hidden_size": config.hidden,
@@ -67,15 +59,15 @@ def hf_config(config: BuildConfig) -> dict[str, Any]:
         "torch_dtype": "float32",
         "use_cache": True,
     }
-    if config.architecture == "qwen3_moe":
-        hf |= {
-            "num_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.expert_ffn,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+    if family.small:
+        hf = family.small(
+            hf
+            | {
+                "num_experts": config.experts,
+                "num_experts_per_tok": config.experts_per_token,
+                "moe_intermediate_size": config.expert_ffn,
+            }
+        )
     if config.architecture == "qwen2":
         del hf["attention_bias"]  # a Qwen2 always has the bias of q, k and v
     return hf
@@ -108,7 +100,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
     for name, shape in tensors.items():
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             weights[name] = torch.zeros(shape)
         else:
             weights[name] = torch.randn(shape, generator=generator) * hf["initializer_range"]

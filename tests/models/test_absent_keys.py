@@ -22,6 +22,16 @@ GIVEN = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"norm_topk_prob": False},
+    "glm4_moe": {"n_routed_experts": 8, "head_dim": 64},
+    "minimax_m2": {"head_dim": 64, "num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+"""Further keys without a default, and values that vLLM requires."""
+READ_BY_VLLM = {("glm4_moe", "head_dim"), ("minimax_m2", "head_dim")}
+"""Keys with a default in transformers and none in vLLM."""
 OPTIONAL = (
     "num_key_value_heads",
     "max_position_embeddings",
@@ -66,7 +76,13 @@ def ours(decoder: Decoder) -> dict[str, Any]:
 
 def theirs(model_type: str, hf: dict[str, Any]) -> dict[str, Any]:
     c = AutoConfig.for_model(**hf)
-    moe = model_type == "qwen3_moe"
+    moe = bool(ARCHITECTURES[model_type].small)
+
+    def read(name: str, default: Any) -> Any:
+        return getattr(c, name) if name in type(c).__dataclass_fields__ else default
+
+    listed, step = read("mlp_only_layers", ()), read("decoder_sparse_step", 1)
+    dense_first = read("first_k_dense_replace", 0)
     rope = c.rope_parameters
     return {
         "kv_heads": c.num_key_value_heads,
@@ -77,10 +93,9 @@ def theirs(model_type: str, hf: dict[str, Any]) -> dict[str, Any]:
         "tied": c.tie_word_embeddings,
         "rope": (rope["rope_theta"], rope["rope_type"].replace("default", "none")),
         "moe": [
-            moe and i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0
-            for i in range(c.num_hidden_layers)
+            moe and i not in listed and (i + 1) % step == 0 and i >= dense_first for i in range(c.num_hidden_layers)
         ],
-        "renormalize": c.norm_topk_prob if moe else None,
+        "renormalize": read("norm_topk_prob", True) if moe else None,
     }
 
 
@@ -88,18 +103,24 @@ def theirs(model_type: str, hf: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("key", [*OPTIONAL, "none of them"])
 @pytest.mark.parametrize("how", ["absent", "null", "given"])
 def test_as_in_transformers(model_type: str, key: str, how: str) -> None:
-    hf = {"model_type": model_type, **GIVEN, **(GIVENS if how == "given" else {"num_key_value_heads": 8})}
+    hf = {
+        "model_type": model_type,
+        **GIVEN,
+        **OTHERS.get(model_type, {}),
+        **(GIVENS if how == "given" else {"num_key_value_heads": 8}),
+    }
     if how == "absent":
         hf = {"model_type": model_type, **GIVEN} if key == "none of them" else {k: hf[k] for k in hf if k != key}
     elif how == "null":
         hf |= {} if key == "none of them" else {key: None}
+    hf |= {k: v for k, v in OTHERS.get(model_type, {}).items() if (how, k) not in (("absent", key), ("null", key))}
     try:
         expected = theirs(model_type, hf)
-        taken = None not in expected["rope"]
+        taken = None not in expected["rope"] and expected["kv_heads"] is not None
     except StrictDataclassFieldValidationError:
         taken = False
-    if not taken:
-        with pytest.raises(UserError, match=f"config[.]json: {key} is null"):
+    if not taken or (how in ("absent", "null") and (model_type, key) in READ_BY_VLLM):
+        with pytest.raises(UserError, match=f"config[.]json: {key} is (null|missing)"):
             architecture(hf).describe(hf)
         return
     assert ours(architecture(hf).describe(hf)) == expected

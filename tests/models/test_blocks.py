@@ -98,7 +98,7 @@ def describe(hf: Hf) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "plain", Architecture("plain", describe))
+    monkeypatch.setitem(ARCHITECTURES, "plain", Architecture("plain", describe, "PlainForCausalLM"))
 
 
 def test_its_tensors_and_counts() -> None:
@@ -161,7 +161,7 @@ def test_layers_that_megatron_cannot_have_together_are_refused(monkeypatch: pyte
         attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
         return read_decoder(hf, [(attention, PlainMlp(64, 96)), (attention, PlainMlp(64, 128))])
 
-    monkeypatch.setitem(ARCHITECTURES, "mixed", Architecture("mixed", mixed))
+    monkeypatch.setitem(ARCHITECTURES, "mixed", Architecture("mixed", mixed, "MixedForCausalLM"))
     hf = HF | {"model_type": "mixed"}
     with pytest.raises(UserError, match="layers differ in what megatron-core calls ffn_hidden_size: 96 and 128"):
         architecture(hf).megatron_settings(hf)

@@ -12,15 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema.model import WITH_EXPERTS, WITHOUT_EXPERTS
 from skyrl_mega.hf_checkpoint.index import check_files
 from skyrl_mega.models.registry import ARCHITECTURES
 from skyrl_mega.models.tiny import build
 
 
+def test_every_architecture_can_be_built() -> None:
+    assert {*WITH_EXPERTS} == {name for name, family in ARCHITECTURES.items() if family.small}
+    assert {*WITH_EXPERTS, *WITHOUT_EXPERTS} == {*ARCHITECTURES}
+
+
 @pytest.fixture(params=[(name, tied) for name in ARCHITECTURES for tied in (False, True)], ids=str)
 def built(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[BuildConfig, Path]:
     name, tied = request.param
-    config = BuildConfig(architecture=name, head_dim=16 if name == "qwen2" else 32, tied=tied)
+    config = BuildConfig(architecture=name, head_dim=16 if name in ("qwen2", "qwen2_moe", "olmoe") else 32, tied=tied)
     build(config, tmp_path / "model", seed=3)
     return config, tmp_path / "model"
 

@@ -7,12 +7,17 @@ from typing import Optional
 
 from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2")
+"""Architectures of mixtures of experts; the first is the default."""
+WITHOUT_EXPERTS = ("qwen3", "qwen2", "llama")
+"""Architectures of dense models."""
+
 
 @dataclass
 class BuildConfig:
     """A small model with random weights."""
 
-    architecture: str = one_of("qwen3_moe", "qwen3", "qwen2", "llama")
+    architecture: str = one_of(*WITH_EXPERTS, *WITHOUT_EXPERTS)
     """Architecture named in config.json."""
     hidden: int = at_least(8, 64)
     """Hidden size."""
@@ -58,9 +63,9 @@ class ModelConfig:
         """Yields a missing path, and impossible numbers of experts."""
         if not self.path:
             yield "", "model.path is not set: allowed is a Hugging Face directory (with model.build it is made there)"
-        if self.build and self.build.architecture == "qwen3_moe":
+        if self.build and self.build.architecture not in WITHOUT_EXPERTS:
             if self.build.experts < 1:
-                yield "model.build.experts", "qwen3_moe needs at least 1; or architecture=qwen3"
+                yield "model.build.experts", f"{self.build.architecture} needs at least 1; or architecture=qwen3"
             if self.build.experts_per_token > self.build.experts:
                 why = f"allowed is at most model.build.experts = {self.build.experts}"
                 yield "model.build.experts_per_token", why

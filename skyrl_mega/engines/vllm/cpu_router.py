@@ -24,4 +24,4 @@ def allow_sigmoid_without_groups() -> None:
         if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
             router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
-    CPURouter.__init__ = with_one_group  # type: ignore[method-assign]
+    CPURouter.__init__ = with_one_group

@@ -19,7 +19,7 @@ from skyrl_mega.models.blocks.base import (
     share,
 )
 from skyrl_mega.models.blocks.gated_mlp import GATED, NORM, check_keys, gated_args, gated_pieces, gated_tensors
-from skyrl_mega.models.blocks.routing import Router
+from skyrl_mega.models.blocks.routing import ExpertRouter
 from skyrl_mega.models.config_json import Hf, integer
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -65,7 +65,7 @@ class Experts(Block):
     per_token: int
     width: int
     """Intermediate size of an expert."""
-    router: Router
+    router: ExpertRouter
     shared: SharedExpert | None = None
     names: ExpertNames = ExpertNames()
 
@@ -73,7 +73,7 @@ class Experts(Block):
     def read(
         cls,
         hf: Hf,
-        router: Router,
+        router: ExpertRouter,
         shared: SharedExpert | None = None,
         *,
         names: ExpertNames = ExpertNames(),
@@ -99,7 +99,15 @@ class Experts(Block):
             )
         if experts % router.groups:
             raise UserError(f"n_group {router.groups} does not divide the {experts} experts", key="config.json")
-        return cls(integer(hf, "hidden_size"), experts, per_token, integer(hf, width), router, shared, names)
+        return cls(
+            hidden=integer(hf, "hidden_size"),
+            count=experts,
+            per_token=per_token,
+            width=integer(hf, width),
+            router=router,
+            shared=shared,
+            names=names,
+        )
 
     def facts(self) -> Mapping[str, int]:
         return {"experts": self.count, "experts_per_token": self.per_token}

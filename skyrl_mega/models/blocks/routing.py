@@ -12,7 +12,7 @@ from skyrl_mega.models.config_json import Hf, flag, integer, number, require, un
 
 
 @dataclass(frozen=True)
-class Router:
+class ExpertRouter:
     """The function from a token's logits, one per expert, to the chosen experts and their weights."""
 
     score: Literal["softmax", "sigmoid"]
@@ -28,12 +28,12 @@ class Router:
     """Factor of the weights."""
 
     @classmethod
-    def softmax(cls, hf: Hf) -> Router:
+    def softmax(cls, hf: Hf) -> ExpertRouter:
         """Reads the softmax router of Qwen and OLMoE from config.json."""
         return cls("softmax", flag(hf, "norm_topk_prob"))
 
     @classmethod
-    def sigmoid(cls, hf: Hf, per_token: int) -> Router:
+    def sigmoid(cls, hf: Hf, per_token: int) -> ExpertRouter:
         """Reads the sigmoid router with a correction bias of DeepSeek-V3 (arXiv:2412.19437) from config.json.
 
         Raises:

@@ -3,14 +3,19 @@ with a correction bias, a shared expert."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from skyrl_mega.models.blocks.experts import Experts, SharedExpert
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.blocks.routing import Router, dense_first_layers
+from skyrl_mega.models.blocks.routing import ExpertRouter, dense_first_layers
 from skyrl_mega.models.config_json import Hf, flag, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 COUNT = ("n_routed_experts", "num_local_experts")
+
+CLASS = "Glm4MoeForCausalLM"
+"""The transformers class, by which vLLM selects the model."""
 
 
 def describe(hf: Hf) -> Decoder:
@@ -34,6 +39,7 @@ def describe(hf: Hf) -> Decoder:
         first_k_dense_replace=1,
     )
     integer(hf, "head_dim")  # vLLM reads it
+    integer(hf, "num_key_value_heads")  # null is refused by the transformers class
     attention = GroupedQueryAttention.read(
         hf,
         qk_norm="head" if flag(hf, "use_qk_norm") else "none",
@@ -42,6 +48,24 @@ def describe(hf: Hf) -> Decoder:
         part=0.5,
     )
     shared = SharedExpert(integer(hf, "moe_intermediate_size") * integer(hf, "n_shared_experts"))
-    router = Router.sigmoid(hf, integer(hf, "num_experts_per_tok"))
+    router = ExpertRouter.sigmoid(hf, integer(hf, "num_experts_per_tok"))
     experts, dense = Experts.read(hf, router, shared, count=COUNT), GatedMlp.read(hf)
     return read_decoder(hf, [(attention, experts if has_experts else dense) for has_experts in dense_first_layers(hf)])
+
+
+def small(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    own = {
+        "n_routed_experts": hf["num_experts"],
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    }
+    return {key: value for key, value in hf.items() if key != "num_experts"} | own

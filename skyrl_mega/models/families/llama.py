@@ -7,6 +7,9 @@ from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.config_json import Hf, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
+CLASS = "LlamaForCausalLM"
+"""The transformers class, by which vLLM selects the model."""
+
 
 def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Llama model from its config.json.

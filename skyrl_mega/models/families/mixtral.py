@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from skyrl_mega.models.blocks.experts import ExpertNames, Experts
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.blocks.routing import Router
+from skyrl_mega.models.blocks.routing import ExpertRouter
 from skyrl_mega.models.config_json import Hf, integer, require, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 NAMES = ExpertNames("block_sparse_moe", matrices=("w1", "w3", "w2"))
 """Mixtral's names of gate, up and down."""
+
+CLASS = "MixtralForCausalLM"
+"""The transformers class, by which vLLM selects the model."""
 
 
 def describe(hf: Hf) -> Decoder:
@@ -23,7 +28,15 @@ def describe(hf: Hf) -> Decoder:
     )
     require(hf, "sliding_window", None)
     require(hf, "router_jitter_noise", 0.0)
+    integer(hf, "num_key_value_heads")  # null is refused by the transformers class
     attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)
-    router = Router("softmax", renormalize=True)
+    router = ExpertRouter("softmax", renormalize=True)
     experts = Experts.read(hf, router, names=NAMES, count=("num_local_experts",), width="intermediate_size")
     return read_decoder(hf, [(attention, experts)] * integer(hf, "num_hidden_layers"))
+
+
+def small(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    renamed = ("num_experts", "moe_intermediate_size", "attention_bias")
+    own = {"num_local_experts": hf["num_experts"], "intermediate_size": hf["moe_intermediate_size"]}
+    return {key: value for key, value in hf.items() if key not in renamed} | own | {"sliding_window": None}

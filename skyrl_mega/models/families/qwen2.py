@@ -8,6 +8,9 @@ from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.config_json import Hf, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
+CLASS = "Qwen2ForCausalLM"
+"""The transformers class, by which vLLM selects the model."""
+
 
 def describe(hf: Hf) -> Decoder:
     """Returns the layers and sizes of a Qwen2 model from its config.json.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.blocks.routing import Router, sparse_step_layers
+from skyrl_mega.models.blocks.routing import ExpertRouter, sparse_step_layers
 from skyrl_mega.models.config_json import Hf, integer, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
+
+CLASS = "Qwen3MoeForCausalLM"
+"""The transformers class, by which vLLM selects the model."""
 
 
 def describe(hf: Hf) -> Decoder:
@@ -22,5 +27,10 @@ def describe(hf: Hf) -> Decoder:
     integer(hf, "num_key_value_heads")  # unlike related classes, Qwen3-MoE's refuses null
     moe = sparse_step_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm="head", qkv_bias=False)
-    experts, dense = Experts.read(hf, Router.softmax(hf)), GatedMlp.read(hf)
+    experts, dense = Experts.read(hf, ExpertRouter.softmax(hf)), GatedMlp.read(hf)
     return read_decoder(hf, [(attention, experts if has_experts else dense) for has_experts in moe])
+
+
+def small(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json of this family, from one with the common keys and Qwen3-MoE's names of experts' sizes."""
+    return hf | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
