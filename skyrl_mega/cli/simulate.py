@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
-from skyrl_mega.cli.simulate_choices import EXPLORED, Choice, Refused, engines, with_given_fraction
+from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, TENSORS, Choice, Refused, engines, with_given_fraction
 from skyrl_mega.cli.simulate_text import NOISE, Comparison, SimulatedRow
 from skyrl_mega.cli.workload import workload_of
 from skyrl_mega.common.errors import UserError
@@ -74,9 +74,9 @@ def check_playable(config: Config) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Simulator:
-    """Simulates every choice with the same trajectories."""
+    """Simulates every choice with the same trajectories, and prints the number of each simulation."""
 
     hf: Mapping[str, Any]
     workload: Workload
@@ -84,11 +84,25 @@ class Simulator:
     """Called before each simulation; an exception ends the comparison."""
     finished: list[SimulatedRow] = field(default_factory=list)
     """All rows simulated so far."""
+    started: int = 0
+    """Number of simulations, the current one included."""
+    expected: int = 0
+    """Estimated number of all simulations; 0 if unknown."""
+
+    def expect(self, more: int) -> None:
+        """Sets the estimated number of simulations still to come."""
+        self.expected = self.started + more
+
+    def progress(self, choice: Choice) -> str:
+        """Counts a simulation and returns the line that announces it."""
+        self.started += 1
+        total = f" of about {max(self.expected, self.started)}" if self.expected else ""
+        return f"simulate {self.started}{total}: {simulate_text.describe(choice)} …"
 
     def row(self, choice: Choice) -> SimulatedRow:
         """Simulates a choice and returns it with the outcome."""
         self.before(choice)
-        print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
+        print(self.progress(choice), file=sys.stderr, flush=True)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
         parallel, _ = fit.parallel_of(config)
         speeds = Rates.planned(config, architecture(self.hf).describe(self.hf), parallel, self.workload.length)
@@ -112,6 +126,7 @@ def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
         UserError: No split fits.
     """
     hf = simulator.hf
+    print("look for splits of the GPUs that fit …", file=sys.stderr, flush=True)
     splits = simulate_choices.splits(config, hf)
     if not splits:
         why = simulate_choices.misfit_reason(config, hf)
@@ -119,18 +134,22 @@ def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
             f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
             "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
         )
-    first = simulator.row(given)
     shared = engines(config, (), hf, [config.rollout.memory_fraction]) if config.cluster.shared else []
+    simulator.expect(1 + len(shared) + len(splits) + len(TENSORS) + len(MODES))
+    first = simulator.row(given)
     shared_rows = simulator.rows(config, shared, "off", 0)
     compared = split_rows(config, splits, simulator)
     best = min(compared, key=_seconds)
     explored = best.choice.mode, best.choice.most
-    engine_rows = sorted(simulator.rows(config, engines(config, best.choice.split, hf), *explored), key=_seconds)
+    other_engines = engines(config, best.choice.split, hf)
+    simulator.expect(len(other_engines) + len(MODES))
+    engine_rows = sorted(simulator.rows(config, other_engines, *explored), key=_seconds)
     tried = [best, *engine_rows]
     plain = with_given_fraction(config, min(tried, key=_seconds).choice.split, [row.choice.split for row in tried])
     engine_rows = [*simulator.rows(config, plain, *explored), *engine_rows]
     best = _nearly_best([best, *engine_rows])
     rows, modes = [first], [*simulate_choices.modes(config, best.choice.split, hf)]
+    simulator.expect(sum(isinstance(each, Choice) and each != best.choice for each in modes))
     for each in modes:
         if isinstance(each, Choice) and each.config not in [row.choice.config for row in rows]:
             rows.append(best if each == best.choice else simulator.row(each))

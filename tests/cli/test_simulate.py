@@ -66,6 +66,16 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
         assert config.asynchrony.mode == row["mode"] and config.policy.ranks in (None, row["policy.ranks"])
 
 
+def test_each_simulation_has_its_number() -> None:
+    config = compose(FILE, SMALL)
+    simulator = simulate.Simulator({}, None)  # type: ignore[arg-type]
+    simulator.expect(2)
+    lines = [simulator.progress(Choice("off", 0, config, ())) for _ in range(3)]
+    assert [line.partition(": ")[0] for line in lines] == [f"simulate {n} of about {max(n, 2)}" for n in (1, 2, 3)]
+    simulator.expect(4)
+    assert simulator.progress(Choice("full", 2, config, ())).startswith("simulate 4 of about 7: mode=full")
+
+
 def test_modes_that_cannot_run_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     result = simulated(capsys, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.mode=replace")
     assert [(row["mode"], row["max_staleness"]) for row in result["modes"][1:]] == [("off", 0), ("one_step", 1)]
