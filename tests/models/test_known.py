@@ -55,8 +55,28 @@ PARAMETERS = {
     "Llama-3.2-3B-Instruct": 3_212_749_824,
     "Llama-3.3-70B-Instruct": 70_553_706_496,
     "SmolLM2-135M-Instruct": 134_515_008,
+    "GLM-4.5": 352_797_814_784,
+    "GLM-4.5-Air": 106_852_245_504,
+    "GLM-4.6": 352_797_814_784,
+    "GLM-4.7": 352_797_814_784,
+    "MiniMax-M2": 228_689_748_992,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
+    "OLMoE-1B-7B-0924": 6_919_161_856,
+    "OLMoE-1B-7B-0924-Instruct": 6_919_161_856,
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "Qwen2-57B-A14B": 57_408_658_944,
+    "Qwen2-57B-A14B-Instruct": 57_408_658_944,
 }
-"""Parameters of each checkpoint as counted by the Hugging Face hub."""
+"""Parameters of each checkpoint: as counted by the Hugging Face hub, and for mixtures of experts other than Qwen3's as
+counted by transformers, which counts neither correction biases (a buffer) nor multi-token-prediction layers."""
+
+BIASES = {
+    **dict.fromkeys(("GLM-4.5", "GLM-4.6", "GLM-4.7"), 89 * 160),
+    "GLM-4.5-Air": 45 * 128,
+    "MiniMax-M2": 62 * 256,
+}
+"""Elements of the correction biases: layers with experts × experts."""
 
 FILES = {
     "Qwen3-30B-A3B": "qwen3_30b_a3b/config.json",
@@ -67,9 +87,9 @@ FILES = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_sizes_make_the_published_number_of_parameters(name: str) -> None:
-    hf = known(name)
+    hf, model = known(name), name.partition("/")[2]
     shapes = architecture(hf).tensors(hf).values()
-    assert sum(map(math.prod, shapes)) == PARAMETERS[name.partition("/")[2]]
+    assert sum(map(math.prod, shapes)) == PARAMETERS[model] + BIASES.get(model, 0)
 
 
 @pytest.mark.parametrize("name", FILES)
