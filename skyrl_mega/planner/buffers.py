@@ -31,6 +31,8 @@ GRADIENT = 4
 """Bytes of a gradient element; gradients accumulate in float32 (`megatron.model.wrap_ddp`)."""
 MOMENTS = {"float32": 8, "bfloat16": 4}
 """Bytes of the two Adam moments per element, by `policy.optimizer.moments`."""
+FLOAT32 = 4
+"""Bytes of an element of a correction bias."""
 MASTER = 4
 """Bytes of the float32 master weight per element; a float32 model keeps none."""
 
@@ -81,7 +83,9 @@ class StageBuffers:
     """All buffers of a pipeline stage; the ranks of the stage own different parts of the same buffers."""
 
     frozen: int
-    """Number of elements of frozen parameters, which lie outside the buffers."""
+    """Number of elements of frozen parameters in the model's type, which lie outside the buffers."""
+    fixed: int
+    """Number of elements of correction biases, which lie outside the buffers in float32."""
     dense: tuple[Buffer, ...]
     """Buffer of each model chunk, over the data-parallel ranks."""
     expert: tuple[Buffer, ...]
@@ -92,16 +96,17 @@ def stage_buffers(
     chunks: Sequence[Parameters], parallel: ParallelDims, pp: int, freeze_router: bool, *, overlap: bool
 ) -> StageBuffers:
     """Returns the buffers of pipeline stage `pp`. The arguments are those of `model_state`."""
-    frozen, dense, expert = 0, [], []
+    frozen, fixed, dense, expert = 0, 0, [], []
     for i, chunk in enumerate(chunks):
         full = full_bucket(parallel, pp, i) if overlap else None
-        untrained = chunk.router & freeze_router
-        frozen += int(chunk.numel[untrained].sum())
+        frozen += int(chunk.numel[chunk.router & freeze_router].sum())
+        fixed += int(chunk.numel[chunk.fixed].sum())
+        untrained = chunk.untrained(freeze_router)
         # Without expert parallelism experts are dense parameters to megatron-core.
         experts = chunk.expert & (parallel.expert > 1)
         dense.append(buffer(chunk.select(~experts & ~untrained), parallel.data * parallel.context, full))
         expert.append(buffer(chunk.select(experts & ~untrained), parallel.expert_data, full))
-    return StageBuffers(frozen, tuple(dense), tuple(expert))
+    return StageBuffers(frozen, fixed, tuple(dense), tuple(expert))
 
 
 def rank_state(
@@ -113,7 +118,7 @@ def rank_state(
     numel = sum(flat.numel for flat in (*buffers.dense, *buffers.expert))
     state = moments + (MASTER if itemsize == 2 else 0)
     return ModelState(
-        weights=(buffers.frozen + numel) * itemsize,
+        weights=(buffers.frozen + numel) * itemsize + buffers.fixed * FLOAT32,
         gradients=numel * GRADIENT,
         optimizer=sum(elements for elements, _ in owned) * state,
         largest=max((largest for _, largest in owned), default=0) * state,

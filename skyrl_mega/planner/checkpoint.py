@@ -5,9 +5,11 @@ Computes the same amounts as the boxes of `models.dist_checkpoint`, as plain num
 
 from __future__ import annotations
 
+import numpy as np
+
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer, full_bucket
+from skyrl_mega.planner.buffers import FLOAT32, MASTER, MOMENTS, buffer, full_bucket
 from skyrl_mega.planner.parameters import stage
 
 STAGING = 64 * 2**20
@@ -45,11 +47,12 @@ def checkpoint_bytes(
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp
     for i, chunk in enumerate(stage(decoder, parallel, at.pp)):
         full = full_bucket(parallel, at.pp, i) if overlap else None
-        frozen = chunk.router & freeze_router
-        total += (chunk.numel[frozen] / chunk.copies[frozen]).sum() * itemsize / data
+        untrained = chunk.untrained(freeze_router)
+        sizes = np.where(chunk.fixed, FLOAT32, itemsize)[untrained]
+        total += (chunk.numel[untrained] / chunk.copies[untrained] * sizes).sum() / data
         experts = chunk.expert & (parallel.expert > 1)
         for chosen, ranks, index in ((~experts, data, place), (experts, parallel.expert_data, at.edp)):
-            flat = buffer(chunk.select(chosen & ~frozen), ranks, full)
+            flat = buffer(chunk.select(chosen & ~untrained), ranks, full)
             runs = flat.runs(index)
             total += ((runs[:, 1] - runs[:, 0]) / flat.copies).sum() * (MASTER + moments)
     return int(total)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from skyrl_mega.cluster.run_placement import plan_placement
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit, on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
+from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.buffers import MASTER
+from skyrl_mega.planner.buffers import FLOAT32, MASTER
 from skyrl_mega.planner.checkpoint import INDEX, STAGING, checkpoint_bytes
 from skyrl_mega.planner.memory import (
     GIB,
@@ -262,4 +264,7 @@ def _model_bytes(config: Config, decoder: Decoder) -> int:
     frozen = 0
     if config.policy.moe.freeze_router and decoder.experts:
         frozen = len(decoder.moe_layers) * decoder.experts.count * decoder.hidden
-    return (elements(decoder) - frozen) * (MASTER + moments(config)) + frozen * itemsize(config)
+    tensors = huggingface.tensors(decoder)
+    fixed = sum(prod(tensors[name]) for name in decoder.float32_tensors)
+    trained = elements(decoder) - frozen - fixed
+    return trained * (MASTER + moments(config)) + frozen * itemsize(config) + fixed * FLOAT32

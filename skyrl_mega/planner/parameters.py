@@ -34,6 +34,8 @@ class Parameters:
     """True for parameters of an expert."""
     router: Bools
     """True for parameters of a router (may be frozen)."""
+    fixed: Bools
+    """True for correction biases: never trained, and in float32 in a model of any type."""
     shared: Bools
     """True for an embedding tied to the head and present on two pipeline stages."""
     copies: Ints
@@ -44,6 +46,10 @@ class Parameters:
     def total(self) -> int:
         """Returns the number of elements of all parameters."""
         return int(self.numel.sum())
+
+    def untrained(self, freeze_router: bool) -> Bools:
+        """Returns a mask [n] of the parameters without gradients and optimizer state."""
+        return self.fixed | (self.router & freeze_router)
 
     def select(self, chosen: Bools) -> Parameters:
         """Returns the parameters selected by a mask [n]."""
@@ -87,7 +93,7 @@ def layers(decoder: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
 
 def _single(numel: int, shared: bool = False, copies: int = 1) -> Parameters:
     false = np.zeros(1, bool)
-    return Parameters(np.array([numel]), false, false, np.array([shared]), np.array([2 if shared else copies]))
+    return Parameters(np.array([numel]), false, false, false, np.array([shared]), np.array([2 if shared else copies]))
 
 
 def _concatenated(parts: list[Parameters]) -> Parameters:
@@ -102,10 +108,12 @@ def _layer(decoder: Decoder, kind: Layer, tensor: int, expert: int, expert_tenso
     sizes = {name: prod(shape) for name, shape in shard.params.items() if ".layers.0." in name}
     # Tensor parallelism does not cut norms and routers: every tensor rank holds all of them.
     uncut = dist_checkpoint.whole_params(one_layer, shard) if tensor > 1 else set()
+    fixed = {piece.param for piece in shard.pieces if piece.tensor in one_layer.float32_tensors}
     return Parameters(
         np.array(list(sizes.values()), np.int64),
         np.array([EXPERTS in name for name in sizes], bool),
         np.array([name.endswith(ROUTER) for name in sizes], bool),
+        np.array([name in fixed for name in sizes], bool),
         np.zeros(len(sizes), bool),
         np.array([tensor if name in uncut and EXPERTS not in name else 1 for name in sizes], np.int64),
     )

@@ -33,11 +33,27 @@ def open_rank(
     head: HeadKind = "vocab",
 ) -> ModelWorker:
     """Opens a rank on gloo and loads the model."""
+    join_ranks(rank, address, parallel)
+    return load_model(path, parallel, policy, dtype, head)
+
+
+def join_ranks(rank: int, address: str, parallel: ParallelDims) -> None:
+    """Joins a rank to the others on gloo."""
     torch.set_num_threads(1)
     cpu.stand_in()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
     model.join(rank, parallel, store, CPU, 120)
+
+
+def load_model(
+    path: Path,
+    parallel: ParallelDims,
+    policy: PolicyConfig,
+    dtype: torch.dtype = torch.float32,
+    head: HeadKind = "vocab",
+) -> ModelWorker:
+    """Builds and loads a joined rank's part of a model."""
     hf = json.loads((path / "config.json").read_text())
     opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=CPU, head=head)
     opened.load(path)

@@ -19,7 +19,7 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.megatron import layer_spec
 from skyrl_mega.megatron.model import unwrap_gpt
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.registry import ARCHITECTURES, architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.planner.activations import HOST_PAGE, LongestRow, activations, layer
 from skyrl_mega.trajectories.sequences import Sequences
@@ -40,7 +40,7 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, torch.zeros(q.shape[:2]))
         return out
 
@@ -64,12 +64,24 @@ class FusedNorm(torch.autograd.Function):
 
 def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> int:
     """Returns the bytes kept by the second layer for its backward pass, each storage once, without parameters."""
+    layouts.join_ranks(0, address, layouts.layout(1))
+    return saved_by_model(path, recompute, fused)
+
+
+def saved_by_each(rank: int, address: str, folder: Path) -> dict[str, int]:
+    """Returns the bytes kept by the second layer of every model in a folder, by the model's name."""
+    layouts.join_ranks(0, address, layouts.layout(1))
+    return {path.name: saved_by_model(path, "none", False) for path in sorted(folder.iterdir())}
+
+
+def saved_by_model(path: Path, recompute: str, fused: bool) -> int:
+    """Returns the bytes kept by the second layer of a model, on a joined rank."""
     layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
     options = {"bias_activation_fusion": True} if fused else {}
     policy = layouts.policy_config(recompute=recompute, options=options)
     torch._dynamo.config.disable = True  # a fused function would be compiled
-    opened = layouts.open_rank(0, address, path, layouts.layout(1), policy, torch.bfloat16)
+    opened = layouts.load_model(path, layouts.layout(1), policy, torch.bfloat16)
     rng = np.random.default_rng(0)
     batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
     micro = pack(batch, context=1, context_rank=0, tensor=1)
@@ -105,6 +117,25 @@ def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, fused: 
     formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute, fused=kernels)
     actual = run_ranks(1, saved, tmp_path / "model", recompute, fused)[0]
     assert formula == pytest.approx(actual, rel=0.05)
+
+
+FAMILIES = {
+    name: BuildConfig(architecture=name, experts=16, experts_per_token=4, expert_ffn=64, **SIZES)
+    for name in ARCHITECTURES
+    if ARCHITECTURES[name].small
+}
+"""A model of every family with experts; the second layer has experts."""
+
+
+def test_a_layer_of_every_family_saves_what_the_formula_says(tmp_path: Path) -> None:
+    for name, config in FAMILIES.items():
+        build(config, tmp_path / "models" / name)
+    actual = run_ranks(1, saved_by_each, tmp_path / "models")[0]
+    formulas = {}
+    for name, config in FAMILIES.items():
+        d = architecture(hf_config(config)).describe(hf_config(config))
+        formulas[name] = layer(d, layouts.layout(1), TOKENS, 2, moe=True)
+    assert formulas == pytest.approx(actual, rel=0.05)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -44,6 +44,8 @@ CASES: list[tuple[str, int, dict[str, int], bool]] = [
     ("moe", 8, {"tensor": 2, "expert": 2, "expert_tensor": 2, "context": 2}, True),
     ("moe", 8, {"expert": 4, "pipeline": 2, "virtual_pipeline": 2}, False),
     ("tied moe", 8, {"pipeline": 2, "expert": 2, "first_stage_layers": 1, "last_stage_layers": 3}, False),
+    ("shared", 8, {"tensor": 2, "expert": 2, "pipeline": 2}, False),
+    ("shared", 4, {"tensor": 2, "expert": 2}, True),
     ("dense", 4, {"pipeline": 4}, False),
     ("tied dense with bias", 8, {"tensor": 2, "pipeline": 2}, False),
     ("tied dense with bias", 6, {"pipeline": 2, "virtual_pipeline": 2}, False),
@@ -55,12 +57,13 @@ def owned(d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, freeze: b
     at, trained, frozen = parallel.coordinates(rank), {}, {}
     for number in range(parallel.virtual_pipeline):
         names = np.array([name for name in shard.params if name.startswith(f"{number}.")])
-        router = np.array([freeze and name.endswith(ROUTER) for name in names])
+        fixed = np.array([name.endswith("expert_bias") for name in names])
+        router = np.array([freeze and name.endswith(ROUTER) for name in names]) | fixed
         experts = np.array([parallel.expert > 1 and EXPERTS in name for name in names])
         vocabulary = np.array([name.endswith(("word_embeddings.weight", "output_layer.weight")) for name in names])
         numel = np.array([prod(shard.params[name]) for name in names])
         shared = vocabulary & (d.tied and parallel.pipeline > 1)
-        chunk = Parameters(numel, experts, router, shared, np.ones_like(numel))
+        chunk = Parameters(numel, experts, router, fixed, shared, np.ones_like(numel))
         frozen |= {name: (0, prod(shard.params[name])) for name in names[router].tolist()}
         dense = (~experts, parallel.data * parallel.context, at.dp * parallel.context + at.cp)
         for chosen, ranks, index in (dense, (experts, parallel.expert_data, at.edp)):

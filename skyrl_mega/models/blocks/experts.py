@@ -286,10 +286,11 @@ class Experts(Block):
         return norm + experts + s * self.count * 24 + self._shared_bytes(work)
 
     def _shared_bytes(self, work: Work) -> float:
-        """Returns the bytes kept for the shared expert: gate, up, the product, and a gate's input and score."""
+        """Returns the bytes kept for the shared expert: gate, up and the product, unfused also silu and a copy of up;
+        with a gate the result and the score."""
         if not self.shared:
             return 0.0
-        inner = (2 + self._activation_widths(work)) * self.shared.width / work.parallel.tensor
+        inner = (3 if "swiglu" in work.fused else 5) * self.shared.width / work.parallel.tensor  # as in `GatedMlp`
         gate = work.tokens / work.parallel.tensor * (self.hidden + 1) if self.shared.gate else 0
         return work.itemsize * (work.tokens * inner + gate)
 
@@ -332,9 +333,10 @@ class Experts(Block):
         return Messages(tensor=self.hidden if self.shared else 0.0, experts=self.per_token * self.hidden)
 
     def engine_width(self, cut: EngineCut) -> float:
-        """Returns the elements of the two work spaces of the fused MoE kernel."""
+        """Returns the elements of the two work spaces of the fused MoE kernel, and of the shared expert."""
         inner = self.width if cut.expert_parallel else self.width / cut.workers
-        return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden))
+        shared = 3 * self.shared.width / cut.tensor if self.shared else 0.0
+        return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden)) + shared
 
     def engine_sparse(self, cut: EngineCut) -> tuple[float, float]:
         held = self.count / cut.workers if cut.expert_parallel else self.count

@@ -264,9 +264,12 @@ class GroupedQueryAttention(Block):
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
-        normed = (q if self.qk_norm != "none" else 0) + (q + 2 * v)
-        if work.spec == "te":
-            normed = (q + v if self.qk_norm != "none" else 0) + v
+        before_norm = 0.0
+        if self.qk_norm == "head":
+            before_norm = q + v if work.spec == "te" else q
+        elif self.qk_norm == "all_heads":  # in float32 before the norm, and the norm's output before the weight
+            before_norm = (q + v) * (4 / b + 1)
+        normed = before_norm + (v if work.spec == "te" else q + 2 * v)
         rotation = 0 if "rope" in work.fused else 4 * self.head_dim * self.rope.part
         attention = tokens * b * (normed + (q + v) + q + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
