@@ -28,6 +28,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, engine_blocks, fit
 from skyrl_mega.planner.batch import StepSizes, batch
 from skyrl_mega.planner.candidates import changed
+from skyrl_mega.planner.engine_weights import kv_bytes_per_token
 from skyrl_mega.planner.host_memory import numa_warnings
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import needless_offloads
@@ -246,10 +247,20 @@ def _on_engines(config: Config, decoder: Decoder, sizes: StepSizes) -> Iterator[
             f"rollout.options.data_parallel_size={data} is planned alone: a run has none yet and refuses it; give as "
             "many more rollout.engines"
         )
+    if rollout.tensor > config.cluster.gpus_per_node:
+        yield (
+            f"rollout.tensor={rollout.tensor} is planned alone: a run's engine lies within a node of "
+            f"{config.cluster.gpus_per_node} GPUs, and a run refuses a larger one"
+        )
     if 0 < decoder.kv_heads < rollout.tensor:
         yield (
             f"rollout.tensor={rollout.tensor} is above the model's {decoder.kv_heads} key/value heads: "
             f"{rollout.tensor // decoder.kv_heads} workers keep each (docs/recipes.md, Engines)"
+        )
+    if not decoder.kv_heads and rollout.tensor > 1 and kv_bytes_per_token(decoder, rollout.tensor, 1):
+        yield (
+            f"rollout.tensor={rollout.tensor}: each worker keeps the whole KV cache, because latent attention has one "
+            "head in it; smaller engines hold more sequences (docs/recipes.md, Engines)"
         )
     # all start at once
     unbounded = changed(config, (("environment.slots", None), ("algorithm.dynamic_sampling", DynamicSamplingConfig())))

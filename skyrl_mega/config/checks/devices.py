@@ -118,7 +118,7 @@ def check_cluster(c: Config, planned: bool) -> None:
     check_engines(c, planned)
     check_spec(c)
     if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
-        check_gpus(c)
+        check_gpus(c, planned=planned)
 
 
 @raising
@@ -130,13 +130,15 @@ def check_spec(c: Config) -> Refusals:
 
 
 @raising
-def check_gpus(c: Config, training: bool = True) -> Refusals:
+def check_gpus(c: Config, training: bool = True, planned: bool = False) -> Refusals:
     """Checks that the cluster has enough GPUs: policy, reference, critic (`training` only) and engines each need
-    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node."""
+    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node; in a plan it may take
+    several whole nodes."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     engines = c.rollout.engines * engine_ranks(c.rollout)
-    if c.rollout.tensor > node:
-        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}"
+    if c.rollout.tensor > node and (c.rollout.tensor % node or not planned):
+        in_plan = f", and in --dry-run a multiple of {node}" if planned else ""
+        yield "rollout.tensor", f"allowed is at most cluster.gpus_per_node = {node}{in_plan}"
     if not training:
         if engines > total:
             yield (
@@ -187,7 +189,7 @@ def _shared_refusals(c: Config, engines: int, policy: int) -> Refusals:
             f"{engines} workers, more than policy.ranks = {policy}; allowed is at most "
             f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false",
         )
-    if c.cluster.gpus_per_node % c.rollout.tensor:
+    if c.cluster.gpus_per_node % c.rollout.tensor and c.rollout.tensor % c.cluster.gpus_per_node:
         yield (
             "rollout.tensor",
             "with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would lie in two nodes; "
