@@ -1,7 +1,7 @@
 """The config.json of Mixtral, OLMoE and MiniMax-M2.
 
-MiniMax-M2's file on the hub also contains `quantization_config`, because its weights are stored in FP8. It describes the
-files, not the model, and is left out here.
+MiniMax-M2's file on the hub also contains `quantization_config`, because the weights are stored in FP8. The key
+describes the files, not the model, and is left out here.
 """
 
 from __future__ import annotations
