@@ -61,8 +61,11 @@ class Rate:
 def planned(config: Config) -> tuple[Config, list[Rate]]:
     """Returns the settings with measured rates in place of defaults, and all rates with their sources.
 
+    Measured rates come from `cluster.rates_file`; if null, on GPUs, from the first results of an H100 SXM in `FOLDER`,
+    if any. A rate set to its default value counts as a default.
+
     Raises:
-        UserError: `cluster.rates_file` cannot be read or has another format.
+        UserError: The file of measured rates cannot be read or has another format.
     """
     measured, file = _measured(config)
     default, change, rates = Config(cluster=ClusterConfig()), list[tuple[str, Any]](), list[Rate]()
@@ -105,8 +108,9 @@ def _measured(config: Config) -> tuple[MeasuredRates, str]:
     try:
         rates = _stated(content) if "rates" in content else _from_proofs(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"not a file of rates ({error})", key="cluster.rates_file", value=str(file), fix=FORMAT
+            f"not a file of rates ({why})", key="cluster.rates_file", value=str(file), fix=FORMAT
         ) from error
     return rates, file.name
 
