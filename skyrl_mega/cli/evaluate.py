@@ -169,8 +169,14 @@ def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -
 def _endpoint(args: argparse.Namespace) -> Endpoint | None:
     if args.endpoint is None:
         for name in ("served_model", "request"):
-            if getattr(args, name) not in (None, "{}"):
-                raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: it needs --endpoint")
+            value = getattr(args, name)
+            if value not in (None, "{}"):
+                raise UserError(
+                    "it needs --endpoint",
+                    key=f"--{name.replace('_', '-')}",
+                    value=value,
+                    fix="give --endpoint, or drop the option",
+                )
         return None
     from skyrl_mega.evaluate.endpoint import Endpoint
 

@@ -55,7 +55,8 @@ def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
     for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
         if grid.expert * grid.expert_tensor == 1:
             raise UserError(
-                f"{key}.expert = 1 has all experts on every rank, and nothing is sent",
+                f"{key}.expert = 1 and expert_tensor = 1 put all experts on every rank, so the dispatcher has no token "
+                "to send",
                 key="policy.moe.dispatcher",
                 value="deepep",
                 fix=f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1",

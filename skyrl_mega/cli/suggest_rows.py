@@ -59,7 +59,11 @@ class Row:
         return None if given is None else 1 - self.seconds / given.seconds
 
     def covers(self, other: Row) -> bool:
-        """Returns True if another row is at most `TIE` faster and cheaper in no respect."""
+        """Returns True if `other`, with as many GPUs, needs no row of its own beside this row.
+
+        Then `other` is at most `TIE` (relative) faster, has less than `MORE_FREE` more free bytes, needs more than the
+        share `LESS_HOST` of this row's host memory, and avoids neither a warning nor partial blocks of this row.
+        """
         return (
             self.seconds <= (1 + TIE) * other.seconds
             and self.free > other.free - MORE_FREE

@@ -80,9 +80,11 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
         placement.release()
         total = ray.cluster_resources()
         raise ClusterError(
-            f"no room for {actors} actors of {_text(bundle)}{f', {max(together)} to a node' if together else ''}: "
+            f"Ray has no free place for {actors} processes of {_text(bundle)} each"
+            f"{f', {max(together)} to a node' if together else ''}: "
             f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; "
-            f"the cluster has {_text(total)} in all"
+            f"the cluster has {_text(total)}, in use or free; "
+            "end other Ray jobs, give fewer ranks or engines, or add nodes"
         )
     return placement
 
@@ -126,8 +128,9 @@ def on_gpus_of(where: Sequence[Location], actors: int, *, gpus: int) -> Placemen
         nodes = {rank.node for rank in ranks}
         if len(nodes) != 1 or [len(rank.gpus) for rank in ranks] != [1] * gpus:
             raise ClusterError(
-                f"ranks {first} to {first + gpus - 1} were given {sum(len(rank.gpus) for rank in ranks)} GPUs in "
-                f"{len(nodes)} nodes; what shares their GPUs needs {gpus} in one node"
+                f"ranks {first} to {first + gpus - 1} have {sum(len(rank.gpus) for rank in ranks)} GPUs in "
+                f"{len(nodes)} nodes, but the engine on their GPUs needs one GPU from each rank, all in one node; "
+                "set cluster.gpus_per_node to the GPUs that Ray sees on each node"
             )
         # Otherwise Ray hides every GPU from an actor that reserves none.
         env = {

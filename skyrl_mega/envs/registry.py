@@ -201,7 +201,7 @@ def check_columns(name: str, columns: Iterable[str], where: str, config: Environ
         return
     if wrong := cls.wrong_columns(columns, check_options(name, config)):
         raise UserError(
-            f"{wrong}, the columns of {where}",
+            f"{wrong} (the arguments are the columns of {where}, TRL's lists and the function's options)",
             key=cls.setting,
             value=config.classes.get(name) or config.reward_function,
             fix="give the rows the column, or the parameter a default; **kwargs takes the other columns",

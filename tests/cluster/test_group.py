@@ -163,7 +163,7 @@ def test_places_are_reserved_or_refused_with_what_there_is(ray: None) -> None:
         assert group.call_all("answer", timeout=120) == [0, 1]
     finally:
         group.shutdown()
-    with pytest.raises(ClusterError, match=r"no room for 2 actors of 1 CPU, 4 GPU.* 8 CPU"):
+    with pytest.raises(ClusterError, match=r"no free place for 2 processes of 1 CPU, 4 GPU each.* 8 CPU"):
         reserve(2, gpus=4, timeout_s=0.5)
 
 
@@ -193,7 +193,7 @@ def test_actors_beside_others_see_their_gpus(ray: None) -> None:
             guests.replace(1, 60)
             assert guests.call_one(1, "variable", "CUDA_VISIBLE_DEVICES", timeout=120) == shared[1]
             with pytest.raises(
-                ClusterError, match=r"ranks 0 to 1 were given 0 GPUs in 1 nodes; .* needs 2 in one node"
+                ClusterError, match=r"ranks 0 to 1 have 0 GPUs in 1 nodes, .* all in one node; set cluster"
             ):
                 on_gpus_of(guests.where, 1, gpus=2)
         finally:

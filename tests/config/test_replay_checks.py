@@ -97,21 +97,19 @@ def test_a_dense_model_sends_no_tokens_to_experts() -> None:
 def test_a_dispatcher_needs_experts_that_lie_apart() -> None:
     config, hf = Config(), hf_config(BuildConfig(max_length=4096))
     config.policy.ranks, config.policy.moe.dispatcher, config.cluster.device = 4, "deepep", "cuda"
-    with pytest.raises(UserError, match=r"dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank"):
+    with pytest.raises(UserError, match=r"deepep: policy.layout.expert = 1 and expert_tensor = 1 put all experts on"):
         check_layouts(config, hf)
     config.policy.layout.expert = 2
     check_layouts(config, hf)
     config.policy.layout.expert, config.policy.layout.tensor = 1, 2
     check_layouts(config, hf)
     config.reference.layout, config.reference.ranks = LayoutConfig(), 2
-    with pytest.raises(UserError, match=r"deepep: reference.layout.expert = 1 has all experts .* reference.layout.exp"):
+    with pytest.raises(UserError, match=r"deepep: reference.layout.expert = 1 and .* reference.layout.exp"):
         check_layouts(config, hf)
     config.reference.layout.expert = 2
     check_layouts(config, hf)
     config.algorithm.advantage, config.critic.layout, config.critic.ranks = "gae", LayoutConfig(), 2
-    with pytest.raises(
-        UserError, match=r"deepep: critic.layout.expert = 1 has all experts .*, or critic.layout.expert"
-    ):
+    with pytest.raises(UserError, match=r"deepep: critic.layout.expert = 1 and .*, or critic.layout.expert"):
         check_layouts(config, hf)
     config.critic.layout.expert = 2
     check_layouts(config, hf)

@@ -137,8 +137,8 @@ def test_what_cannot_be_called_is_refused_before_a_start(config: EnvironmentConf
 def test_columns_and_function_have_to_fit(tmp_path: Path) -> None:
     """A function in TRL's form gets every column."""
     rows = verl_rows(tmp_path / "rows.parquet", "any", None)
-    missing = r"environment\.reward_function = .*:accuracy: .*missing a required argument: 'solution', the columns of "
-    with pytest.raises(UserError, match=missing + r"data\.train: .*rows\.parquet; give the rows the column"):
+    missing = r"environment\.reward_function = .*:accuracy: .*missing a required argument: 'solution' \(.* columns of "
+    with pytest.raises(UserError, match=missing + r"data\.train: .*rows\.parquet, .*; give the rows the column"):
         check_files([rows], config_of("accuracy"))
     with pytest.raises(UserError, match="unexpected keyword argument 'data_source'"):
         check_files([verl_rows(tmp_path / "answer.parquet", "any", None, answer="1")], config_of("only_answers"))

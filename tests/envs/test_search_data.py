@@ -136,7 +136,7 @@ def test_real_questions_over_the_real_corpus(real_data: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--corpus x", "--corpus: it needs --source"),
+        ("--corpus x", "--corpus: the option is for your own questions and needs --source"),
         ("--shots 99", "--shots 99: allowed: at most"),
         ("--source absent", "--source absent: allowed: a file, or a folder with train and test"),
         ("--source {bad}", "row 0: it has no answer; allowed is one of the columns golden_answers"),

@@ -99,10 +99,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(shared: bool, counted: bool) -> None:
-    """Refuses the calls above (EPERM) to this process and all descendants permanently. Needs no_new_privs.
+    """Installs the seccomp filter: this process and all descendants can never again make the refused calls.
+
+    Needs no_new_privs. A refused call fails with EPERM; `clone3` and calls newer than `NEWEST` fail with ENOSYS.
+
+    Args:
+        shared: True to refuse also calls that reach other processes of the same user.
+        counted: True to refuse also calls that escape the watching of disk use.
 
     Raises:
-        OSError: The kernel lacks seccomp, or these tables lack the machine type.
+        OSError: The kernel refuses the filter, or these tables lack the machine type.
     """
     arch = _ARCHS.get(os.uname().machine)
     if arch is None:

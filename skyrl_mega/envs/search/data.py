@@ -77,9 +77,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         for option in ("held_out", "whole_test", "corpus", "passages"):
             if getattr(args, option) not in (None, False):
                 raise UserError(
-                    "it needs --source",
+                    "the option is for your own questions and needs --source",
                     key=f"--{option.replace('_', '-')}",
-                    fix="give your questions there: a folder with train and test, or one file",
+                    fix="give --source (a folder with train and test, or one file), or drop the option",
                 )
         return _from_facts(args.seed, args.shots, args.limit)
     return _from_files(args)
