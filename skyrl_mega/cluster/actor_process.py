@@ -58,7 +58,7 @@ def machine() -> str:
 
 
 def address_of(interface: str) -> str | None:
-    """Returns the IPv4 address of a network interface of this machine, or None.
+    """Returns the IPv4 address of a network interface of this machine; None for an interface without one.
 
     Raises:
         OSError: There is no such interface.

@@ -279,7 +279,14 @@ class Outcomes:
     """Calls without an answer at the deadline."""
 
     def raise_first(self) -> NoReturn:
-        """Raises the root cause: the first actor death, else the first error, else ActorTimeout."""
+        """Raises the root cause: the first actor death, else the first error, else the timeout.
+
+        Raises:
+            UserError: The error, if the actor raised a UserError.
+            ActorFailed: The actor died or raised another error.
+            NodeGone: The intended node of the actor no longer exists.
+            ActorTimeout: Nothing failed, and some calls are unanswered.
+        """
         import ray
 
         if not self.failures:

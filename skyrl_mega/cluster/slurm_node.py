@@ -238,7 +238,8 @@ def check_all(job: Allocation, node: RayNode) -> None:
 
 
 def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
-    """Waits for the launcher's end and returns the exit code; asks the launcher to stop if the batch script says so.
+    """Waits for the launcher's end and returns the exit code, 128 + n after signal n. Asks the launcher to stop
+    (SIGUSR1) once the batch script says so.
 
     Raises:
         Ended: A node failed.

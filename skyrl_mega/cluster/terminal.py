@@ -27,8 +27,11 @@ class Terminal:
             self._fd, self._settings = fd, termios.tcgetattr(fd)
 
     def suspended(self, by: int) -> None:
-        """Reacts to a driver stopped by the signal `by`: gives the driver the foreground, or stops this process as
-        well. A driver stopped by SIGSTOP, on purpose, stays stopped."""
+        """Lets a driver stopped by the signal `by` continue, in the foreground if this job is there.
+
+        After Ctrl-Z (SIGTSTP), or if this job is in the background, first stops both and waits until the shell
+        continues this process. Does nothing after SIGSTOP or without a terminal: the driver stays stopped.
+        """
         if self._fd is None or by == signal.SIGSTOP:  # stopped on purpose
             return
         if by == signal.SIGTSTP or not self._ours():

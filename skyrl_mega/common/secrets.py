@@ -119,11 +119,14 @@ def masked(value: Any, key: str = "") -> Any:
 
 
 def hidden(text: str, short: bool = False) -> str:
-    """Returns the text without any secret of the settings.
+    """Returns the text with the settings' secrets replaced: by `${oc.env:NAME}` if from the environment, else by `***`.
+
+    Secrets of less than `SHORT` characters stay, literal ones even with `short`.
 
     Args:
         text: Text for users.
-        short: True to mask short secrets too, as separate words; for text with little more than a setting's value.
+        short: True to replace also short secrets from the environment, as separate words; for text with little more
+            than a setting's value.
     """
     for value in sorted(_from_environment, key=len, reverse=True):
         if len(value) >= SHORT:

@@ -59,7 +59,7 @@ def switch(default: bool, doc: str) -> Option:
 
 
 def text(default: str | None, doc: str, *, empty: bool = False) -> Option:
-    """Returns the declaration of a text; nullable if the default is None."""
+    """Returns the declaration of a text; nullable if the default is None, empty only with `empty`."""
     return Option(default, Rule(str, default is None, empty=empty), doc)
 
 

@@ -183,8 +183,9 @@ class ModelWorker:
             self._reference = reference
 
     def offload(self, parts: Sequence[str]) -> int:
-        """Moves parts off the device, and returns torch's cached memory to the device. A collective if parameters
-        leave.
+        """Moves parts to host memory and frees torch's cached device memory. Gradients are dropped, not copied.
+
+        Parts already off the device stay. A collective if "parameters" leave the device.
 
         Args:
             parts: "parameters", "gradients", "optimizer"; "critic" means all three of a critic.

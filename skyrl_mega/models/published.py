@@ -34,7 +34,10 @@ def hub_name(path: str | PurePath) -> str | None:
 
 
 def how_to_get(path: str | PurePath) -> str:
-    """Returns the command to download or build the known model at this path."""
+    """Returns a phrase for messages, "`COMMAND` fetches it" or "`COMMAND` makes it", for the known model at this path.
+
+    Call only if `hub_name(path)` is not None.
+    """
     if PurePath(path).name in BUILT_LOCALLY:
         return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
     return f"`hf download {hub_name(path)} --local-dir {path}` fetches it"

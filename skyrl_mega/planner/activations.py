@@ -119,8 +119,8 @@ def activations(
 
 
 def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
-    """Returns the number of micro-batches whose activations exist at once for a model chunk, with the 1F1B schedule or
-    its interleaved form.
+    """Returns how many passes have activations in memory at once on a rank, with the 1F1B schedule or its interleaved
+    form. A pass is a micro-batch through one of the rank's model chunks.
 
     Args:
         parallel: The grid of ranks.

@@ -76,7 +76,10 @@ def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> UserEr
 
 
 def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[UserError]:
-    """Returns an error for each GPU or host with too little memory; empty if everything fits.
+    """Returns an error for each kind of GPU and for the host if their memory is too small; empty if everything fits.
+
+    A kind of GPU is a pipeline stage of policy, reference or critic, an engine worker, or a shared GPU. On CPUs only
+    the host counts.
 
     Args:
         config: The settings, with checked layouts.
@@ -175,12 +178,14 @@ def host_problem(
 def check_sandboxes(config: Config, trajectories: int) -> None:
     """Checks the memory limits of the sandboxed programs of a standalone evaluation against the node's memory.
 
+    Accepts everything if `cluster.host_memory_gib` is null.
+
     Args:
         config: The settings.
         trajectories: Number of concurrent trajectories.
 
     Raises:
-        UserError: The programs may take more memory than the node offers.
+        UserError: The programs may take more than the share `RAY_KILLS` of the node's memory.
     """
     available, required = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
     if available is not None and required > RAY_KILLS * available * GIB:

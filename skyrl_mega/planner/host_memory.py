@@ -216,7 +216,8 @@ class Shares:
 
 
 def shares(config: Config, decoder: Decoder, parallel: ParallelDims, placed: Sequence[PlannedNode]) -> Shares:
-    """Returns the bytes written by the rank and by the node with the largest part of a checkpoint."""
+    """Returns the bytes written by the rank and by the node with the largest part of a checkpoint; 0 without
+    checkpoints."""
     if not config.checkpoint.every:
         return Shares(0, 0)
     critic = critic_dims(config)

@@ -37,7 +37,8 @@ def streaming_rate(config: Config) -> float:
 
 
 def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
-    """Returns the bytes moved per step by the busiest policy rank and, after it, by the busiest critic rank."""
+    """Returns the bytes moved per step by the busiest policy rank plus those of the busiest critic rank, which moves
+    afterwards; 0 if `residency.keep` is null."""
     if config.residency.keep is None:
         return 0
     ranks = stage_ranks(parallel).values()
@@ -72,7 +73,11 @@ class NeedlessOffload:
 
 
 def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[NeedlessOffload]:
-    """Returns needless offloads: of policy and engines if they share no GPU, of the critic always."""
+    """Returns the offloads from GPUs that no other process uses: an empty list, or one entry.
+
+    If policy and engines share no GPU: one entry for all owners with offloaded parts, critic included. Otherwise one
+    for the critic, whose GPUs are always its own.
+    """
     keep = config.residency.keep
     if keep is None:
         return []

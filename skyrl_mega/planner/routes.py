@@ -25,5 +25,6 @@ def rank_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> floa
 
 
 def driver_bytes(config: Config, decoder: Decoder) -> int:
-    """Returns the bytes per token of a step on the driver: in trajectories, in the batch, and in messages to ranks."""
+    """Returns the bytes of routes per token of a step on the driver: in trajectories, in the batch, and in messages to
+    ranks. 0 unless `policy.moe.replay` is rollout."""
     return 3 * route_bytes(config, decoder) if config.policy.moe.replay == "rollout" else 0

@@ -164,7 +164,7 @@ def search(
     gpus: int | None = None,
     goes_on: Callable[[SearchState], bool] = lambda progress: True,
 ) -> SearchResult:
-    """Tries layouts; returns fitting layouts or the nearest miss.
+    """Tries layouts for about `SECONDS` of CPU time; returns the fitting layouts or the nearest miss.
 
     Args:
         config: The settings.

@@ -81,7 +81,7 @@ def stage_ranks(parallel: ParallelDims) -> dict[int, int]:
 
 
 def shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
-    """Yields a shared GPU per pipeline stage; none if policy and engines share no GPU."""
+    """Yields a shared GPU per pipeline stage; none if policy and engines share no GPU, and none on CPUs."""
     if not config.cluster.shared or on_cpu(config):
         return
     engine, size = engine_memory(config, decoder), gpu_bytes(config)

@@ -32,7 +32,7 @@ class Evaluator:
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """Returns `eval/<data source>/{mean, pass_at_<n>, of/<name>}`; {} without evaluation prompts.
+        """Returns `eval/<data source>/{mean, pass_at_<n>, of/<name>, failed}` as in `scores`; {} without prompts.
 
         Args:
             step: Number of completed RL steps, part of the seed.

@@ -253,7 +253,7 @@ def record_updates(
 def update_metrics(
     updates: list[dict[str, float]], minis: Sequence[Samples], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Returns the metrics `policy/…`: means over the optimizer steps.
+    """Returns the metrics `policy/…`: means over the optimizer steps, without mismatch and replay, recorded separately.
 
     A mini-batch without a counted token is left out of means over tokens. Measured mini-batches do not contribute a
     gradient norm.

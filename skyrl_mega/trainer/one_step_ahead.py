@@ -63,7 +63,7 @@ class OneStepAhead:
         source.generator.look = self._end_if_closing  # the main thread checks for signals; this thread only for closing
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Waits for the step's batch, returns the groups and starts the next batch."""
+        """Waits for the step's batch and returns the groups; starts the next batch, if staleness allows one."""
         self._drop_before(step.number)
         if step.number not in self.batches:
             self._begin(step.number)
@@ -99,7 +99,7 @@ class OneStepAhead:
         return self.stream.count * self.stream.epochs - int(state["position"]) + len(state.get("returned", []))
 
     def save(self, folder: Path, done: int) -> None:
-        """Saves complete batches. An incomplete batch is generated again after a resume."""
+        """Saves the complete batches of steps after `done`. An incomplete batch is generated again after a resume."""
         rows: list[Trajectory] = []
         saved: list[dict[str, Any]] = []
         stream_state = self.stream.state()

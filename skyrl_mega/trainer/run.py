@@ -121,8 +121,10 @@ class Run:
         ) < self.config.data.prompts_per_step
 
     def due(self, every: int, step: int) -> bool:
-        """Returns True if an action is due after step `step`: every `every` steps, and at the end of the run. False if
-        `every` is 0."""
+        """Returns True if an action is due after step `step`: every `every` steps, and after step `run.steps`.
+
+        False if `every` is 0. The last step of a run that ends for lack of prompts is due only as a multiple.
+        """
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
     def next_step(self) -> Step:

@@ -16,8 +16,15 @@ def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
         s = (π(y | x) / π_old(y | x)) ^ (1 / |y|) = exp(mean over y of log π(token) - log π_old(token))
 
     With `sequence_unit: trajectory`, y is all answers of a trajectory. The ratio is clipped to [1 - gspo.clip_low, 1 +
-    gspo.clip_high] as a whole, so an answer counts with all of its tokens or not at all. With `loss_mean=sequences` and
-    a single answer per trajectory the loss is equation 5; see `total` for further terms.
+    gspo.clip_high] as a whole, so all tokens of an answer count or none, if their advantages have one sign. With
+    `loss_mean=sequences` and a single answer per trajectory the loss is equation 5; see `clipped_surrogate` for
+    `dual_clip`, and `total` for further terms.
+
+    Returns:
+        The loss of the micro-batch (scalar, summed over tokens) and the metrics.
+
+    Raises:
+        ValueError: As in `total`: required log-probs or the entropy are missing.
     """
     mean_L = inputs.sequence_mean(log_ratio(inputs))
     ratio_L = mean_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

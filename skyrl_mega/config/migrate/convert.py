@@ -151,7 +151,8 @@ def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting to 0 if the switch is off; if on, the keys under the switch have the value."""
+    """Sets the first setting to null (0 if it allows no null) if the switch is off; if on, the keys under the switch
+    have the value."""
     if value:
         return {}, f"{here[0]} says so: above 0 is on"
     return {here[0]: None if keys()[here[0]].nullable else 0}, "off"
@@ -178,7 +179,11 @@ def path(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def reference(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops the path of a reference in Megatron's format: the reference is read from the model's directory."""
+    """Copies the reference's path like `path`.
+
+    Raises:
+        Dropped: The path is a checkpoint in Megatron's format (`torch_dist`); a reference needs Hugging Face's format.
+    """
     if "torch_dist" in str(value):
         raise Dropped("a checkpoint of Megatron; the reference is read from model.path, in Hugging Face's format")
     return path(value, here, None, state)

@@ -28,7 +28,7 @@ LEARNING = ("algorithm.", "policy.optimizer.", "rollout.sampling.", "data.")
 
 
 def as_yaml(migration: Migration, source: str) -> str:
-    """Returns the settings as a configuration file with a comment about its origin."""
+    """Returns the settings as a configuration file with a comment about its origin; secrets are masked."""
     tree: dict[str, Any] = {}
     order = {key: n for n, key in enumerate(keys())}
     for key in sorted(migration.settings, key=lambda name: order.get(name, len(order))):

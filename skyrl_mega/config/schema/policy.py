@@ -76,7 +76,7 @@ class OptimizerConfig:
     fields."""
 
     def refusals(self, key: str) -> Refusals:
-        """Yields an impossible schedule or decay.
+        """Yields impossible schedules, learning rates and betas, and betas too large for bfloat16 moments.
 
         Args:
             key: The group of these settings, such as `policy.optimizer`.
