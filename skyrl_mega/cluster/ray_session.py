@@ -79,7 +79,7 @@ def session(
 
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster requires another token.
-        ClusterError: Ray did not start, or refused the connection.
+        ClusterError: Ray did not start or refused the connection, or this process is connected already.
         NodesMissing: Nodes did not join in time.
         NodeLost: Replaces an error inside the block if a node of the joined cluster is gone.
     """

@@ -146,7 +146,11 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 
 def path_of(text: str) -> Path:
-    """Converts an option's text to a path; the argparse `type` of files and folders."""
+    """Converts an option's text to a path; the argparse `type` of files and folders.
+
+    Raises:
+        ArgumentTypeError: The text is empty, or it or a name in it is too long for a path.
+    """
     if not text or len(text) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
         raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is the path of a file or folder")
     return Path(text)

@@ -54,7 +54,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     the overrides apply to the defaults.
 
     Raises:
-        UserError: a missing or broken file, an unknown key or a value of the wrong type.
+        UserError: A missing or broken file, an unknown key, a value of the wrong type, or a masked secret.
     """
     parsed = [_parse(text) for text in overrides]
     chosen: list[Override] = []

@@ -60,7 +60,8 @@ def critic_layout(config: Config) -> LayoutConfig:
 
 
 def critic_model(config: Config) -> PolicyConfig:
-    """Returns the critic's settings as a PolicyConfig; settings missing in the critic are copied from the policy."""
+    """Returns the critic's settings as a PolicyConfig, without replay of routes; settings missing in the critic are
+    copied from the policy."""
     critic = config.critic
     return replace(
         config.policy,

@@ -109,7 +109,7 @@ class Planned:
     counts: Counts
 
     def run_time(self, config: Config, trajectories: Trajectories, *, is_assumed: bool = False) -> RunTime:
-        """Returns the seconds of a run.
+        """Returns the seconds of a run; of `USUAL_STEPS` steps if the number of steps is unknown.
 
         Args:
             config: The settings.

@@ -244,7 +244,7 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def check_saved_together(part: Path) -> None:
-    """Checks if a model's folder belongs to the state of the same checkpoint.
+    """Checks if a model's folder belongs to the state of the same checkpoint. Accepts a folder outside of a checkpoint.
 
     Raises:
         Damaged: The folder was saved at another step.

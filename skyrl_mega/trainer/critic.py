@@ -45,7 +45,11 @@ def quality(batch: Sequences) -> dict[str, float]:
 
         explained_variance = 1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 as good as the mean return, below 0 worse. Left out if all returns are equal.
+    1 is perfect, 0 as good as the mean return, below 0 worse.
+
+    Returns:
+        `critic/return`, the mean return, and `critic/explained_variance`, left out if all returns are equal; {} without
+        a counted token.
     """
     counts = batch["mask"] != 0
     returns, errors = batch["returns"][counts].double(), (batch["returns"] - batch["values"])[counts].double()

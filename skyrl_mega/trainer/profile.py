@@ -48,7 +48,7 @@ class Profiler:
         self.zero = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts recording before a step."""
+        """Starts recording before a step of `telemetry.profile.steps`; does nothing before other steps."""
         if step not in self.config.steps:
             return
         self.zero = time.time()
@@ -57,10 +57,10 @@ class Profiler:
         self.generator.spans = []
 
     def end(self, step: Step) -> dict[str, float]:
-        """Stops recording after a step and writes the trace.
+        """Stops recording after a recorded step and writes the trace; does nothing after other steps.
 
         Returns:
-            On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks.
+            On GPUs `perf/launches` and `perf/host_syncs`, maxima over the recorded ranks; else {}.
         """
         if step.number not in self.config.steps or self.generator.spans is None:
             return {}

@@ -214,7 +214,11 @@ class Run:
             raise
 
     def evaluate(self, step: Step) -> None:
-        """Scores the evaluation prompts under the engines' weights."""
+        """Scores the evaluation prompts under the engines' weights and records the scores in `step`.
+
+        Raises:
+            UserError: The environment of every trajectory failed.
+        """
         self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
             scores = self.evaluator.evaluate(step.number, progress)

@@ -123,7 +123,10 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
 
 def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
-    """Starts policy, reference, critic, engines and rollout workers; records the nodes, and prints several nodes."""
+    """Starts policy, reference, critic, engines and rollout workers; records the nodes, and prints several nodes.
+
+    The rollout workers are None if trajectories run in threads of the driver.
+    """
     with setup.stages.phase("start engines and policy"):
         placement = reserve_run(setup.config, setup.device)
         actors = start_actors(setup, placement)

@@ -85,7 +85,7 @@ def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def none(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies nothing; the argument is the reason, without it the table's note."""
+    """Drops every value; the argument is the reason, without it the table's note."""
     raise Dropped(argument or "")
 
 
@@ -95,14 +95,14 @@ def first(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0; other values mean "not set" there."""
+    """Copies a value above 0; drops other values, which mean "not set" there."""
     if value is None or _numeric(value) <= 0:
         raise Dropped(f"{shown(value)} is not set there")
     return same(value, here, argument, state)
 
 
 def items(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the entries of a list, one to each setting."""
+    """Copies the entries of a list, one to each setting; drops lists of another length."""
     if not isinstance(value, list | tuple) or len(value) != len(here):
         raise Dropped(f"a list of {len(here)} values is expected")
     return {key: fitted(key, entry) for key, entry in zip(here, value, strict=True)}, "one setting each"
@@ -114,7 +114,7 @@ def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is on."""
+    """Sets fixed values if the value is on; drops it if off."""
     if value in (False, None, 0, ""):
         raise Dropped("off there, and off unless given")
     return dict(argument), "on there"
@@ -126,25 +126,25 @@ def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def positive_with(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0 to the first setting and sets further settings."""
+    """Copies a value above 0 to the first setting and sets further settings; drops other values."""
     return {**positive(value, here[:1], None, state)[0], **argument}, "with the settings that make it the same"
 
 
 def positive_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is above 0."""
+    """Sets fixed values if the value is above 0; drops other values."""
     positive(1 if value is True else value, (), None, state)
     return dict(argument), "at the end of the run; of any checkpoint: python -m skyrl_mega.export"
 
 
 def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is above 1."""
+    """Sets fixed values if the value is above 1; drops other values."""
     if _numeric(value) <= 1:
         raise Dropped("1 is off")
     return dict(argument), "over all GPUs of an engine"
 
 
 def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is off."""
+    """Sets fixed values if the value is off; drops it if on."""
     if value:
         raise Dropped("on there, and here")
     return dict(argument), "off there"
@@ -209,7 +209,7 @@ def named_files(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds the known trackers to the default list; the terminal is always written."""
+    """Adds the known trackers to the default list; drops a list with unknown ones, or with none beside the default."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if unknown := [name for name in names if name not in (*TRACKERS, "console", "none", "all")]:
         raise Dropped(f"{', '.join(unknown)} is no tracker here: {', '.join(TRACKERS)}, or your own class")
@@ -220,21 +220,21 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds a tracker if the value is on."""
+    """Adds a tracker if the value is on; drops it if off."""
     if not value:
         raise Dropped("off there, and off unless given")
     return trackers(argument, here, None, state)
 
 
 def tracker_option(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets an option of the tracker wandb, if the run has this tracker."""
+    """Sets an option of the tracker wandb; drops it if the run does not have this tracker."""
     if "wandb" not in state.ours("telemetry.trackers"):
         raise Dropped("of Weights & Biases, which the run does not use")
     return {f"telemetry.options.wandb.{argument}": value}, "an option of the tracker wandb"
 
 
 def sequences(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Returns the tokens of so many sequences of full length."""
+    """Sets the tokens of so many sequences of full length, at most 8,192 or one sequence, whichever is more."""
     length = longest(state)
     tokens = int(_numeric(value)) * length
     limit = max(8192, length)
@@ -312,7 +312,7 @@ def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: Tra
 
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies the number of engines, if replicas are asked for."""
+    """Multiplies the number of engines by a value above 1; drops other values."""
     if _numeric(value) <= 1:
         raise Dropped("1 is no replica")
     return {"rollout.engines": state.ours("rollout.engines") * int(value)}, "as many more engines"
@@ -348,12 +348,12 @@ def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def fusion(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops a fusion that is on: every fusion is used wherever it is right."""
+    """Drops every value: a fusion is used wherever it is right, unless left out of `policy.fusions`."""
     raise Dropped("used wherever it is right" if value else "list the others in policy.fusions to turn it off")
 
 
 def context(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops 1; a larger size of FSDP's sequence parallelism is left to the layout."""
+    """Drops every value: 1 is no cut, and a larger size of FSDP's sequence parallelism is left to the layout."""
     if _numeric(value) <= 1:
         raise Dropped("1 is no cut")
     raise Dropped("chosen with the layout: Megatron's tensor parallelism cuts weights and, between layers, sequences")

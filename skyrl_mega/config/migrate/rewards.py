@@ -18,7 +18,7 @@ TRL_FORM = (
 
 
 def environment(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the name of an environment that is built in; others need a class."""
+    """Copies the name of an environment that is built in; drops other names, which need a class."""
     if value in BUILT_IN:
         return {here[0]: value}, ""
     name = str(value) if str(value).isidentifier() else "NAME"
