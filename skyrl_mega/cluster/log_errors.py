@@ -27,8 +27,8 @@ def with_cause(text: str, log: str | None) -> str:
 
 
 def last_error(log: Path) -> str | None:
-    """Returns the last error line in the last `TAIL` bytes of a log, ignoring lines with `POINTS`; None without an error,
-    and for a log that cannot be read here."""
+    """Returns the last error line in the last `TAIL` bytes of a log, ignoring lines with `POINTS`; None without an
+    error, and for a log unreadable on this node."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL))

@@ -54,7 +54,7 @@ def check_residency(c: Config) -> Refusals:
 
 @raising
 def check_profile(c: Config) -> Refusals:
-    """Rejects steps and ranks to profile that the run does not have or that are repeated, and ranks without steps."""
+    """Rejects steps and ranks to profile beyond those of the run, repeated entries, and ranks without steps."""
     profile, ranks, steps = c.telemetry.profile, policy_ranks(c), c.run.steps
     yield from profile.refusals()
     beyond = [rank for rank in profile.ranks if rank >= ranks]
@@ -92,7 +92,7 @@ def check_environment(c: Config) -> Refusals:
 
 @raising
 def check_enough(c: Config, prompts: int, what: str) -> Refusals:
-    """Rejects a step with more prompts than all epochs together have; accepts any with run.steps = 0.
+    """Rejects a step with more prompts than in all epochs together; accepts any number if `run.steps` is 0.
 
     Args:
         c: The settings.
