@@ -1,0 +1,103 @@
+"""Every family in vLLM's CPU engine: log-probs of transformers, and nothing stale after syncs and sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_mega.cluster.ray_session import session
+from skyrl_mega.config.residency import ENGINE
+from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.sync import WeightSync
+from tests.families import engines
+from tests.families.engines import EngineResults
+from tests.families.models import MODELS, UNROUNDED, read_hf
+from tests.support.engines import complete, difference_from_transformers, serving, spec_of, start_engine
+from tests.support.ranks import free_port, run_ranks
+from tests.support.shards import REQUESTS, cut, holders
+
+TOLERANCE = 1e-4
+FLOAT32 = [(name, "float32") for name in MODELS]
+BFLOAT16 = [(name, "bfloat16") for name in ("qwen3_moe",)]
+CASES = FLOAT32 + BFLOAT16
+"""Models, with the dtype of policy and engine."""
+
+
+@pytest.fixture(scope="module")
+def results(families: Path) -> dict[str, EngineResults]:
+    answers = run_ranks(engines.POLICY.ranks + 1, engines.sweep, families, free_port(), CASES)
+    results: dict[str, EngineResults] = answers[-1]
+    return results
+
+
+def test_log_probs_are_those_of_transformers_after_every_sync(results: dict[str, EngineResults]) -> None:
+    differences = {
+        (name, occasion): value for name, result in results.items() for occasion, value in result.differences.items()
+    }
+    assert len(differences) == len(CASES) * (len(engines.SYNCS) + 1)
+    assert not {case: value for case, value in differences.items() if not value < TOLERANCE}
+
+
+def test_nothing_of_an_engine_is_stale_after_a_sync(results: dict[str, EngineResults]) -> None:
+    """Compares parameters, buffers and derived tensors bit by bit with an engine that loaded the same files."""
+    for name, result in results.items():
+        assert result.compared > 10
+        assert not {occasion: stale for occasion, stale in result.stale.items() if stale}, name
+        assert result.check == [], name
+
+
+def test_correction_biases_arrive_unrounded_in_a_bfloat16_run(
+    families: Path, results: dict[str, EngineResults]
+) -> None:
+    for name, _ in BFLOAT16:
+        biases = results[f"{name} bfloat16"].biases
+        source = {t: v for t, v in load_file(families / f"{name}-0" / "model.safetensors").items() if t in biases}
+        assert source.keys() == biases.keys() and biases
+        for tensor, values in source.items():
+            assert values[0] == biases[tensor][0] == UNROUNDED
+            assert biases[tensor].dtype == torch.float32 and torch.equal(biases[tensor], values), tensor
+
+
+# ---- several workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=8):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_two_workers_take_the_weights_of_four_ranks(ray: None, families: Path, tmp_path: Path, name: str) -> None:
+    """Syncs a policy of TP2·EP2·PP2 to an engine of TP2, twice and after sleep; log-probs are transformers'."""
+    paths = [families / f"{name}-{seed}" for seed in (1, 0)]
+    rollout, hf = RolloutConfig(tensor=2, kv_cache_gib=0.05), read_hf(paths[0])
+    config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=WeightsConfig(timeout_s=120))
+    parallel = ParallelDims(ranks=4, tensor=2, expert=2, pipeline=2)
+    group = start_engine("engine", spec_of(paths[0], rollout, sleeps=ENGINE), tmp_path)
+    fleet = serving(group)
+    policy = holders(parallel, hf, tmp_path)
+    try:
+        sync = WeightSync(policy, fleet, hf, cut(config, parallel), plans=tmp_path / "plans")
+        for version, path in enumerate([*paths, paths[0]], 1):
+            policy.call_all("load", path, timeout=120)
+            if version == 3:
+                fleet.sleep(ENGINE)
+                fleet.wake(["engine_weights"])
+            sync.sync(version)
+            fleet.wake(["kv_cache"])
+            completions = complete(group, REQUESTS)
+            for request in REQUESTS:
+                assert difference_from_transformers(path, request, completions[request.id]) < TOLERANCE
+            assert [c.different for c in sync.check()] == [[], []]
+    finally:
+        fleet.close()
+        policy.shutdown()
+        group.shutdown()

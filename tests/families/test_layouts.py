@@ -1,0 +1,97 @@
+"""Every family in every layout: log-probs and gradients of transformers, exports, checkpoints, router replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.models.registry import architecture
+from tests.families import layouts
+from tests.families.layouts import EXPORTED, LAYOUTS, REPLAYED, RESUMED, SAVED, RankResults, sizes_of
+from tests.families.models import MODELS, read_hf, read_reference
+from tests.support.ranks import run_ranks
+
+LOGPROBS = 1e-4
+"""Largest difference of a log-prob from transformers'."""
+GRADIENTS = 1e-3
+"""Largest difference of a gradient from transformers', relative to the tensor's largest gradient."""
+
+
+@pytest.fixture(scope="module")
+def results(families: Path) -> dict[str, dict[str, list[RankResults]]]:
+    """Returns layout → model → results of every rank."""
+    return {which: sweep(families, which) for which in LAYOUTS}
+
+
+def sweep(families: Path, which: str) -> dict[str, list[RankResults]]:
+    names = [name for name in MODELS if fits(families, name, which)]
+    ranks = run_ranks(LAYOUTS[which][0], layouts.sweep, families, which, names)
+    return {name: [rank[name] for rank in ranks] for name in names}
+
+
+def fits(families: Path, name: str, which: str) -> bool:
+    """Returns False if the model refuses the layout."""
+    hf = read_hf(families / f"{name}-0")
+    try:
+        architecture(hf).check_layout(hf, sizes_of(name, which)[1])
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_log_probs_and_gradients_are_those_of_transformers(
+    families: Path, results: dict[str, dict[str, list[RankResults]]], which: str
+) -> None:
+    wrong = {}
+    for name, ranks in results[which].items():
+        expected, path = read_reference(families / f"{name}.reference"), families / f"{name}-0"
+        assert expected.logprobs.std() > 0.5  # a nearly uniform distribution would hide faults
+        difference = float(np.abs(layouts.joined_logprobs(ranks) - expected.logprobs).max())
+        if not difference < LOGPROBS:
+            wrong[name, "log-probs"] = difference
+        errors = layouts.gradient_errors(read_hf(path), sizes_of(name, which)[1], ranks, expected.gradients)
+        wrong |= {(name, tensor): error for tensor, error in errors.items() if not error < GRADIENTS}
+    assert not wrong
+    assert results[which], "no family takes the layout"
+
+
+@pytest.mark.parametrize("which", REPLAYED)
+def test_routers_take_the_given_experts(
+    families: Path, results: dict[str, dict[str, list[RankResults]]], which: str
+) -> None:
+    """Compares with transformers under forced routes; the pass itself raises if a token goes elsewhere."""
+    for name, ranks in results[which].items():
+        expected = read_reference(families / f"{name}.reference")
+        actual = layouts.joined_logprobs(ranks, replayed=True)
+        np.testing.assert_allclose(actual, expected.replayed, atol=LOGPROBS, err_msg=name)
+        assert np.abs(expected.replayed - expected.logprobs).max() > 0.1  # the routes are others than the model's
+
+
+def test_an_export_is_the_source_bit_by_bit(families: Path, results: dict[str, dict[str, list[RankResults]]]) -> None:
+    for name in results[EXPORTED]:
+        source, exported = (
+            load_file(families / f"{name}{which}" / "model.safetensors") for which in ("-0", "-exported")
+        )
+        assert source.keys() == exported.keys()
+        for tensor, values in source.items():
+            assert values.dtype == exported[tensor].dtype and values.tobytes() == exported[tensor].tobytes(), tensor
+
+
+def test_a_checkpoint_resumes_in_another_layout(
+    families: Path, results: dict[str, dict[str, list[RankResults]]]
+) -> None:
+    for name in (name for name, tiny in MODELS.items() if tiny.checkpointed):
+        hf, states, steps = read_hf(families / f"{name}-0"), [], []
+        for which in (SAVED, RESUMED):
+            ranks = results[which][name]
+            states.append(layouts.joined_weights(hf, sizes_of(name, which)[1], ranks))
+            steps.append(max((rank.next_step for rank in ranks), key=len))
+        for tensor, values in states[0].items():
+            assert values.tobytes() == states[1][tensor].tobytes(), tensor
+        for metric in ("loss", "grad_norm", "lr"):
+            assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-5), metric
