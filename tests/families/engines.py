@@ -73,21 +73,26 @@ def sweep(rank: int, address: str, folder: Path, port: int, cases: list[tuple[st
     return {}
 
 
+def folder_of(folder: Path, name: str, dtype: str, seed: int) -> Path:
+    """Returns the directory of a model whose weights have the type `dtype`."""
+    return folder / (f"{name}-{seed}" if dtype == "float32" else f"{name}-{seed}-{dtype}")
+
+
 def _connection(folder: Path, port: int, name: str, dtype: str) -> Connection:
     """Returns the connection between policy and engine, the same in every process."""
     config = Config(model=ModelConfig(dtype=dtype), rollout=ROLLOUT, weights=WeightsConfig(timeout_s=120))
     config = cut(config, POLICY)
-    inputs = SyncInputs.of(config, read_hf(folder / f"{name}-0"), plan_placement(config))
+    inputs = SyncInputs.of(config, read_hf(folder_of(folder, name, dtype, 0)), plan_placement(config))
     return Connection("127.0.0.1", port, f"{name}-{dtype}", asdict(inputs), 1 << 16, 120, str(folder / "plans"))
 
 
 def _send(rank: int, folder: Path, port: int, name: str, dtype: str) -> None:
     """Sends the weights of every sync, and the last ones again for the engine's check."""
     policy = policy_config()
-    worker = load_model(folder / f"{name}-{SYNCS[0]}", POLICY, policy, getattr(torch, dtype))
+    worker = load_model(folder_of(folder, name, dtype, SYNCS[0]), POLICY, policy, getattr(torch, dtype))
     exchange = _connection(folder, port, name, dtype).join(CPU, source=rank)
     for seed in (*SYNCS, SYNCS[-1]):
-        worker.load(folder / f"{name}-{seed}")
+        worker.load(folder_of(folder, name, dtype, seed))
         exchange.run(source=worker.weights(), checksums=True)
     exchange.close()
 
@@ -111,9 +116,9 @@ def _engine(folder: Path, port: int, name: str, dtype: str) -> EngineResults:
     from vllm import LLM
 
     results = EngineResults()
-    fresh = LLM(**arguments(_spec(folder / f"{name}-{SYNCS[-1]}", dtype, weights="auto")))
+    fresh = LLM(**arguments(_spec(folder_of(folder, name, dtype, SYNCS[-1]), dtype, weights="auto")))
     expected, answers = state(fresh), ask(fresh)
-    llm = LLM(**arguments(_spec(folder / f"{name}-0", dtype)))
+    llm = LLM(**arguments(_spec(folder_of(folder, name, dtype, 0), dtype)))
     connection = asdict(_connection(folder, port, name, dtype))
     llm.collective_rpc(
         "init_weight_transfer_engine", kwargs={"init_info": {"connection": connection, "engine_index": 0}}

@@ -337,13 +337,25 @@ def read_reference(path: Path) -> Reference:
     return Reference(tensors["logprobs"], gradients, tensors["replayed"])
 
 
+def in_bfloat16(source: Path, path: Path) -> None:
+    """Writes a model in bfloat16 as on the hub: correction biases stay in float32."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(read_hf(source) | {"dtype": "bfloat16"}))
+    tensors = {
+        name: tensor if name.endswith(CORRECTION_BIAS) else tensor.bfloat16()
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_all(rank: int, address: str, folder: Path) -> None:
-    """Writes both models of every entry to `folder`/NAME-SEED, with a reference of the first model.
+    """Writes both models of every entry to `folder`/NAME-SEED, also in bfloat16, with a reference of the first model.
 
     Runs in a rank, where transformers is imported already.
     """
     torch.set_num_threads(1)
     for name in MODELS:
         for seed in SEEDS:
-            make(name, folder / f"{name}-{seed}", seed)
+            path = make(name, folder / f"{name}-{seed}", seed)
+            in_bfloat16(path, folder / f"{name}-{seed}-bfloat16")
         write_reference(reference(folder / f"{name}-0"), folder / f"{name}.reference")

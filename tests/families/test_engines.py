@@ -16,30 +16,32 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.sync import WeightSync
 from tests.families import engines
 from tests.families.engines import EngineResults
-from tests.families.models import MODELS, UNROUNDED, read_hf
+from tests.families.models import CORRECTION_BIAS, MODELS, UNROUNDED, read_hf
 from tests.support.engines import complete, difference_from_transformers, serving, spec_of, start_engine
 from tests.support.ranks import free_port, run_ranks
 from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
 FLOAT32 = [(name, "float32") for name in MODELS]
-BFLOAT16 = [(name, "bfloat16") for name in ("qwen3_moe",)]
+BFLOAT16 = [(name, "bfloat16") for name in ("glm4_moe",)]
 CASES = FLOAT32 + BFLOAT16
 """Models, with the dtype of policy and engine."""
 
 
 @pytest.fixture(scope="module")
 def results(families: Path) -> dict[str, EngineResults]:
-    answers = run_ranks(engines.POLICY.ranks + 1, engines.sweep, families, free_port(), CASES)
+    answers = run_ranks(engines.POLICY.ranks + 1, engines.sweep, families, free_port(), CASES, timeout=800)
     results: dict[str, EngineResults] = answers[-1]
     return results
 
 
 def test_log_probs_are_those_of_transformers_after_every_sync(results: dict[str, EngineResults]) -> None:
     differences = {
-        (name, occasion): value for name, result in results.items() for occasion, value in result.differences.items()
+        (name, occasion): value
+        for name, _ in FLOAT32
+        for occasion, value in results[f"{name} float32"].differences.items()
     }
-    assert len(differences) == len(CASES) * (len(engines.SYNCS) + 1)
+    assert len(differences) == len(FLOAT32) * (len(engines.SYNCS) + 1)
     assert not {case: value for case, value in differences.items() if not value < TOLERANCE}
 
 
@@ -56,9 +58,10 @@ def test_correction_biases_arrive_unrounded_in_a_bfloat16_run(
 ) -> None:
     for name, _ in BFLOAT16:
         biases = results[f"{name} bfloat16"].biases
-        source = {t: v for t, v in load_file(families / f"{name}-0" / "model.safetensors").items() if t in biases}
-        assert source.keys() == biases.keys() and biases
-        for tensor, values in source.items():
+        source = load_file(families / f"{name}-0-bfloat16" / "model.safetensors")
+        expected = {tensor: values for tensor, values in source.items() if tensor.endswith(CORRECTION_BIAS)}
+        assert expected and expected.keys() <= biases.keys()  # vLLM registers a bias under two names
+        for tensor, values in expected.items():
             assert values[0] == biases[tensor][0] == UNROUNDED
             assert biases[tensor].dtype == torch.float32 and torch.equal(biases[tensor], values), tensor
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,25 @@ def test_log_probs_and_gradients_are_those_of_transformers(
         wrong |= {(name, tensor): error for tensor, error in errors.items() if not error < GRADIENTS}
     assert not wrong
     assert results[which], "no family takes the layout"
+
+
+def test_a_planted_fault_is_found(families: Path, results: dict[str, dict[str, list[RankResults]]]) -> None:
+    """Doubles the gradient of a norm on one rank, and leaves out the gradient of a router."""
+    which, name = "TP2·EP2", "qwen3_moe"
+    ranks, expected = results[which][name], read_reference(families / f"{name}.reference").gradients
+    norm, router = "0.decoder.layers.1.input_layernorm.weight", "0.decoder.layers.1.mlp.router.weight"
+    planted = [
+        replace(ranks[0], gradients={k: v for k, v in ranks[0].gradients.items() if k != router}),
+        replace(ranks[1], gradients=ranks[1].gradients | {norm: (0, 2 * ranks[1].gradients[norm][1])}),
+    ]
+    del planted[1].gradients[router]
+    errors = layouts.gradient_errors(read_hf(families / f"{name}-0"), sizes_of(name, which)[1], planted, expected)
+    wrong = {tensor: error for tensor, error in errors.items() if not error < GRADIENTS}
+    layer = "model.layers.1"
+    assert wrong == {
+        f"{layer}.input_layernorm.weight": pytest.approx(1, rel=1e-3),
+        f"{layer}.mlp.gate.weight": math.inf,
+    }
 
 
 @pytest.mark.parametrize("which", REPLAYED)
