@@ -208,6 +208,14 @@ class GroupedQueryAttention(Block):
             b.whole(f"{megatron_prefix}.q_layernorm.weight", f"{hf_prefix}.q_norm.weight")
             b.whole(f"{megatron_prefix}.k_layernorm.weight", f"{hf_prefix}.k_norm.weight")
 
+    def check_fp8(self, key: str) -> None:
+        if self.qk_norm == "all_heads":
+            raise UserError(
+                "FP8 has not been shown with a norm over all heads of queries and keys",
+                key=key,
+                fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+            )
+
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
         shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)
         return (("attention heads", self.heads), *shared)
