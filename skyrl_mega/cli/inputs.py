@@ -282,6 +282,12 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
                 value=asked[key],
                 fix="remove that folder, name another model.path, or give model.build=null",
             )
+    if architecture(asked).describe(asked) != architecture(hf).describe(hf):
+        raise UserError(
+            f"{config.model.path} is there already, and its config.json describes another model",
+            key="model.build",
+            fix="remove that folder, name another model.path, or give model.build=null",
+        )
 
 
 def check_rewriting(config: Config) -> None:

@@ -16,7 +16,9 @@ from skyrl_mega.cluster.devices import GpuEvidence
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.layout_text import places
 from skyrl_mega.telemetry.console import Console
@@ -225,6 +227,14 @@ def test_a_model_that_was_built_with_other_sizes_is_refused(inputs: Path) -> Non
         assert all(part in message for part in parts), message
         with pytest.raises(UserError, match=setting.partition("=")[0]):
             planned_inputs(compose(inputs / "config.yaml", [built, setting]))
+
+
+def test_a_built_family_with_its_own_names_of_sizes_is_compared_too(inputs: Path, tmp_path: Path) -> None:
+    built = ["model.build={architecture: mixtral}", f"model.path={tmp_path}/mixtral"]
+    build(BuildConfig(architecture="mixtral"), tmp_path / "mixtral")
+    check_inputs(compose(inputs / "config.yaml", built))
+    message = refusal(inputs, *built, "model.build.experts=4")
+    assert "model.build" in message and "describes another model" in message
 
 
 def test_a_head_that_no_engine_on_a_cpu_serves_is_refused(inputs: Path, tmp_path: Path) -> None:
