@@ -84,7 +84,7 @@ class Endpoint:
             raise UserError("allowed is http://host:port/v1 or https://…", key="--endpoint", value=url)
         if parsed.userinfo:
             raise UserError(
-                "a key is not given in the address",
+                "the address must not contain a key or password",
                 key="--endpoint",
                 fix=f"set the environment variable {key_variable}",
             )

@@ -247,7 +247,7 @@ def test_requests_carry_the_sampling_and_what_is_added(fake: Fake) -> None:
     [
         ("localhost:8000", "m", "{}", "allowed is http://host:port/v1"),
         ("http://localhost:8000", None, "{}", "--served-model"),
-        ("http://me:s3cret@localhost:8000", "m", "{}", "a key is not given in the address; .* KEY"),
+        ("http://me:s3cret@localhost:8000", "m", "{}", "the address must not contain a key or password; .* KEY"),
         ("http://localhost:8000", "m", "[1]", "JSON object"),
         ("http://localhost:8000", "m", "{", "JSON object"),
     ],

@@ -115,7 +115,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {"parameters": len(self.parameters), "bytes": report.received + report.local, "different": different}
 
     def abandon(self) -> None:
-        """Leaves in the middle of an update. The weights are unusable until the end of another update."""
+        """Leaves in the middle of an update. The weights are unusable until the end of another update, which needs
+        `init_transfer_engine` first."""
         self.shutdown()
         self.parameters.abandon()
 
