@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Layout, Shard
 from skyrl_mega.parallel.dims import ParallelDims
@@ -69,6 +70,7 @@ CASES = {
     ),
     "3B DP8 → 8 × TP1": Case("3B", ParallelDims(8), 1, 8),
     "3B TP2 PP2 → 4 × TP2": Case("3B", ParallelDims(8, tensor=2, pipeline=2, expert_tensor=2), 2, 4),
+    "GLM-4.5-Air TP4 EP16 → 4 × TP8": Case("GLM-4.5-Air", ParallelDims(32, tensor=4, expert=16), 8, 4),
     "7B DP32 → 8 × TP4": Case("7B", ParallelDims(32), 4, 8),
     "7B TP4 PP2 → 4 × TP4": Case("7B", ParallelDims(16, tensor=4, pipeline=2, expert_tensor=4), 4, 4),
 }
@@ -87,6 +89,7 @@ LARGE = {
         8,
         32,
     ),
+    "GLM-4.5 TP8 PP4 EP32 → 32 × TP8": Case("GLM-4.5", ParallelDims(256, tensor=8, pipeline=4, expert=32), 8, 32),
 }
 
 
@@ -102,6 +105,8 @@ NIGHTLY = {
     "3B DP8 → 8 × TP1",
     "7B TP4 PP2 → 4 × TP4",
     "30B TP4 EP8 = 2 × TP8",
+    "GLM-4.5-Air TP4 EP16 → 4 × TP8",
+    "GLM-4.5 TP8 PP4 EP32 → 32 × TP8",
     "235B TP4 EP32 → 32 × TP8",
     "235B TP4 PP8 EP16, 11 layers at the ends → 32 × TP8",
 }
@@ -110,7 +115,7 @@ NIGHTLY = {
 
 @lru_cache(maxsize=1)
 def make(case: Case) -> Made:
-    hf = REAL[case.model]
+    hf = REAL.get(case.model) or known(case.model)
     arch = architecture(hf)
     start = time.process_time()
     source = arch.megatron_layout(hf, case.policy, "te")
@@ -203,11 +208,10 @@ def prove_elements(made: Made, tensors: int = 6, workers: int = 3) -> None:
     """Copies local tensors of global element numbers for some tensors and workers, and compares with the plan."""
     random = Random(0)
     names = list(made.target.tensors)
-    layer = random.choice([name for name in names if "q_proj.weight" in name]).split(".self_attn")[0]
-    kinds = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.o_proj.weight")
-    sample = [f"{layer}.{kind}" for kind in kinds] + random.sample(
-        [n for n in names if n.startswith(f"{layer}.mlp")], 3
-    )
+    layer = random.choice([name for name in names if "o_proj.weight" in name]).split(".self_attn")[0]
+    kinds = ("self_attn.q_", "self_attn.k", "self_attn.o_proj.weight")
+    attention = [name for name in names if name.startswith(tuple(f"{layer}.{kind}" for kind in kinds))]
+    sample = random.sample(attention, 3) + random.sample([n for n in names if n.startswith(f"{layer}.mlp")], 3)
     sample = [name for name in sample if prod(made.target.tensors[name]) < 2**27][:tensors]
     assert len(sample) >= min(tensors, 4)
     wanted = {names.index(name) for name in sample}
