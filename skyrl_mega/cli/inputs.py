@@ -41,8 +41,6 @@ from skyrl_mega.preflight import run_inputs
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
 
-CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head widths supported by vLLM's attention on a CPU."""
 CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
 twice."""
@@ -363,14 +361,10 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
     decoder = kind.describe(hf)
-    if config.cluster.device == "cpu" and decoder.head_dim not in CPU_HEADS:
-        key = "model.build.head_dim" if config.model.build else f"model.path = {config.model.path}: head_dim"
-        raise UserError(
-            "vLLM has no attention of this width on a CPU; allowed are "
-            f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda",
-            key=key,
-            value=decoder.head_dim,
-        )
+    if config.cluster.device == "cpu":
+        prefix = "model.build." if config.model.build else f"model.path = {config.model.path}: "
+        for block in decoder.blocks:
+            block.check_cpu_engine(prefix)
     if fp8_parameters(config.rollout):
         engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
     if config.cluster.device == "cpu" and decoder.experts:

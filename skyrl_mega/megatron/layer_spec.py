@@ -5,7 +5,7 @@ megatron-core's local spec lacks packed (THD) and context-parallel attention, an
 `PackedAttention` and `RMSNorm` fill those gaps on any device.
 
 Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
-heads, D head width.
+heads, D width of queries and keys, E width of values (D, but for latent attention).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,7 +67,9 @@ def decoder_spec(
         if spec == "local":
             sub.input_layernorm = sub.pre_mlp_layernorm = RMSNorm
             attention.core_attention = PackedAttention
-            if attention.q_layernorm is not IdentityOp:
+            if isinstance(attention, MLASelfAttentionSubmodules):
+                _use_local_modules(attention)
+            elif attention.q_layernorm is not IdentityOp:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
         if wanted.query_key_norm == "all_heads":
             heads, kv_heads = config.num_attention_heads, config.num_query_groups
@@ -74,6 +78,20 @@ def decoder_spec(
     if spec == "local":
         block.layer_norm = RMSNorm
     return block
+
+
+def _use_local_modules(attention: MLASelfAttentionSubmodules) -> None:
+    """Gives latent attention norms and down-projections that are right under sequence parallelism.
+
+    megatron-core's local down-projections are cut over the tensor group. The shared key's gradients from the other
+    ranks' heads are then lost: log-probs stay right, and gradients below an attention layer are wrong by tens of per
+    cent. Its linear layer with the whole weight on every rank is cut like Transformer Engine's.
+    """
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # Without Transformer Engine the class is a stand-in, and the constructor fails in a comparison with it.
+        multi_latent_attention.HAVE_TE = False
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
+    attention.q_layernorm = attention.kv_layernorm = RMSNorm
 
 
 class RMSNorm(torch.nn.Module):
@@ -123,11 +141,19 @@ class PackedAttention(MegatronModule):
     the rows of a padded [N, S] grid, for one fused call.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, pg_collection: Any = None, **__: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.context = pg_collection.cp
-        self.scale = 1.0 / math.sqrt(config.kv_channels or 1)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(
         self,
@@ -138,7 +164,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [L, H·D] for query [L, H, D], key and value [L, G, D].
+        """Returns [L, H·E] for query [L, H, D], key [L, G, D] and value [L, G, E].
 
         Raises:
             ValueError: `packed_seq_params` lacks the row's description (`packing.pack`).
@@ -179,7 +205,9 @@ class PackedAttention(MegatronModule):
         return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Computes `forward` with torch's kernel: query [L, H, D], key and value of the row [T, G, D] → [L, H·D]."""
+        """Computes `forward` with torch's kernel: query [L, H, D], key [T, G, D] and value [T, G, E] of the row →
+        [L, H·E]."""
+        query_width, value_width = query.shape[-1], value.shape[-1]
         cu_q = cu_k = row.cu_seqlens_q
         longest_q = longest_k = row.max_seqlen_q
         if row.global_L is not None:
@@ -197,8 +225,10 @@ class PackedAttention(MegatronModule):
         grouped = query.shape[1] // key.shape[1]
         if grouped > 1 and "enable_gqa" not in _VARLEN:
             key, value = (t.repeat_interleave(grouped, dim=1) for t in (key, value))
-        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN)
-        return out.flatten(1)
+        value = F.pad(value, (0, query_width - value_width))  # the kernel has one width for all
+        scale = {} if math.isclose(self.scale, query_width**-0.5) else {"scale": self.scale}
+        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN, **scale)
+        return out[..., :value_width].flatten(1)
 
 
 def _can_use_varlen(query: Tensor) -> bool:
@@ -209,7 +239,7 @@ def _can_use_varlen(query: Tensor) -> bool:
 def _causal(kernel: Any) -> dict[str, Any]:
     """Returns the keyword arguments of torch's variable-length kernel for a causal mask; names differ after torch 2.10.
 
-    The kernel's scale is 1 / sqrt(D), the same as ours, and the causal mask is aligned with the last key.
+    The kernel's default scale is 1 / sqrt(D), and the causal mask is aligned with the last key.
     """
     known = inspect.signature(kernel).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}

@@ -159,6 +159,8 @@ def transformer_config(
         **(transformer_settings(policy.precision) if te else {}),
     )
     latent = settings.transformer.get("multi_latent_attention")
+    if latent:
+        ours["apply_rope_fusion"] = False  # the fused rotation of latent attention computes YaRN alone
     return with_options(MLATransformerConfig if latent else TransformerConfig, ours, policy.options, "policy.options")
 
 

@@ -31,6 +31,8 @@ class Flops:
     """Operations in the output projection: two per matrix element."""
     attention: float
     """Operations per attended token; grows with the length of the sequence."""
+    decoding: float
+    """Operations per attended token while an engine decodes."""
 
     @property
     def matrices(self) -> float:
@@ -75,10 +77,11 @@ def causal_pairs(length: float) -> float:
 @lru_cache(maxsize=16)
 def flops(decoder: Decoder) -> Flops:
     """Returns the operations per token, computed from the model's shapes."""
-    layers = attention = 0.0
+    layers = attention = decoding = 0.0
     for kind, count in decoder.layer_counts():
         for block in kind:
             work = block.flops()
             layers += count * work.matrices
             attention += count * work.attention
-    return Flops(layers, decoder.head.flops().matrices, attention)
+            decoding += count * (work.attention if work.decoding is None else work.decoding)
+    return Flops(layers, decoder.head.flops().matrices, attention, decoding)

@@ -227,7 +227,7 @@ def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float],
 
     def decode(running: float) -> float:
         read = reading.weights(running) + running / (workers / rollout.tensor) * mean * reading.per_token
-        compute = running * (work.matrices + work.attention * mean) / workers / speed
+        compute = running * (work.matrices + work.decoding * mean) / workers / speed
         return max(read / bandwidth, compute) + (decoder.layers * layer_us + rates.engine_step_us) * 1e-6
 
     return decode

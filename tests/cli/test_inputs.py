@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.cli.inputs import CPU_HEADS, check_inputs, planned_inputs, prepare, with_device
+from skyrl_mega.cli.inputs import check_inputs, planned_inputs, prepare, with_device
 from skyrl_mega.cluster.devices import GpuEvidence
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.models.blocks.gqa import CPU_HEADS
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build
 from skyrl_mega.planner.fit import parallel_of

@@ -187,19 +187,19 @@ def run_steps(worker: ModelWorker) -> Any:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
-               *, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
+               *, window_size: tuple[int, int], enable_gqa: bool, scale: float | None = None) -> Tensor:  # fmt: skip
     """Computes the attention of each sequence alone, as documented for torch's kernel: the causal mask ends at the last
     key."""
     assert window_size == (-1, 0) and enable_gqa and cu_q.dtype == cu_k.dtype == torch.int32
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    assert ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v)
+    assert ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v) and q.shape[-1] == k.shape[-1] == v.shape[-1]
     outs = []
     for i in range(len(ends_q) - 1):
         a, b, c, d = ends_q[i], ends_q[i + 1], ends_k[i], ends_k[i + 1]
         assert b - a <= longest_q and d - c <= longest_k
         groups = q.shape[1] // k.shape[1]
         keys, values = (x[c:d].float().repeat_interleave(groups, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[a:b].float(), keys) / q.shape[-1] ** 0.5
+        scores = torch.einsum("qhd,khd->hqk", q[a:b].float(), keys) * (scale or q.shape[-1] ** -0.5)
         allowed = np.arange(d - c)[None] <= np.arange(b - a)[:, None] + (d - c) - (b - a)
         scores = scores.masked_fill(~torch.from_numpy(allowed), float("-inf"))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype))

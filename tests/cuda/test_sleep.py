@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from skyrl_mega.engines.presence import CACHE, WEIGHTS
 from skyrl_mega.engines.vllm import transfer
 from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
 from skyrl_mega.engines.vllm.transfer import ShardTransferEngine, WorkerExtension
+from tests.weights.grids import MODELS
 
 
 class Allocator:
@@ -117,8 +120,10 @@ def test_memory_of_the_device_is_not_trimmed_on_the_host(monkeypatch: pytest.Mon
         assert trimmed == ([] if device == "cuda" else ["trim"])
 
 
-def test_an_engine_has_sleep_mode_only_where_a_part_of_it_sleeps() -> None:
+def test_an_engine_has_sleep_mode_only_where_a_part_of_it_sleeps(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3"]))
+    path = str(tmp_path)
     for device, sleeps, wanted in (("cuda", (), False), ("cuda", ENGINE, True), ("cuda", (CACHE,), True)):
-        spec = EngineSpec("m", "bfloat16", device, RolloutConfig(), 64, sleeps=sleeps)
+        spec = EngineSpec(path, "bfloat16", device, RolloutConfig(), 64, sleeps=sleeps)
         assert arguments(spec).get("enable_sleep_mode", False) is wanted
-    assert "enable_sleep_mode" not in arguments(EngineSpec("m", "float32", "cpu", RolloutConfig(), 64, sleeps=ENGINE))
+    assert "enable_sleep_mode" not in arguments(EngineSpec(path, "float32", "cpu", RolloutConfig(), 64, sleeps=ENGINE))

@@ -90,6 +90,27 @@ GLM: dict[str, Any] = DENSE_FIRST | {
     "partial_rotary_factor": 0.5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
+LATENT: dict[str, Any] = DENSE_FIRST | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 512,  # the kernel of vLLM's CPU engine has no other widths of the latent vector and rotary part
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "rms_norm_eps": 1e-6,  # transformers has no other for the norms of latent vectors
+}
+"""Multi-head latent attention, with queries and keys wider than values."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel(
@@ -151,6 +172,18 @@ MODELS: dict[str, TinyModel] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         },
         hub={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
+    ),
+    "deepseek_v3": TinyModel(
+        "DeepseekV3Config",
+        LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+        hub=SIGMOID_KEYS,
+        checkpointed=True,
+    ),
+    "deepseek_v3, Moonlight": TinyModel("DeepseekV3Config", LATENT | {"q_lora_rank": None}, hub=SIGMOID_KEYS),
+    "glm4_moe_lite": TinyModel(
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+        hub={"first_k_dense_replace": 1},
     ),
 }
 """The models of all sweeps; several of a family if its variants differ in their blocks."""

@@ -17,10 +17,15 @@ from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
+GROUPED = (GROUPS, WIDTH, WIDTH**-0.5)
+"""Heads of keys and values, width of values, scale of the scores."""
+LATENT = (HEADS, 5, 0.6)
+"""As `GROUPED`, for latent attention with YaRN: narrower values, and a scale of its own."""
 
 
-def both_ways(rank: int, address: str, ranks: int) -> Any:
+def both_ways(rank: int, address: str, ranks: int, kind: tuple[int, int, float]) -> Any:
     """Returns outputs and gradients of the grid and of the kernel, on a context rank."""
+    groups, values, scale = kind
     cpu.stand_in()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0)
@@ -28,11 +33,11 @@ def both_ways(rank: int, address: str, ranks: int) -> Any:
     row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1).row
     attention = layer_spec.PackedAttention.__new__(layer_spec.PackedAttention)
     torch.nn.Module.__init__(attention)
-    attention.context, attention.scale = dist.group.WORLD, WIDTH**-0.5
+    attention.context, attention.scale = dist.group.WORLD, scale
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (
-        torch.randn(len(row.sequence_L), heads, WIDTH, generator=generator, requires_grad=True)
-        for heads in (HEADS, GROUPS, GROUPS)
+        torch.randn(len(row.sequence_L), heads, width, generator=generator, requires_grad=True)
+        for heads, width in ((HEADS, WIDTH), (groups, WIDTH), (groups, values))
     )
     answers = []
     for kernel in (False, True):
@@ -43,12 +48,15 @@ def both_ways(rank: int, address: str, ranks: int) -> Any:
             out = attention(q, k, v, None, packed_seq_params=row)
         weights = torch.arange(out.numel()).view(out.shape).sin()
         grads = torch.autograd.grad((out * weights).sum(), (q, k, v))
+        assert out.shape == (len(q), HEADS * values)
         answers.append([x.detach().numpy() for x in (out, *grads)])
     return answers
 
 
-@pytest.mark.parametrize("context", [1, 2, 3])
-def test_the_kernel_is_given_what_makes_it_the_grid(context: int) -> None:
-    for grid, kernel in run_ranks(context, both_ways, context):
+@pytest.mark.parametrize(
+    ("context", "kind"), [(1, GROUPED), (2, GROUPED), (3, GROUPED), (2, LATENT)], ids=["1", "2", "3", "2 latent"]
+)
+def test_the_kernel_is_given_what_makes_it_the_grid(context: int, kind: tuple[int, int, float]) -> None:
+    for grid, kernel in run_ranks(context, both_ways, context, kind):
         for a, b in zip(grid, kernel, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
@@ -23,7 +23,11 @@ def test_every_architecture_can_be_built() -> None:
     assert {*WITH_EXPERTS, *WITHOUT_EXPERTS} == {*ARCHITECTURES}
 
 
-@pytest.fixture(params=[(name, tied) for name in ARCHITECTURES for tied in (False, True)], ids=str)
+IN_TRANSFORMERS = [name for name in ARCHITECTURES if name in CONFIG_MAPPING]
+"""All but Kimi-K2, whose class is part of the published files; it computes as DeepSeek-V3."""
+
+
+@pytest.fixture(params=[(name, tied) for name in IN_TRANSFORMERS for tied in (False, True)], ids=str)
 def built(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[BuildConfig, Path]:
     name, tied = request.param
     config = BuildConfig(architecture=name, head_dim=16 if name in ("qwen2", "qwen2_moe", "olmoe") else 32, tied=tied)
@@ -37,7 +41,7 @@ def test_transformers_loads_all_of_it(built: tuple[BuildConfig, Path]) -> None:
     assert not any(report.values())
     assert model.config.model_type == config.architecture and model.dtype == torch.float32
     check_files(path)
-    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight = model.model.layers[0].self_attn.o_proj.weight
     assert abs(weight.std().item() - 0.02) < 2e-3
     assert (model.model.norm.weight == 1).all()
     tokens = torch.tensor([[5, 30, 31, 6]])

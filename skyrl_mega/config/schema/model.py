@@ -7,7 +7,10 @@ from typing import Optional
 
 from skyrl_mega.config.schema.fields import Refusals, at_least, between, one_of
 
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2")
+WITH_EXPERTS = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2"),
+    *("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+)
 """Architectures of mixtures of experts; the first is the default."""
 WITHOUT_EXPERTS = ("qwen3", "qwen2", "llama")
 """Architectures of dense models."""

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
+from skyrl_mega.engines.vllm import latent
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.weights.fp8.format import SUFFIX
 
@@ -89,8 +90,12 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         self.undefined = False
         """True if the layers' weights were dropped, so that the next update must deliver all of them."""
         self.different: list[str] = []
+        self.latent = latent.latent_attentions(model)
+        """Layers with parameters derived from other layers' weights; computed again after an update."""
         seen: set[int] = set()
         for prefix, module in model.named_modules():
+            if prefix in self.latent:
+                continue
             layer = _Layer(prefix, module)
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
@@ -202,7 +207,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             self._close_layer(layer)
 
     def close(self) -> list[str]:
-        """Ends the update; returns, after a check, the names of parameters unlike the live ones.
+        """Ends the update; returns, after a check, the names of parameters unlike the live ones, and of derived tensors
+        unlike the live parameters.
 
         Raises:
             RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.
@@ -217,7 +223,10 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         if not self.checking:
             for layer in self.followers:
                 self._close_layer(layer)
+            latent.derive(self.latent, self.dtype)
             self.undefined = False
+        else:
+            self.different += latent.stale(self.latent, self.dtype)
         return self.different
 
     def abandon(self) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.derived import ENGINE_ENVIRONMENT, eager, fp8_weights
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
+from skyrl_mega.hf_checkpoint.index import read_config
+from skyrl_mega.models.registry import architecture
 
 ROUTER = r"re:.*\.mlp\.gate$"
 """Layers left unquantised by quantisation on loading, as in FP8 checkpoints: a rounded router picks other experts."""
@@ -85,7 +90,7 @@ def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
 
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
-    """Returns vLLM's engine arguments.
+    """Returns vLLM's engine arguments: ours, those that the model's blocks need, and `rollout.options`.
 
     Without `former` vLLM measures, on a GPU, the memory left for the cache by `rollout.memory_fraction`; meanwhile no
     process may allocate or free memory of the GPU. A restarted engine uses the first engine's result.
@@ -136,4 +141,24 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = former.cache_bytes
     if str(rollout.options.get("quantization", "")).startswith("fp8_"):
         arguments["quantization_config"] = {"ignore": [ROUTER]}
-    return arguments | spec.extra | rollout.options
+    return reduce(_merged, (_block_arguments(spec), arguments, spec.extra, rollout.options))
+
+
+def _block_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Returns the arguments that the model's blocks need on this device."""
+    hf = read_config(Path(spec.path))
+    needed: dict[str, Any] = {}
+    for block in architecture(hf).describe(hf).parts:
+        needed = _merged(needed, block.engine_arguments(spec.device))
+    return needed
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both; of two mappings under a name, such as `hf_overrides`, the entries of both. The
+    second takes precedence."""
+    both = {
+        name: {**first[name], **value}
+        for name, value in second.items()
+        if isinstance(value, Mapping) and isinstance(first.get(name), Mapping)
+    }
+    return {**first, **second, **both}

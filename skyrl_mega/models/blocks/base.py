@@ -119,6 +119,8 @@ class TokenFlops:
     """Two per element of each matrix multiplied with the token."""
     attention: float = 0.0
     """Operations per previous token, to be multiplied by the number of previous tokens."""
+    decoding: float | None = None
+    """Operations per previous token while an engine decodes; None: `attention`."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,13 @@ class Block(Protocol):
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         """Returns the numbers of columns held by a worker, for weights stored in blocks in an FP8 checkpoint."""
+        return {}
+
+    def check_cpu_engine(self, prefix: str) -> None:
+        """Refuses widths that vLLM cannot compute on a CPU; the UserError names `prefix` and the key of config.json."""
+
+    def engine_arguments(self, device: str) -> Mapping[str, Any]:
+        """Returns the vLLM arguments without which this block computes wrong results on `cpu` or `cuda`."""
         return {}
 
     # --- cost ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
@@ -235,6 +236,11 @@ class Experts(Block):
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
         return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
+
+    def engine_arguments(self, device: str) -> Mapping[str, Any]:
+        """Returns the type of router logits for vLLM's DeepSeek layers: float32 as in megatron-core, not the model's
+        type. All other layers ignore the key."""
+        return {"hf_overrides": {"moe_router_dtype": "float32"}} if self.router.score == "sigmoid" else {}
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         """Declares w13 [experts, gate rows then up rows, hidden] and w2 [experts, hidden, columns]."""

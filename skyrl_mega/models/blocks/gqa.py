@@ -28,6 +28,8 @@ Norms = Literal["none", "head", "all_heads"]
 NORM = "input_layernorm.weight"
 ROPE_THETA = 10_000.0
 """Default base of rotary positions."""
+CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head that vLLM's attention on a CPU is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,15 @@ class GroupedQueryAttention(Block):
         if self.kv_heads < cut.tensor and cut.tensor % self.kv_heads:
             raise UserError(
                 f"{cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads; choose one", key=key
+            )
+
+    def check_cpu_engine(self, prefix: str) -> None:
+        if self.head_dim not in CPU_HEADS:
+            raise UserError(
+                "vLLM has no attention of this width on a CPU; allowed are "
+                f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda",
+                key=f"{prefix}head_dim",
+                value=self.head_dim,
             )
 
     def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:

@@ -1,0 +1,306 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1), and the norm before it.
+
+Keys and values of all heads are projections of a latent vector per token; a key that all heads share has the rotary
+positions. An engine caches only the latent vector and the shared key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.common.errors import UserError
+from skyrl_mega.models.blocks.base import (
+    Block,
+    Cut,
+    EngineCut,
+    LayerModules,
+    MegatronPlace,
+    MegatronSettings,
+    Messages,
+    Tensors,
+    TokenFlops,
+    Work,
+    share,
+)
+from skyrl_mega.models.blocks.gqa import NORM, ROPE_THETA
+from skyrl_mega.models.config_json import Hf, integer, number, require, unsupported
+from skyrl_mega.models.shard_builder import ShardBuilder
+from skyrl_mega.parallel.dims import ParallelDims
+
+YARN = ("yarn", "deepseek_yarn")
+"""Values of `rope_type`: the published one, and vLLM's in the configuration of a loaded model."""
+CPU_WIDTHS = (512, 64)
+"""The only `kv_lora_rank` and `qk_rope_head_dim` that vLLM's decode kernel on a CPU is compiled for."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's scaling of rotary positions (arXiv:2309.00071). Field names as in config.json."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    @classmethod
+    def read(cls, hf: Hf, key: str) -> Yarn:
+        """Reads the mapping `key` of config.json.
+
+        Raises:
+            UserError: Libraries would compute another scaling than megatron-core, or each a different one.
+        """
+        values = {"beta_fast": 32, "beta_slow": 1, **hf[key]}
+        for name in ("mscale", "mscale_all_dim"):
+            if name not in values:  # each library then has a default of its own
+                raise unsupported(hf, key, "a YaRN with mscale and mscale_all_dim above 0")
+        for name, allowed in (("attention_factor", None), ("truncate", True)):
+            require(values, name, allowed)
+        return cls(
+            number(values, "factor"),
+            integer(values, "original_max_position_embeddings"),
+            *(number(values, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+        )
+
+
+@dataclass(frozen=True)
+class LatentRope:
+    """Rotary positions of latent attention: the base, and YaRN's scaling."""
+
+    base: float
+    yarn: Yarn | None = None
+
+    @classmethod
+    def read(cls, hf: Hf) -> LatentRope:
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+        values = hf.get(key) or {}
+        if not isinstance(values, Mapping):
+            raise unsupported(hf, key, "a mapping")
+        bases = [keys for keys in (values, hf) if "rope_theta" in keys]
+        base = number(bases[0], "rope_theta") if bases else ROPE_THETA
+        for keys in (values, hf):
+            require(keys, "partial_rotary_factor", 1.0)
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind not in ("default", *YARN):
+            raise unsupported(hf, key, "rope_type default or yarn for this model_type")
+        return cls(base, Yarn.read(hf, key) if kind in YARN else None)
+
+    def megatron_args(self) -> dict[str, Any]:
+        """Returns keyword arguments of megatron-core's `MLATransformerConfig`."""
+        args: dict[str, Any] = {"rotary_base": self.base, "rope_type": "yarn" if self.yarn else "rope"}
+        if self.yarn is None:
+            return args
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        return args | {"rotary_scaling_factor": self.yarn.factor, **{name: getattr(self.yarn, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class LatentAttention(Block):
+    """Multi-head latent attention, with RMSNorm of the latent vectors."""
+
+    hidden: int
+    heads: int
+    query_rank: int | None
+    """Width of the query's latent vector; None: queries are projected from the hidden states."""
+    latent: int
+    """Width of the latent vector of keys and values (`kv_lora_rank`)."""
+    plain: int
+    """Width of a head's own part of query and key (`qk_nope_head_dim`)."""
+    rotary: int
+    """Width of the part with positions, shared by the keys of all heads (`qk_rope_head_dim`)."""
+    value: int
+    """Width of a head's value."""
+    rope: LatentRope
+
+    @classmethod
+    def read(cls, hf: Hf) -> LatentAttention:
+        """Reads config.json."""
+        heads = integer(hf, "num_attention_heads")
+        require(hf, "num_key_value_heads", heads)
+        require(hf, "attention_bias", False)
+        require(hf, "rope_interleave", True)
+        require(hf, "index_topk", None)  # sparse attention of later models
+        return cls(
+            hidden=integer(hf, "hidden_size"),
+            heads=heads,
+            query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),
+            latent=integer(hf, "kv_lora_rank"),
+            plain=integer(hf, "qk_nope_head_dim"),
+            rotary=integer(hf, "qk_rope_head_dim"),
+            value=integer(hf, "v_head_dim"),
+            rope=LatentRope.read(hf),
+        )
+
+    @property
+    def query(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain + self.rotary
+
+    def facts(self) -> Mapping[str, int]:
+        return {"heads": self.heads}
+
+    def hf_tensors(self, source: str) -> Tensors:
+        prefix, queries = f"{source}.self_attn", self.heads * self.query
+        shapes: Tensors = {f"{source}.{NORM}": (self.hidden,)}
+        if self.query_rank is None:
+            shapes[f"{prefix}.q_proj.weight"] = (queries, self.hidden)
+        else:
+            shapes[f"{prefix}.q_a_proj.weight"] = (self.query_rank, self.hidden)
+            shapes[f"{prefix}.q_a_layernorm.weight"] = (self.query_rank,)
+            shapes[f"{prefix}.q_b_proj.weight"] = (queries, self.query_rank)
+        shapes[f"{prefix}.kv_a_proj_with_mqa.weight"] = (self.latent + self.rotary, self.hidden)
+        shapes[f"{prefix}.kv_a_layernorm.weight"] = (self.latent,)
+        shapes[f"{prefix}.kv_b_proj.weight"] = (self.heads * (self.plain + self.value), self.latent)
+        shapes[f"{prefix}.o_proj.weight"] = (self.hidden, self.heads * self.value)
+        return shapes
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        transformer = {
+            "multi_latent_attention": True,
+            "num_attention_heads": self.heads,
+            "q_lora_rank": self.query_rank,
+            "kv_lora_rank": self.latent,
+            "qk_head_dim": self.plain,
+            "qk_pos_emb_head_dim": self.rotary,
+            "v_head_dim": self.value,
+            "qk_layernorm": True,
+        }
+        return MegatronSettings(transformer | self.rope.megatron_args(), {"position_embedding_type": "rope"})
+
+    def layer_modules(self) -> LayerModules:
+        return LayerModules()
+
+    def megatron_cuts(self) -> Sequence[Cut]:
+        return (Cut("tensor", "attention heads", self.heads, "heads"),)
+
+    def check_fp8(self, key: str) -> None:
+        raise UserError(
+            "FP8 has not been shown with multi-head latent attention",
+            key=key,
+            fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+        )
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        """Declares down-projections whole on every rank, and up-projections by heads. Transformer Engine fuses the
+        norm of a latent vector into the up-projection."""
+        rank, tensor, te = place.coords.tp, place.parallel.tensor, place.spec == "te"
+        hf, target_prefix = f"{source}.self_attn", f"{target}.self_attention"
+
+        def by_heads(name: str, tensor_name: str, width: int, columns: int) -> None:
+            rows = self.heads * width // tensor
+            b.rows(b.param(f"{target_prefix}.{name}.weight", rows, columns), 0, tensor_name, rank * rows, rows)
+
+        b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
+        values = self.heads * self.value // tensor
+        output = b.param(f"{target_prefix}.linear_proj.weight", self.hidden, values)
+        b.columns(output, f"{hf}.o_proj.weight", rank * values, values)
+        norms = []
+        if self.query_rank is None:
+            by_heads("linear_q_proj", f"{hf}.q_proj.weight", self.query, self.hidden)
+        else:
+            b.whole(f"{target_prefix}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight")
+            if te:
+                b.whole(f"{target_prefix}.linear_q_up_proj.layer_norm_weight", f"{hf}.q_a_layernorm.weight")
+            by_heads("linear_q_up_proj", f"{hf}.q_b_proj.weight", self.query, self.query_rank)
+            norms.append(("q_layernorm", "q_a_layernorm"))
+        b.whole(f"{target_prefix}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight")
+        if te:
+            b.whole(f"{target_prefix}.linear_kv_up_proj.layer_norm_weight", f"{hf}.kv_a_layernorm.weight")
+        by_heads("linear_kv_up_proj", f"{hf}.kv_b_proj.weight", self.plain + self.value, self.latent)
+        norms.append(("kv_layernorm", "kv_a_layernorm"))
+        for name, tensor_name in () if te else norms:
+            b.whole(f"{target_prefix}.{name}.weight", f"{hf}.{tensor_name}.weight")
+
+    def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
+        return (("attention heads", self.heads),)
+
+    def check_cpu_engine(self, prefix: str) -> None:
+        for key, value, allowed in zip(
+            ("kv_lora_rank", "qk_rope_head_dim"), (self.latent, self.rotary), CPU_WIDTHS, strict=True
+        ):
+            if value != allowed:
+                raise UserError(
+                    "vLLM has no latent attention of this width on a CPU; allowed is "
+                    f"{allowed}, or cluster.device=cuda",
+                    key=f"{prefix}{key}",
+                    value=value,
+                )
+
+    def engine_arguments(self, device: str) -> Mapping[str, Any]:
+        """Returns, on a CPU, vLLM's reference backend, which it would not pick on a machine with AMX, and torch's
+        rotary positions: vLLM's CPU kernel reads the three-dimensional queries of latent attention with a wrong
+        stride, and log-probs would be off by whole nats."""
+        if device != "cpu":
+            return {}
+        return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_config": {"backend": "CPU_MLA"}}
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        """Declares down-projections whole on every worker, those of query and key in a single parameter."""
+        rank, prefix = worker % cut.tensor, f"{source}.self_attn"
+        b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
+
+        def by_heads(name: str, width: int, columns: int) -> None:
+            rows = self.heads * width // cut.tensor
+            b.rows(b.param(f"{prefix}.{name}", rows, columns), 0, f"{prefix}.{name}", rank * rows, rows)
+
+        if self.query_rank is None:
+            by_heads("q_proj.weight", self.query, self.hidden)
+            b.whole(f"{prefix}.kv_a_proj_with_mqa.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
+        else:
+            rows = self.query_rank + self.latent + self.rotary
+            fused = b.param(f"{prefix}.fused_qkv_a_proj.weight", rows, self.hidden)
+            b.rows(fused, 0, f"{prefix}.q_a_proj.weight")
+            b.rows(fused, self.query_rank, f"{prefix}.kv_a_proj_with_mqa.weight")
+            b.whole(f"{prefix}.q_a_layernorm.weight", f"{prefix}.q_a_layernorm.weight")
+            by_heads("q_b_proj.weight", self.query, self.query_rank)
+        b.whole(f"{prefix}.kv_a_layernorm.weight", f"{prefix}.kv_a_layernorm.weight")
+        by_heads("kv_b_proj.weight", self.plain + self.value, self.latent)
+        values = self.heads * self.value // cut.tensor
+        output = b.param(f"{prefix}.o_proj.weight", self.hidden, values)
+        b.columns(output, f"{prefix}.o_proj.weight", rank * values, values)
+
+    def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
+        return {"heads": share(self.heads, cut.tensor, worker % cut.tensor)}
+
+    def flops(self) -> TokenFlops:
+        queries = self.heads * self.query
+        matrices = self.hidden * queries
+        if self.query_rank is not None:
+            matrices = self.query_rank * (self.hidden + queries)
+        matrices += self.hidden * (self.latent + self.rotary) + self.latent * self.heads * (self.plain + self.value)
+        matrices += self.heads * self.value * self.hidden
+        # An engine decodes in the space of the latent vectors: queries and results meet the up-projection instead.
+        decoding = 2 * self.heads * (2 * self.latent + self.rotary)
+        return TokenFlops(2 * matrices, 2 * self.heads * (self.query + self.value), decoding)
+
+    def saved_bytes(self, work: Work) -> float:
+        """Returns the bytes of the latent vectors before and after their norms, queries, keys, values, the attention's
+        output, the softmax's normaliser, and the rotation's cosines and sines."""
+        tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
+        norm = 2 * tokens / tensor * self.hidden * b  # input and output
+        latents = 2 * ((self.query_rank or 0) + self.latent) + self.rotary
+        heads = self.heads / tensor * (2 * self.query + 2 * self.value)
+        return norm + tokens * b * (latents / tensor + heads + 4 * self.rotary) + tokens * 4 * self.heads / tensor
+
+    def kept_bytes(self, work: Work, recompute: str) -> float:
+        """Returns the bytes kept: with "selective" not the first norm's output, as no product is fused with it."""
+        norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
+        return self.saved_bytes(work) - (norm if recompute == "selective" else 0.0)
+
+    def messages(self, parallel: ParallelDims) -> Messages:
+        # The latent vectors are gathered before the up-projections, the shared key before the attention.
+        gathered = (self.hidden if self.query_rank is None else self.query_rank) + self.latent + self.rotary
+        context = self.heads * (self.query + self.value) / parallel.tensor
+        return Messages(tensor=(gathered + self.hidden) / 2, context=context)
+
+    def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
+        """Returns the bytes of the latent vector and the shared key: every worker holds both whole."""
+        return (self.latent + self.rotary) * itemsize
+
+    def engine_width(self, cut: EngineCut) -> float:
+        latents = (self.query_rank or 0) + self.latent + self.rotary
+        return latents + self.heads * (2 * self.query + 2 * self.value) / cut.tensor
