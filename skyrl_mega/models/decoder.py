@@ -138,8 +138,13 @@ class Decoder:
         return replace(self, kinds=(kind,), order=(0,))
 
 
-def read_decoder(hf: Hf, layers: Sequence[Layer]) -> Decoder:
+def read_decoder(hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True) -> Decoder:
     """Returns the model with these layers, reading the config.json keys common to all families.
+
+    Args:
+        hf: Content of config.json.
+        layers: The blocks of every layer.
+        engine_ties: True if vLLM's class of the family can tie the output projection to the embedding.
 
     Raises:
         UserError: A key is missing or not supported.
@@ -153,7 +158,7 @@ def read_decoder(hf: Hf, layers: Sequence[Layer]) -> Decoder:
         embedding=Embedding.read(hf),
         kinds=kinds,
         order=tuple(position[id(layer)] for layer in layers),
-        head=Head.read(hf),
+        head=Head.read(hf, engine_ties),
         max_length=integer(hf, "max_position_embeddings"),
         norm_eps=number(hf, "rms_norm_eps"),
     )

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 64,
             "routed_scaling_factor": 1.0,
             "partial_rotary_factor": 1.0,
+            "tie_word_embeddings": False,
         },
     ),
     "qwen2_moe": (
@@ -90,6 +91,8 @@ def expressed(name: str, shape: tuple[int, ...], weights: dict[str, Tensor], gen
     """Returns a tensor of the mixture of experts."""
     if name in weights:
         return weights[name]
+    if name == "lm_head.weight":
+        return weights["model.embed_tokens.weight"].clone()
     layer, matrix = ".".join(name.split(".")[:3]), name.split(".")[-2]
     if ".experts." in name:
         return weights[f"{layer}.mlp.{MATRICES[matrix]}.weight"].clone()

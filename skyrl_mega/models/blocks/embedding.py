@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_mega.common.errors import UserError
 from skyrl_mega.models.blocks.base import (
     Block,
     Cut,
@@ -74,11 +75,14 @@ class Head(Block):
     hidden: int
     tied: bool
     """True if the output projection is the embedding."""
+    engine_ties: bool = True
+    """True if vLLM's class of the family can tie the output projection to the embedding."""
 
     @classmethod
-    def read(cls, hf: Hf) -> Head:
+    def read(cls, hf: Hf, engine_ties: bool = True) -> Head:
         """Reads config.json."""
-        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), flag(hf, "tie_word_embeddings"))
+        tied = flag(hf, "tie_word_embeddings")
+        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), tied, engine_ties)
 
     def hf_tensors(self, source: str) -> Tensors:
         """Returns the tensors on disk; a tied head adds no tensor for the projection."""
@@ -96,6 +100,15 @@ class Head(Block):
         rows = padded_vocab(self.vocab, place.parallel.tensor) // place.parallel.tensor
         param = b.param(f"{target}.output_layer.weight", rows, self.hidden)
         vocab_rows(b, param, EMBEDDING if self.tied else HEAD, place.coords.tp * rows, (rows, self.vocab))
+
+    def check_engine(self, cut: EngineCut, key: str) -> None:
+        if self.tied and not self.engine_ties:
+            raise UserError(
+                "tie_word_embeddings is true, which vLLM ignores for this model_type: it would compute with a random "
+                "output projection",
+                key="config.json",
+                fix="give false, and lm_head.weight in the files",
+            )
 
     def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
         b.whole(FINAL_NORM, FINAL_NORM)

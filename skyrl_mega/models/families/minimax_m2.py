@@ -44,7 +44,7 @@ def describe(hf: Hf) -> Decoder:
     router = ExpertRouter("sigmoid", renormalize=True, bias=True)
     experts = Experts.read(hf, router, names=NAMES, count=("num_local_experts",), width="intermediate_size")
     layer = (replace(attention, engine_norm_rows=True), experts)
-    return read_decoder(hf, [layer] * integer(hf, "num_hidden_layers"))
+    return read_decoder(hf, [layer] * integer(hf, "num_hidden_layers"), engine_ties=False)
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:

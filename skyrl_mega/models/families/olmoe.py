@@ -31,7 +31,7 @@ def describe(hf: Hf) -> Decoder:
     require(hf, "norm_topk_prob", False)  # vLLM never renormalises
     attention = GroupedQueryAttention.read(hf, qk_norm="all_heads", qkv_bias=False)
     experts = Experts.read(hf, ExpertRouter.softmax(hf), width="intermediate_size")
-    return read_decoder(hf, [(attention, experts)] * integer(hf, "num_hidden_layers"))
+    return read_decoder(hf, [(attention, experts)] * integer(hf, "num_hidden_layers"), engine_ties=False)
 
 
 def small(hf: dict[str, Any]) -> dict[str, Any]:
