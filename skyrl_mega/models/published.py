@@ -10,12 +10,13 @@ from pathlib import PurePath
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.models.published_configs import experts, glm, llama, qwen
+from skyrl_mega.models.published_configs import deepseek, experts, glm, llama, qwen
 
 KNOWN: dict[str, dict[str, Any]] = {
     **qwen.MODELS,
     **llama.MODELS,
     **glm.MODELS,
+    **deepseek.MODELS,
     **experts.MODELS,
 }
 """Name on the Hugging Face hub → config.json."""

@@ -59,6 +59,12 @@ PARAMETERS = {
     "GLM-4.5-Air": 106_852_245_504,
     "GLM-4.6": 352_797_814_784,
     "GLM-4.7": 352_797_814_784,
+    "GLM-4.7-Flash": 29_943_390_976,
+    "DeepSeek-V3": 671_026_404_352,
+    "DeepSeek-R1": 671_026_404_352,
+    "Kimi-K2-Instruct": 1_026_408_209_408,
+    "Moonlight-16B-A3B": 15_960_108_544,
+    "Moonlight-16B-A3B-Instruct": 15_960_108_544,
     "MiniMax-M2": 228_689_748_992,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
@@ -74,6 +80,10 @@ counted by transformers, which counts neither correction biases (a buffer) nor m
 BIASES = {
     **dict.fromkeys(("GLM-4.5", "GLM-4.6", "GLM-4.7"), 89 * 160),
     "GLM-4.5-Air": 45 * 128,
+    "GLM-4.7-Flash": 46 * 64,
+    **dict.fromkeys(("DeepSeek-V3", "DeepSeek-R1"), 58 * 256),
+    "Kimi-K2-Instruct": 60 * 384,
+    **dict.fromkeys(("Moonlight-16B-A3B", "Moonlight-16B-A3B-Instruct"), 26 * 64),
     "MiniMax-M2": 62 * 256,
 }
 """Elements of the correction biases: layers with experts × experts."""

@@ -1,4 +1,4 @@
-"""The config.json of GLM-4.5 to 4.7 (arXiv:2508.06471)."""
+"""The config.json of GLM-4.5 to 4.7 (arXiv:2508.06471) and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -53,6 +53,31 @@ _106B = (
         "use_qk_norm": False,
     }
 )
+_FLASH = (
+    _GLM
+    | sizes(47, 2048, 10240, 20, 20)
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "max_position_embeddings": 202752,
+        "attention_bias": False,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "topk_method": "noaux_tc",
+        "eos_token_id": [154820, 154827, 154829],
+        "pad_token_id": 154820,
+    }
+)
 _LONG = {"max_position_embeddings": 202752}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,5 +85,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "zai-org/GLM-4.5-Air": _106B,
     "zai-org/GLM-4.6": _355B | _LONG,
     "zai-org/GLM-4.7": _355B | _LONG,
+    "zai-org/GLM-4.7-Flash": _FLASH,
 }
 """Name on the Hugging Face hub → config.json."""
