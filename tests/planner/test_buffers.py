@@ -29,6 +29,7 @@ MODELS = {
     "dense": BuildConfig(architecture="qwen3", layers=4, hidden=56, ffn=72),
     "tied dense with bias": BuildConfig(architecture="qwen2", layers=4, head_dim=16, tied=True),
     "shared": BuildConfig(architecture="glm4_moe", layers=4),
+    "latent": BuildConfig(architecture="deepseek_v3", layers=4),
 }
 
 CASES: list[tuple[str, int, dict[str, int], torch.dtype, bool]] = [
@@ -50,6 +51,7 @@ CASES: list[tuple[str, int, dict[str, int], torch.dtype, bool]] = [
         False,
     ),
     ("shared", 4, {"tensor": 2, "expert": 2}, torch.bfloat16, True),
+    ("latent", 2, {"tensor": 2}, torch.bfloat16, False),
     ("dense", 2, {"tensor": 2}, torch.bfloat16, False),
     ("dense", 4, {"pipeline": 2, "virtual_pipeline": 2}, torch.float32, False),
     ("tied dense with bias", 4, {"tensor": 2, "pipeline": 2}, torch.bfloat16, False),

@@ -46,6 +46,7 @@ CASES: list[tuple[str, int, dict[str, int], bool]] = [
     ("tied moe", 8, {"pipeline": 2, "expert": 2, "first_stage_layers": 1, "last_stage_layers": 3}, False),
     ("shared", 8, {"tensor": 2, "expert": 2, "pipeline": 2}, False),
     ("shared", 4, {"tensor": 2, "expert": 2}, True),
+    ("latent", 8, {"tensor": 2, "expert": 2, "pipeline": 2}, False),
     ("dense", 4, {"pipeline": 4}, False),
     ("tied dense with bias", 8, {"tensor": 2, "pipeline": 2}, False),
     ("tied dense with bias", 6, {"pipeline": 2, "virtual_pipeline": 2}, False),

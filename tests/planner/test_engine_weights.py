@@ -108,3 +108,12 @@ def test_decoding_reads_what_is_held() -> None:
         assert reads(config, D).weights(1e6) == pytest.approx(engine_bytes(config, D), rel=1e-9)
     cache = settings("rollout.options.kv_cache_dtype=fp8")
     assert 2 * reads(cache, D).per_token == reads(settings(), D).per_token
+
+
+@pytest.mark.parametrize(("name", "layers"), [("DeepSeek-V3", 61), ("Kimi-K2-Instruct", 61), ("Moonlight-16B-A3B", 27)])
+def test_latent_attention_caches_576_numbers_a_layer_on_every_worker(name: str, layers: int) -> None:
+    hf = known(name)
+    d = architecture(hf).describe(hf)
+    for tensor in (1, 8, 16):
+        assert engine_memory(settings(f"rollout.tensor={tensor}"), d).per_token == layers * 576 * 2
+        assert reads(settings(f"rollout.tensor={tensor}"), d).per_token == layers * 576 * 2

@@ -25,6 +25,7 @@ LAYOUTS = [
     ("235B", ParallelDims(256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11)),
     ("GLM-4.5-Air", ParallelDims(32, tensor=4, pipeline=2, expert=16)),
     ("Qwen1.5-MoE-A2.7B", ParallelDims(4, tensor=2, expert=2)),
+    ("Moonlight-16B-A3B", ParallelDims(8, tensor=2, expert=8)),
 ]
 
 
@@ -65,7 +66,7 @@ def test_a_critics_stage_has_a_value_head_and_no_output_projection(model: str, p
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize(
     ("model", "tensor", "data"),
-    [("qwen3_moe_mixed", 2, 2), ("qwen2_tied", 2, 1), ("30B", 8, 1), ("Qwen1.5-MoE-A2.7B", 4, 1)],
+    [("qwen3_moe_mixed", 2, 2), ("qwen2_tied", 2, 1), ("30B", 8, 1), ("Moonlight-16B-A3B", 4, 1)],
 )
 def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int, experts: bool) -> None:
     hf = config_of(model)
@@ -78,8 +79,12 @@ def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int
 ACTIVE = {
     "Qwen3-30B-A3B": 3.35e9,
     "Qwen3-235B-A22B": 22.2e9,
+    "DeepSeek-V3": 37.6e9,
+    "Kimi-K2-Instruct": 32.9e9,
+    "Moonlight-16B-A3B": 2.9e9,
     "GLM-4.5": 33.6e9,
     "GLM-4.5-Air": 13.4e9,
+    "GLM-4.7-Flash": 3.9e9,
     "MiniMax-M2": 11.0e9,
     "Mixtral-8x7B-v0.1": 12.9e9,
     "Qwen1.5-MoE-A2.7B": 2.7e9,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli.train import main
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
@@ -17,46 +18,80 @@ from skyrl_mega.planner.fit import parallel_of, problem
 from skyrl_mega.planner.times import elements
 
 RECIPE = Path(__file__).parents[2] / "configs" / "dapo.yaml"
-GLM = "policy.layout={tensor: 8, pipeline: 4, expert: 32}"
+STREAMED = ("cluster.nodes=32", "policy.optimizer.streamed=true", "policy.layout.tensor=8", "policy.layout.pipeline=4")
+DEEPSEEK = (
+    *STREAMED,
+    *("policy.layout.expert=64", "policy.layout.first_stage_layers=17", "policy.layout.last_stage_layers=14"),
+)
+KIMI = (
+    *STREAMED,
+    *("policy.layout.expert=64", "policy.layout.first_stage_layers=16", "policy.layout.last_stage_layers=15"),
+)
+GLM = ("cluster.nodes=16", "policy.layout.tensor=8", "policy.layout.pipeline=4", "policy.layout.expert=32")
 H200 = "cluster.gpu_memory_gib=139.8"
+
+
+def engines(count: int, tensor: int, data: int = 1) -> tuple[str, ...]:
+    """Returns the settings of engines; with data-parallel replicas, which share experts, of each."""
+    dealt = ("rollout.options.enable_expert_parallel=true", f"rollout.options.data_parallel_size={data}")
+    return (f"rollout.engines={count}", f"rollout.tensor={tensor}", *(dealt if data > 1 else ()))
+
+
 CASES = {
-    "GLM-4.5, H100, 8 × TP16": ("GLM-4.5", f"cluster.nodes=16 {GLM} rollout.engines=8 rollout.tensor=16"),
-    "GLM-4.5, H200, 16 × TP8": ("GLM-4.5", f"cluster.nodes=16 {GLM} rollout.engines=16 rollout.tensor=8 {H200}"),
+    "DeepSeek-V3, H100, 8 × TP32": ("DeepSeek-V3", (*DEEPSEEK, *engines(8, 32))),
+    "DeepSeek-V3, H200, 16 × TP16": ("DeepSeek-V3", (*DEEPSEEK, *engines(16, 16), H200)),
+    "DeepSeek-V3, H100, 8 × TP8 DP4 EP32": ("DeepSeek-V3", (*DEEPSEEK, *engines(8, 8, 4))),
+    "Kimi-K2, H100, 4 × TP8 DP8 EP64": ("Kimi-K2-Instruct", (*KIMI, *engines(4, 8, 8))),
+    "GLM-4.5, H100, 8 × TP16": ("GLM-4.5", (*GLM, *engines(8, 16))),
+    "GLM-4.5, H200, 16 × TP8": ("GLM-4.5", (*GLM, *engines(16, 8), H200)),
 }
+"""Model and settings of `configs/dapo.yaml` for it."""
 
 
-def overrides(model: str, arguments: str) -> list[str]:
-    """Returns command-line settings: a space divides settings, except within braces."""
-    parts, depth = [""], 0
-    for character in arguments:
-        depth += (character == "{") - (character == "}")
-        if character == " " and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [f"model.path=models/{model}", "run.name=large", *parts]
+def overrides(model: str, given: tuple[str, ...]) -> list[str]:
+    """Returns the settings as arguments of the command line."""
+    return [f"model.path=models/{model}", "run.name=large", *given]
 
 
-def settings(model: str, arguments: str) -> Config:
-    return compose(RECIPE, [*overrides(model, arguments), "policy.micro_tokens=16384"])
+def settings(model: str, given: tuple[str, ...]) -> Config:
+    return compose(RECIPE, [*overrides(model, given), "policy.micro_tokens=16384"])
 
 
-@pytest.mark.parametrize(("model", "arguments"), CASES.values(), ids=CASES)
-def test_a_large_model_has_a_layout_that_fits(model: str, arguments: str) -> None:
-    config, hf = settings(model, arguments), known(model)
+@pytest.mark.parametrize(("model", "given"), CASES.values(), ids=CASES)
+def test_a_large_model_has_a_layout_that_fits(model: str, given: tuple[str, ...]) -> None:
+    config, hf = settings(model, given), known(model)
     check(config, planned=True)
     decoder, (parallel, _) = architecture(hf).describe(hf), parallel_of(config)
     architecture(hf).check_layout(hf, parallel)
     assert problem(config, decoder) is None
-    engines = config.rollout.engines
-    held = engine_bytes(config, decoder) * parallel.ranks / engines / (2 * elements(decoder))
+    held = engine_bytes(config, decoder) * parallel.ranks / config.rollout.engines / (2 * elements(decoder))
     assert 1 <= held < 1.25, "an engine's workers hold the model, and small parts of it several times"
 
 
+def test_sixteen_workers_of_deepseek_v3_do_not_fit_an_h100() -> None:
+    """Checks the reason for 32 workers: 16 hold 84 GB each."""
+    model, given = CASES["DeepSeek-V3, H200, 16 × TP16"]
+    config, hf = settings(model, (*given, "cluster.gpu_memory_gib=79.1")), known(model)
+    error = problem(config, architecture(hf).describe(hf))
+    assert error is not None and "the weights of rollout.tensor 16 take 79.9" in str(error)
+
+
 def test_an_engine_of_several_nodes_is_planned_and_refused_by_a_run() -> None:
-    config = settings(*CASES["GLM-4.5, H100, 8 × TP16"])
-    with pytest.raises(UserError, match=r"^rollout.tensor = 16: allowed is at most cluster.gpus_per_node = 8$"):
+    config = settings(*CASES["DeepSeek-V3, H100, 8 × TP32"])
+    with pytest.raises(UserError, match=r"^rollout.tensor = 32: allowed is at most cluster.gpus_per_node = 8$"):
         check(config)
     config.rollout.tensor = 12
     with pytest.raises(UserError, match=r"^rollout.tensor = 12: .* = 8, and in --dry-run a multiple of 8$"):
         check(config, planned=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["DeepSeek-V3, H100, 8 × TP32", "Kimi-K2, H100, 4 × TP8 DP8 EP64"])
+def test_its_dry_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", str(RECIPE), *overrides(*CASES[name]), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("it fits 32 nodes") and "is planned alone" in output
+    assert "each worker keeps the whole KV cache" in output

@@ -70,6 +70,7 @@ CASES = {
     ),
     "3B DP8 → 8 × TP1": Case("3B", ParallelDims(8), 1, 8),
     "3B TP2 PP2 → 4 × TP2": Case("3B", ParallelDims(8, tensor=2, pipeline=2, expert_tensor=2), 2, 4),
+    "Moonlight-16B-A3B TP2 EP8 → 8 × TP2": Case("Moonlight-16B-A3B", ParallelDims(16, tensor=2, expert=8), 2, 8),
     "GLM-4.5-Air TP4 EP16 → 4 × TP8": Case("GLM-4.5-Air", ParallelDims(32, tensor=4, expert=16), 8, 4),
     "7B DP32 → 8 × TP4": Case("7B", ParallelDims(32), 4, 8),
     "7B TP4 PP2 → 4 × TP4": Case("7B", ParallelDims(16, tensor=4, pipeline=2, expert_tensor=4), 4, 4),
@@ -78,6 +79,10 @@ SHARED = {
     "30B TP2 EP8 = 4 × TP8": Case("30B", ParallelDims(32, tensor=2, expert=8), 8, 4, shared=True),
     "30B TP4 EP8 = 2 × TP8": Case("30B", ParallelDims(16, tensor=4, expert=8), 8, 2, shared=True),
 }
+_DEEPSEEK = ParallelDims(256, tensor=8, pipeline=4, expert=64, first_stage_layers=17, last_stage_layers=14)
+_KIMI = ParallelDims(256, tensor=8, pipeline=4, expert=64, first_stage_layers=16, last_stage_layers=15)
+"""Stages with nearly equal numbers of layers with experts, because the bytes of a stage leave from the nodes of the
+stage: 14, 15, 15, 14, and 15 each."""
 LARGE = {
     "235B TP4 EP32 → 32 × TP8": Case("235B", ParallelDims(256, tensor=4, expert=32), 8, 32),
     "235B TP4 PP2 EP64 → 16 × EP16": Case(
@@ -89,7 +94,12 @@ LARGE = {
         8,
         32,
     ),
+    "DeepSeek-V3 TP8 PP4 EP64 → 16 × TP16": Case("DeepSeek-V3", _DEEPSEEK, 16, 16),
+    "DeepSeek-V3 TP8 PP4 EP64 → 8 × TP8 DP4 EP32": Case("DeepSeek-V3", _DEEPSEEK, 8, 8, data=4, experts=True),
+    "Kimi-K2 TP8 PP4 EP64 → 8 × TP32": Case("Kimi-K2-Instruct", _KIMI, 32, 8),
+    "Kimi-K2 TP8 PP4 EP64 → 4 × TP8 DP8 EP64": Case("Kimi-K2-Instruct", _KIMI, 8, 4, data=8, experts=True),
     "GLM-4.5 TP8 PP4 EP32 → 32 × TP8": Case("GLM-4.5", ParallelDims(256, tensor=8, pipeline=4, expert=32), 8, 32),
+    "DeepSeek-V3 TP8 PP4 EP64 = 8 × TP32": Case("DeepSeek-V3", _DEEPSEEK, 32, 8, shared=True),
 }
 
 
@@ -106,6 +116,11 @@ NIGHTLY = {
     "7B TP4 PP2 → 4 × TP4",
     "30B TP4 EP8 = 2 × TP8",
     "GLM-4.5-Air TP4 EP16 → 4 × TP8",
+    "DeepSeek-V3 TP8 PP4 EP64 → 16 × TP16",
+    "DeepSeek-V3 TP8 PP4 EP64 → 8 × TP8 DP4 EP32",
+    "DeepSeek-V3 TP8 PP4 EP64 = 8 × TP32",
+    "Kimi-K2 TP8 PP4 EP64 → 8 × TP32",
+    "Kimi-K2 TP8 PP4 EP64 → 4 × TP8 DP8 EP64",
     "GLM-4.5 TP8 PP4 EP32 → 32 × TP8",
     "235B TP4 EP32 → 32 × TP8",
     "235B TP4 PP8 EP16, 11 layers at the ends → 32 × TP8",
