@@ -28,7 +28,10 @@ LAYOUT = {
 """Settings of a recipe for another model that may differ: the model, its layout and its memory."""
 OTHER_MODELS = {
     "dapo_glm_4_5_air": ("dapo", set[str]()),
+    # Moonlight is made for 8,192 tokens.
+    "dapo_moonlight": ("dapo", {"rollout.sampling.max_tokens", "algorithm.overlong.buffer"}),
     "searchr1_glm_4_5_air": ("searchr1_30b", set[str]()),
+    "searchr1_moonlight": ("searchr1_30b", set[str]()),
 }
 """Recipe → the recipe with the settings of a published run, and the keys that differ beside `LAYOUT`."""
 
