@@ -40,7 +40,7 @@ def describe(hf: Hf) -> Decoder:
         first_k_dense_replace=3,
     )
     layers = dense_first_layers(hf)
-    return read_decoder(hf, latent_layers(hf, layers))
+    return read_decoder(hf, latent_layers(hf, layers), engine_ties=False)
 
 
 def latent_layers(hf: Hf, moe: list[bool]) -> list[tuple[LatentAttention, Experts | GatedMlp]]:
