@@ -24,6 +24,7 @@ from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
+from skyrl_mega.models.quantization import BLOCK
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, engine_blocks, fit
 from skyrl_mega.planner.batch import StepSizes, batch
@@ -231,7 +232,7 @@ def _on_fp8_blocks(config: Config, decoder: Decoder) -> Iterator[str]:
         fixes["rollout.options.enable_expert_parallel=true with rollout.tensor="] = [rollout.tensor]
     options = " or ".join(f"{key}{', '.join(map(str, sizes))}" for key, sizes in fixes.items() if sizes)
     yield (
-        f"rollout.tensor={rollout.tensor} leaves {part} to a worker, no multiple of {engine.BLOCK}: engines "
+        f"rollout.tensor={rollout.tensor} leaves {part} to a worker, no multiple of {BLOCK}: engines "
         "quantise by blocks that begin at a worker's own columns, and have other numbers than policy and wire "
         "(mismatch/*); "
         + (f"they are the same with {options}" if options else "so it is with every size of this model")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer, path_of, real
 
-DTYPES = ("as-trained", "bfloat16", "float32")
+DTYPES = ("as-trained", "bfloat16", "float32", "block-fp8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", type=path_of, metavar="DIR", help="configuration and tokenizer (default: the run's model)"
     )
-    p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the files (default: %(default)s)")
+    p.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="of the files; block-fp8: the FP8 of the model directory (default: %(default)s)",
+    )
     p.add_argument(
         "--from",
         dest="origin",
@@ -73,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     source = find(args.source, args.step, args.model)
 
     # torch is imported late, so that errors above appear at once.
-    from skyrl_mega.export.export import export
+    from skyrl_mega.export.export import BLOCK_FP8, export
     from skyrl_mega.export.job import DTYPES as TYPES
     from skyrl_mega.export.pool import WorkerDied
     from skyrl_mega.export.progress import Progress, size
@@ -86,6 +91,7 @@ def _run(args: argparse.Namespace) -> int:
             source,
             args.output,
             dtype=TYPES.get(args.dtype),
+            fp8=args.dtype == BLOCK_FP8,
             origin=args.origin,
             workers=workers,
             file_bytes=int(args.shard_gib * 2**30),
@@ -98,6 +104,10 @@ def _run(args: argparse.Namespace) -> int:
     if done.without_master:
         keys = ", ".join(done.without_master[:3]) + (" …" if len(done.without_master) > 3 else "")
         print(f"{len(done.without_master)} tensors are not trained, their weights are exported: {keys}", file=people)
+    if done.copied:
+        print(
+            f"{done.copied} tensors ({size(done.copied_bytes)}) of no layer are copied from {source.model}", file=people
+        )
     if args.json:
         print(json.dumps(asdict(done)))
         return DONE

@@ -29,6 +29,7 @@ from skyrl_mega.data.rows import check_files, environments_of, load_demonstratio
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
+from skyrl_mega.hf_checkpoint.copied import unread_note
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
@@ -54,7 +55,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
 
     Args:
         config: The settings.
-        say: Called with a message about rows whose reward no answer can earn.
+        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
 
     Returns:
         The model's config.json: of `model.path`, or as `model.build` will write it.
@@ -69,6 +70,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     run_inputs.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
+    _note_unread(config, hf, say)
     check_build(config, hf)
     check_experts(config, hf)
     check_layouts(config, hf)
@@ -89,7 +91,7 @@ def planned_inputs(
 
     Args:
         config: The settings.
-        say: Called with a message about rows whose reward no answer can earn.
+        say: Called with messages about rows whose reward no answer can earn, and about unread tensors of the model.
 
     Returns:
         The model's config.json, or a known model's if `model.path` is absent; and the absent paths.
@@ -108,6 +110,7 @@ def planned_inputs(
         absent.append(f"{path}/*.safetensors")
     elif path.exists() or config.model.build:
         hf = model_config(config)
+        _note_unread(config, hf, say)
         check_build(config, hf)
     else:
         hf = _known(path)
@@ -259,6 +262,12 @@ def model_config(config: Config) -> Mapping[str, Any]:
     if path.exists():
         index.check_files(path, hf)
     return hf
+
+
+def _note_unread(config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Says which tensors of `model.path` stay unread, if any."""
+    if note := unread_note(Path(config.model.path), hf):
+        say(f"model.path: {note}")
 
 
 def check_build(config: Config, hf: Mapping[str, Any]) -> None:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import shutil
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from skyrl_mega.cluster.atomic_output import atomic_folder, being_written
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import writing
-from skyrl_mega.export.job import ExportJob, Origin, plan_job
+from skyrl_mega.export.job import ExportJob, Fp8Source, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
 from skyrl_mega.export.source import CheckpointSource, check_output, disk_of
 from skyrl_mega.export.work import ReadRows
 from skyrl_mega.hf_checkpoint.box_files import compare, read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
+from skyrl_mega.hf_checkpoint.companion_files import write_companion_files
+from skyrl_mega.hf_checkpoint.copied import copies
 from skyrl_mega.hf_checkpoint.crc import joined
-from skyrl_mega.hf_checkpoint.load import write_companion_files
+from skyrl_mega.hf_checkpoint.index import check_tensors
+from skyrl_mega.models.quantization import block_fp8
+from skyrl_mega.models.registry import architecture
 
+BLOCK_FP8 = "block-fp8"
+"""Name of files in the block FP8 of the model directory."""
 _SPARE_BYTES = 64 << 20
 """Disk space for index, tokenizer and file system, besides the weights."""
 
@@ -49,6 +53,10 @@ class ExportResult:
     """True if every tensor was read back and compared."""
     without_master: tuple[str, ...]
     """Tensors exported from the model's weights, because the optimizer holds no copy."""
+    copied: int
+    """Number of tensors copied from the model directory, because the model does not have them."""
+    copied_bytes: int
+    """Bytes of the copied tensors, included in `nbytes`."""
 
 
 def export(
@@ -56,6 +64,7 @@ def export(
     output: Path,
     *,
     dtype: torch.dtype | None = None,
+    fp8: bool = False,
     origin: Origin = "weights",
     workers: int = 1,
     file_bytes: int = 5 << 30,
@@ -68,10 +77,11 @@ def export(
         source: The checkpoint.
         output: A new or empty directory.
         dtype: Type of the files; None means the type of the exported values.
+        fp8: True for files in the block FP8 of the model directory.
         origin: Source of the exported values.
         workers: Number of processes; each needs two buffers of `job.SLAB_BYTES`, or of one row if larger.
         file_bytes: Maximum size of a file (at least one tensor).
-        verify: True to read every tensor back and compare it with the checkpoint, bit by bit.
+        verify: True to read every tensor back and compare it bit by bit.
         progress: Receiver of progress reports.
 
     Raises:
@@ -85,32 +95,61 @@ def export(
     progress = progress or Progress(None)
     start = time.perf_counter()
     check_output(output)
-    header = read_header(source.folder)
-    entries = read_entries(source.folder, header, header.tensors)
-    job = plan_job(source.hf, header, entries, dtype=dtype, origin=origin, file_bytes=file_bytes)
+    job = _plan(source, dtype, fp8, origin, file_bytes)
     _check_disk_space(output, job)
-    verify_s = 0.0
     if being_written(output):
         raise UserError("another export writes it now", key="--output", value=output, fix="wait for it, or end it")
     with atomic_folder(output, f"--output {output}", last="config.json") as partial:
         _write_tensors(job, partial, workers, progress)
-        write_companion_files(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
-        _write_dtype(partial / "config.json", job.dtype)
-        if verify:
-            verify_s = time.perf_counter()
-            _verify(job, partial, workers, progress)
-            verify_s = time.perf_counter() - verify_s
+        write_companion_files(partial, source.model, job.dtype, fp8)
+        verify_s = _verify(job, partial, workers, progress) if verify else 0.0
     return ExportResult(
         output=str(output),
         checkpoint=str(source.folder),
-        dtype=str(job.dtype).removeprefix("torch."),
+        dtype=BLOCK_FP8 if fp8 else str(job.dtype).removeprefix("torch."),
         tensors=len(job.shapes),
-        files=len(job.files),
+        files=len(job.files) + len(job.copied),
         nbytes=job.nbytes,
         seconds=time.perf_counter() - start - verify_s,
         verified=verify,
         without_master=job.without_master,
+        copied=sum(len(tensors) for tensors in job.copied.values()),
+        copied_bytes=job.copied_bytes,
     )
+
+
+def _plan(source: CheckpointSource, dtype: torch.dtype | None, fp8: bool, origin: Origin, file_bytes: int) -> ExportJob:
+    """Returns the plan of an export, from the headers of all files."""
+    header = read_header(source.folder)
+    return plan_job(
+        source.hf,
+        header,
+        read_entries(source.folder, header, header.tensors),
+        dtype=dtype,
+        origin=origin,
+        file_bytes=file_bytes,
+        fp8=_fp8_source(source) if fp8 else None,
+        copied=copies(source.model, file_bytes),
+    )
+
+
+def _fp8_source(source: CheckpointSource) -> Fp8Source:
+    """Returns the matrices in block FP8 of the model directory.
+
+    Raises:
+        UserError: The model directory is not in block FP8.
+    """
+    quantisation = block_fp8(source.hf)
+    if quantisation is None:
+        raise UserError(
+            f"the model {source.model} is not in block FP8, and an export keeps the blocks of its source",
+            key="--dtype",
+            value=BLOCK_FP8,
+            fix="give as-trained, bfloat16 or float32, or --model with the directory in FP8",
+        )
+    entries = check_tensors(source.model, architecture(source.hf).tensors(source.hf), quantisation)
+    matrices = {name: entry for name, entry in entries.items() if entry.scales}
+    return Fp8Source(matrices, quantisation.powers_of_two)
 
 
 def _check_disk_space(output: Path, job: ExportJob) -> None:
@@ -145,17 +184,24 @@ def _write_tensors(job: ExportJob, partial: Path, workers: int, progress: Progre
             compare(entry, joined((piece.nbytes, piece.crc) for piece in sorted(pieces[number])))
         for _ in run(job, partial, "flush", range(len(job.files)), workers):
             pass
-
-
-def _verify(job: ExportJob, partial: Path, workers: int, progress: Progress) -> None:
-    compared = 0
-    with progress.phase("verify", job.nbytes) as phase:
-        for index, elements in run(job, partial, "compare", range(len(job.entries)), workers):
-            size = elements * job.type_of(job.entries[index].tensor).itemsize
-            compared += size
+        for _, size in run(job, partial, "copy", range(len(job.copied)), workers) if job.copied else ():
             phase.advance(size)
-    if compared != job.nbytes:
-        raise AssertionError(f"{compared} bytes compared, {job.nbytes} written")
+
+
+def _verify(job: ExportJob, partial: Path, workers: int, progress: Progress) -> float:
+    """Reads every tensor back and compares it; returns the seconds that took."""
+    compared, start = 0, time.perf_counter()
+    with progress.phase("verify", job.elements * job.dtype.itemsize) as phase:
+        for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):
+            compared += elements
+            phase.advance(elements * job.dtype.itemsize)
+        for _ in run(job, partial, "compare_blocks", range(len(job.batches)), workers) if job.fp8.matrices else ():
+            pass
+        for _ in run(job, partial, "compare_copy", range(len(job.copied)), workers) if job.copied else ():
+            pass
+    if compared != job.elements:
+        raise AssertionError(f"{compared} elements compared, {job.elements} written")
+    return time.perf_counter() - start
 
 
 def _allocate(file: int, size: int) -> None:
@@ -169,12 +215,3 @@ def _allocate(file: int, size: int) -> None:
         if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(error, os.strerror(error))
         os.ftruncate(file, size)
-
-
-def _write_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Writes the files' type into config.json, for loaders."""
-    hf: dict[str, Any] = json.loads(file.read_text())
-    name = str(dtype).removeprefix("torch.")
-    keys = [key for key in ("dtype", "torch_dtype") if key in hf] or ["torch_dtype"]
-    if any(hf.get(key) != name for key in keys):
-        file.write_text(json.dumps({**hf, **dict.fromkeys(keys, name)}, indent=2) + "\n")

@@ -1,11 +1,16 @@
-"""The plan of an export, made before anything is written: from rows of checkpoint entries to bytes of output files."""
+"""The plan of an export, made before anything is written: from rows of checkpoint entries to bytes of output files.
+
+An export in block FP8 has a second input, the model directory: blocks that training did not change keep the numbers
+and the scale of its files.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, zip_longest
 from math import prod
 from typing import Any, Literal
@@ -15,16 +20,20 @@ import torch
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, BoxEntry
 from skyrl_mega.hf_checkpoint.box_header import Header
+from skyrl_mega.hf_checkpoint.copied import Copied
+from skyrl_mega.hf_checkpoint.index import TensorEntry
 from skyrl_mega.hf_checkpoint.load import file_names, split
+from skyrl_mega.hf_checkpoint.tensor_reader import TORCH_DTYPES
+from skyrl_mega.models.quantization import BLOCK, SCALE_SUFFIX
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box
-from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.fp8.format import FP8, Wire
 
 Origin = Literal["weights", "master"]
 """Source of the exported values: the model's weights, or the optimizer's float32 copies."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 """Names of types in safetensors."""
 SLAB_BYTES = 16 << 20
 """Bytes that a worker reads or writes at a time; a worker has a buffer of this size for each."""
@@ -65,14 +74,30 @@ class OutputFile:
     nbytes: int
 
 
+Output = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor in a file."""
+
+
+@dataclass(frozen=True)
+class Fp8Source:
+    """The block FP8 of a model directory, to be used for an export."""
+
+    matrices: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Matrices in FP8, with the entries of their scales; none for an export without FP8."""
+    powers_of_two: bool = False
+    """True if every scale is a power of two."""
+
+
 @dataclass(frozen=True)
 class ExportJob:
     """Everything a worker needs to know."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Shapes of the tensors in the Hugging Face directory."""
+    """Shapes of the model's tensors."""
     dtype: torch.dtype
-    """Type of the files' tensors, except those in `float32`."""
+    """Type of the files' tensors, except those in `float32` and `fp8`."""
+    model: torch.dtype
+    """Type of the model in training."""
     intermediate: torch.dtype
     """Type to which a master weight is rounded before conversion to the files' type: the model's, or float32."""
     entries: tuple[BoxEntry, ...]
@@ -88,15 +113,33 @@ class ExportJob:
     """Tensors that the optimizer does not train; exported from the model's weights."""
     float32: frozenset[str] = frozenset()
     """Tensors in float32 in files of any type (`Decoder.float32_tensors`)."""
+    fp8: Fp8Source = Fp8Source()
+    copied: Mapping[str, Copied] = field(default_factory=dict)
+    """File → tensors that are copied from the model directory."""
 
     def type_of(self, tensor: str) -> torch.dtype:
         """Returns the type of a tensor in the files."""
-        return torch.float32 if tensor in self.float32 else self.dtype
+        return self.outputs[tensor][1]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the model's tensors."""
+        return sum(prod(shape) for shape in self.shapes.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(prod(shape) * self.type_of(tensor).itemsize for tensor, shape in self.shapes.items())
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.outputs.values()) + self.copied_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copied tensors."""
+        return sum(entry.nbytes for tensors in self.copied.values() for entry in tensors.values())
+
+    @cached_property
+    def outputs(self) -> dict[str, Output]:
+        """Shape and type of the model's tensors and their scales in the files."""
+        return _outputs(self.shapes, Wire(self.dtype, float32=self.float32), self.fp8)
 
 
 def plan_job(
@@ -107,6 +150,8 @@ def plan_job(
     dtype: torch.dtype | None,
     origin: Origin,
     file_bytes: int,
+    fp8: Fp8Source | None = None,
+    copied: Sequence[Copied] = (),
 ) -> ExportJob:
     """Plans an export.
 
@@ -117,6 +162,8 @@ def plan_job(
         dtype: Type of the files; None means the type of the exported values.
         origin: Source of the exported values.
         file_bytes: Maximum size of a file (at least one tensor).
+        fp8: Block FP8 for the files; None means files without FP8. Other tensors then have the model's type.
+        copied: Tensors to copy from the model directory, for each file.
 
     Raises:
         UserError: The checkpoint is of another model, incomplete, or without master weights.
@@ -130,25 +177,20 @@ def plan_job(
     if origin == "master" and not trained:
         raise UserError("the checkpoint has no master weights; allowed is --from weights", key="--from", value="master")
     intermediate = torch.float32 if origin == "master" else model
-    dtype = dtype or intermediate
-    indices_by_tensor: dict[str, list[int]] = defaultdict(list)
-    for index, entry in enumerate(entries):
-        indices_by_tensor[entry.tensor].append(index)
-    entries_of = {
-        t: tuple(sorted(indices, key=lambda index: entries[index].box.start))
-        for t, indices in indices_by_tensor.items()
-    }
+    dtype, fp8 = (model, fp8) if fp8 else (dtype or intermediate, Fp8Source())
+    entries_of = _entries_of(entries)
     _check_covered(shapes, entries, entries_of)
-    files = _files(shapes, Wire(dtype, float32=float32), file_bytes)
+    files = _files(_outputs(shapes, Wire(dtype, float32=float32), fp8), file_bytes, len(copied))
     widest = max(dtype.itemsize, *(entry.dtype.itemsize for entry in entries))
     # All files advance together: a file system allows a single writer per file at a time.
-    by_file = [[SlabBatch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
+    by_file = [[SlabBatch(i, slabs) for slabs in _batches(file, shapes, widest, fp8)] for i, file in enumerate(files)]
     batches = tuple(batch for row in zip_longest(*by_file) for batch in row if batch)
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
     frozen = tuple(tensor for tensor in shapes if tensor not in trained) if origin == "master" else ()
     return ExportJob(
         shapes,
         dtype,
+        model,
         intermediate,
         tuple(entries),
         entries_of,
@@ -157,6 +199,8 @@ def plan_job(
         buffer_bytes=largest,
         without_master=frozen,
         float32=float32,
+        fp8=fp8,
+        copied=dict(zip(file_names(len(files) + len(copied))[len(files) :], copied, strict=True)),
     )
 
 
@@ -168,6 +212,17 @@ def overlapping_entries(job: ExportJob, slab: Slab) -> Iterator[tuple[int, Box]]
         high = min(entry.box.start[0] + entry.box.shape[0], slab.first + slab.rows)
         if low < high:
             yield index, Box((low, *entry.box.start[1:]), (high - low, *entry.box.shape[1:]))
+
+
+def _entries_of(entries: Sequence[BoxEntry]) -> dict[str, tuple[int, ...]]:
+    """Returns the indices of each tensor's entries, by first row."""
+    indices_by_tensor: dict[str, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        indices_by_tensor[entry.tensor].append(index)
+    return {
+        t: tuple(sorted(indices, key=lambda index: entries[index].box.start))
+        for t, indices in indices_by_tensor.items()
+    }
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None:
@@ -204,19 +259,32 @@ def _check_covered(
             )
 
 
-def _files(shapes: Mapping[str, tuple[int, ...]], types: Wire, file_bytes: int) -> tuple[OutputFile, ...]:
-    sizes = {tensor: prod(shape) * types.itemsize(tensor) for tensor, shape in shapes.items()}
+def _outputs(shapes: Mapping[str, tuple[int, ...]], types: Wire, fp8: Fp8Source) -> dict[str, Output]:
+    """Returns shape and type of every tensor in the files, scales included."""
+    outputs: dict[str, Output] = {}
+    for tensor, shape in shapes.items():
+        matrix = fp8.matrices.get(tensor)
+        outputs[tensor] = (shape, FP8 if matrix else types.type_of(tensor))
+        if matrix and matrix.scales:
+            outputs[tensor + SCALE_SUFFIX] = (matrix.scales.shape, TORCH_DTYPES[matrix.scales.dtype])
+    return outputs
+
+
+def _files(outputs: Mapping[str, Output], file_bytes: int, copied: int) -> tuple[OutputFile, ...]:
+    """Returns the files of the model's tensors; `copied` more files are counted in the names."""
+    sizes = {tensor: prod(shape) * dtype.itemsize for tensor, (shape, dtype) in outputs.items()}
     file_tensors = list(split(sizes, file_bytes))
     files = []
-    for name, tensors in zip(file_names(len(file_tensors)), file_tensors, strict=True):
-        # Whole pages first: a tensor of another size would shift all following tensors.
-        tensors.sort(key=lambda t: sizes[t] % PAGE_BYTES != 0)
+    for name, tensors in zip(file_names(len(file_tensors) + copied), file_tensors, strict=False):
+        # Whole pages first: a tensor of another size would shift all following tensors. Then wide types first: every
+        # tensor has to begin at a multiple of its type's size.
+        tensors.sort(key=lambda t: (sizes[t] % PAGE_BYTES != 0, -outputs[t][1].itemsize))
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = list(accumulate(sizes[t] for t in tensors))
         begins = [0, *ends[:-1]]
         for tensor, begin, end in zip(tensors, begins, ends, strict=True):
-            code = _CODES[types.type_of(tensor)]
-            entries[tensor] = {"dtype": code, "shape": list(shapes[tensor]), "data_offsets": [begin, end]}
+            shape, dtype = outputs[tensor]
+            entries[tensor] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + 8) % PAGE_BYTES)
         header = len(text).to_bytes(8, "little") + text
@@ -225,19 +293,29 @@ def _files(shapes: Mapping[str, tuple[int, ...]], types: Wire, file_bytes: int) 
     return tuple(files)
 
 
-def _batches(file: OutputFile, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[tuple[Slab, ...]]:
-    """Yields the file's tensors as runs of rows, a full buffer at a time (at least one row)."""
+def _batches(
+    file: OutputFile, shapes: Mapping[str, tuple[int, ...]], itemsize: int, fp8: Fp8Source
+) -> Iterator[tuple[Slab, ...]]:
+    """Yields the file's tensors as runs of rows, a full buffer at a time (at least one row, or one row of blocks).
+
+    Scales are in no batch: they are written with the rows of their blocks.
+    """
     batch: list[Slab] = []
     remaining = SLAB_BYTES
     for tensor in file.offsets:
+        if tensor not in shapes:
+            if batch:
+                yield tuple(batch)
+            batch, remaining = [], SLAB_BYTES
+            continue
         rows, *rest = shapes[tensor]
-        width = prod(rest) * itemsize
+        width, step = prod(rest) * itemsize, BLOCK if tensor in fp8.matrices else 1
         first = 0
         while first < rows:
-            if batch and width > remaining:
+            if batch and width * min(step, rows - first) > remaining:
                 yield tuple(batch)
                 batch, remaining = [], SLAB_BYTES
-            count = min(rows - first, max(1, remaining // width))
+            count = min(rows - first, max(1, remaining // width // step) * step)
             batch.append(Slab(tensor, first, count))
             first, remaining = first + count, remaining - count * width
     if batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -15,8 +16,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skyrl_mega.common.safe_read import writing
-from skyrl_mega.export.job import ExportJob, overlapping_entries
-from skyrl_mega.hf_checkpoint.box_files import MASTER, BoxEntry, compare, read_into
+from skyrl_mega.export.job import ExportJob, Slab, overlapping_entries
+from skyrl_mega.export.requantise import requantise
+from skyrl_mega.hf_checkpoint.box_files import MASTER, BoxEntry, bytes_of, compare, read_into
+from skyrl_mega.hf_checkpoint.copied import is_copy, write_copy
+from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
+from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.models.quantization import SCALE_SUFFIX
 from skyrl_mega.parallel.box import Box
 
 
@@ -36,7 +42,7 @@ class ReadRows(NamedTuple):
 
 
 class ExportWorker:
-    """A process's part of an export. Keeps nothing but two buffers of `job.buffer_bytes`.
+    """A process's part of an export. Keeps nothing but two buffers of `job.buffer_bytes`; FP8 takes a few more.
 
     Args:
         job: The plan.
@@ -47,39 +53,99 @@ class ExportWorker:
         self.job, self.folder = job, folder
         self._out = torch.empty(job.buffer_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
+        self._source = TensorReader()
+        self._outputs = job.outputs
+        self._places = {tensor: (file.name, at) for file in job.files for tensor, at in file.offsets.items()}
 
     def write(self, index: int) -> tuple[int, list[ReadRows]]:
         """Writes a batch; returns the bytes written, and checksums of the data read."""
-        job, batch = self.job, self.job.batches[index]
+        batch = self.job.batches[index]
         pieces: list[ReadRows] = []
-        file, at = job.files[batch.file], 0
+        at = scale_bytes = 0
         for slab in batch.slabs:
-            shape = (slab.rows, *job.shapes[slab.tensor][1:])
-            dtype = job.type_of(slab.tensor)
+            shape, fp8 = (slab.rows, *self.job.shapes[slab.tensor][1:]), slab.tensor in self.job.fp8.matrices
+            dtype = self.job.type_of(slab.tensor)
             size = prod(shape) * dtype.itemsize
             rows = self._out[at : at + size].view(dtype).view(shape)
-            for number, box in overlapping_entries(job, slab):
-                entry = job.entries[number]
-                into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
-                # Direct read: nothing to convert or scatter.
-                if (
-                    entry.dtype == dtype
-                    and not (entry.kind == MASTER and dtype != job.intermediate)
-                    and into.is_contiguous()
-                ):
-                    read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
-                    saved = into
-                else:
-                    saved = self._read_saved(entry, box)
-                    into.copy_(self._exported_values(entry, saved))
-                data = _bytes(saved)
-                pieces.append(ReadRows(number, box.start[0], len(data), zlib.crc32(data)))
+            if fp8:
+                numbers, scales, read = self._blocks(slab)
+                rows.copy_(numbers)
+                self._put(slab.tensor + SCALE_SUFFIX, slab.first // BLOCK, bytes_of(scales))
+                scale_bytes += scales.nbytes
+            else:
+                read = list(self._read_rows(slab, rows))
+            pieces += read
             at += size
-        first = batch.slabs[0]
-        width = prod(job.shapes[first.tensor][1:]) * job.type_of(first.tensor).itemsize
-        with writing(self.folder / file.name), open(self.folder / file.name, "r+b", buffering=0) as opened:
-            _write(opened.fileno(), self._out.numpy().data[:at], file.offsets[first.tensor] + first.first * width)
-        return at, pieces
+        self._put(batch.slabs[0].tensor, batch.slabs[0].first, self._out.numpy().data[:at])
+        return at + scale_bytes, pieces
+
+    def _read_rows(self, slab: Slab, rows: Tensor) -> Iterator[ReadRows]:
+        """Fills a slab's rows with the values to export; yields checksums of the data read."""
+        job = self.job
+        for number, box in overlapping_entries(job, slab):
+            entry = job.entries[number]
+            into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
+            # Direct read: nothing to convert or scatter.
+            rounded = entry.kind == MASTER and rows.dtype != job.intermediate
+            if entry.dtype == rows.dtype and not rounded and into.is_contiguous():
+                read_into(_opened(entry.file).fileno(), entry, box, bytes_of(into))
+                saved = into
+            else:
+                saved = self._read_saved(entry, box)
+                into.copy_(self._exported_values(entry, saved))
+            data = bytes_of(saved)
+            yield ReadRows(number, box.start[0], len(data), zlib.crc32(data))
+
+    def _blocks(self, slab: Slab) -> tuple[Tensor, Tensor, list[ReadRows]]:
+        """Returns a slab's numbers and scales in FP8, and checksums of the data read."""
+        fp8, shape = self.job.fp8, (slab.rows, self.job.shapes[slab.tensor][1])
+        values = torch.empty(shape, dtype=self.job.intermediate)
+        read = list(self._read_rows(slab, values))
+        stored = self._source.fp8(slab.tensor, fp8.matrices[slab.tensor], slab.first, slab.rows)
+        return *requantise(values, *stored, self.job.model, fp8.powers_of_two), read
+
+    def _put(self, tensor: str, row: int, data: memoryview) -> None:
+        """Writes data to the place of a tensor's row."""
+        name, offset = self._places[tensor]
+        shape, dtype = self._outputs[tensor]
+        with writing(self.folder / name), open(self.folder / name, "r+b", buffering=0) as opened:
+            _write(opened.fileno(), data, offset + row * prod(shape[1:]) * dtype.itemsize)
+
+    def copy(self, index: int) -> int:
+        """Writes a file of copied tensors; returns the bytes."""
+        name, tensors = list(self.job.copied.items())[index]
+        write_copy(tensors, self.folder / name)
+        return sum(entry.nbytes for entry in tensors.values())
+
+    def compare_blocks(self, index: int) -> int:
+        """Compares the numbers and scales of a batch with the files as read by safetensors, bit by bit.
+
+        Raises:
+            ExportMismatch: The files differ; names the tensor.
+        """
+        for slab in self.job.batches[index].slabs:
+            if slab.tensor not in self.job.fp8.matrices:
+                continue
+            numbers, scales, _ = self._blocks(slab)
+            for tensor, row, expected in (
+                (slab.tensor, slab.first, numbers),
+                (slab.tensor + SCALE_SUFFIX, slab.first // BLOCK, scales),
+            ):
+                if not _same(self._exported_rows(tensor, Box((row, 0), tuple(expected.shape))), expected):
+                    file = self.folder / self._places[tensor][0]
+                    raise ExportMismatch(f"{file}: {tensor} differs from the checkpoint in rows {row} and on")
+        return 0
+
+    def compare_copy(self, index: int) -> int:
+        """Compares a file of copied tensors with the source, byte by byte.
+
+        Raises:
+            ExportMismatch: The files differ; names the written file.
+        """
+        name, tensors = list(self.job.copied.items())[index]
+        if not is_copy(tensors, self.folder / name):
+            raise ExportMismatch(f"{self.folder / name} differs from the tensors of the model directory")
+        return 0
 
     def flush(self, index: int) -> int:
         """Flushes a file to the disk."""
@@ -99,15 +165,16 @@ class ExportWorker:
             Damaged: The entry differs from the saved state.
         """
         job, entry = self.job, self.job.entries[index]
-        file, crc = self.folder / self._file(entry.tensor), 0
+        file, crc = self.folder / self._places[entry.tensor][0], 0
         step = max(1, len(self._scratch) // (prod(entry.box.shape[1:]) * entry.dtype.itemsize))
         for row in range(0, entry.box.shape[0], step):
             rows = min(step, entry.box.shape[0] - row)
             box = Box((entry.box.start[0] + row, *entry.box.start[1:]), (rows, *entry.box.shape[1:]))
-            with safe_open(str(file), framework="pt") as opened:  # reopened, else more and more of the file is mapped
-                exported = opened.get_slice(entry.tensor)[box.slices()]
             saved = self._read_saved(entry, box)
-            crc = zlib.crc32(_bytes(saved), crc)
+            crc = zlib.crc32(bytes_of(saved), crc)
+            if entry.tensor in job.fp8.matrices:
+                continue  # `compare_blocks` compares the values
+            exported = self._exported_rows(entry.tensor, box)
             if not _same(exported, self._exported_values(entry, saved).to(job.type_of(entry.tensor))):
                 raise ExportMismatch(f"{file}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
         compare(entry, crc)
@@ -116,15 +183,19 @@ class ExportWorker:
     def _read_saved(self, entry: BoxEntry, box: Box) -> Tensor:
         """Returns a box as saved in the checkpoint, in a view of the scratch buffer."""
         saved = self._scratch[: box.numel * entry.dtype.itemsize].view(entry.dtype).view(box.shape)
-        read_into(_opened(entry.file).fileno(), entry, box, _bytes(saved))
+        read_into(_opened(entry.file).fileno(), entry, box, bytes_of(saved))
         return saved
 
     def _exported_values(self, entry: BoxEntry, saved: Tensor) -> Tensor:
         """Returns the values to export: for a trained tensor, the model's weights or the master weights."""
         return saved.to(self.job.intermediate) if entry.kind == MASTER else saved
 
-    def _file(self, tensor: str) -> str:
-        return next(file.name for file in self.job.files if tensor in file.offsets)
+    def _exported_rows(self, tensor: str, box: Box) -> Tensor:
+        """Returns a box of a written tensor, read by safetensors."""
+        # Reopened for every box, else more and more of the file is mapped.
+        with safe_open(str(self.folder / self._places[tensor][0]), framework="pt") as opened:
+            exported: Tensor = opened.get_slice(tensor)[box.slices()]
+        return exported
 
 
 @lru_cache(maxsize=256)
@@ -133,14 +204,9 @@ def _opened(file: Path) -> io.FileIO:
     return open(file, "rb", buffering=0)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return data
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     """Returns True if tensors are equal bit by bit: a NaN equals itself, and 0 differs from -0."""
-    bits = torch.int32 if a.dtype.itemsize == 4 else torch.int16
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.view(bits))
 
 

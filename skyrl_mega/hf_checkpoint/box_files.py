@@ -135,7 +135,7 @@ def write_boxes(file: Path, parts: Sequence[LocalBox]) -> SavedFile:
                     values = part.values[rows]
                     staged = buffer.as_tensor(values.dtype, values.shape)
                     staged.copy_(values)
-                    data = _bytes(staged)
+                    data = bytes_of(staged)
                     crc = zlib.crc32(data, crc)
                     with writing(file):
                         _pwrite(descriptor, data, place)
@@ -282,9 +282,9 @@ def _read(descriptor: int, entry: BoxEntry, box: Box, into: Tensor | None, buffe
     for rows in _strips(box, entry.dtype.itemsize):
         shape = (rows.stop - rows.start, *box.shape[1:])
         staged = buffer.as_tensor(entry.dtype, shape)
-        read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), _bytes(staged))
+        read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), bytes_of(staged))
         if box == entry.box:
-            crc = zlib.crc32(_bytes(staged), crc)
+            crc = zlib.crc32(bytes_of(staged), crc)
         if into is not None:
             into[rows].copy_(staged)
     if box == entry.box:
@@ -376,7 +376,7 @@ def _strips(box: Box, itemsize: int) -> Iterator[slice]:
         yield slice(at, min(at + step, box.shape[0]))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Returns a contiguous tensor's bytes in host memory."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data

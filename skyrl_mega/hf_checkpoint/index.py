@@ -7,14 +7,17 @@ data.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.safe_read import Malformed, check_folder, open_regular, parse_json, read_json
+from skyrl_mega.models.huggingface import is_computed, is_in_layers
+from skyrl_mega.models.huggingface import tensors as model_tensors
+from skyrl_mega.models.quantization import BLOCK, SCALE_SUFFIX, BlockFp8, block_fp8
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"
@@ -23,6 +26,8 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types allowed for a weight on disk → bytes."""
 ALL_DTYPES = {**DTYPES, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 """Types of known size, including types of unused tensors → bytes."""
+FP8_DTYPE = "F8_E4M3"
+"""Type of the matrices of a block-FP8 checkpoint."""
 FETCH = "fetch it again; model.path must be a Hugging Face directory"
 LONGEST_HEADER = 100_000_000
 """Maximum length of a header in bytes, from the format's own definition."""
@@ -35,12 +40,11 @@ class TensorEntry:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-
-
-def expected(path: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of the model in the directory's config.json: name → shape."""
-    hf = read_config(path)
-    return architecture(hf).tensors(hf)
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    scales: TensorEntry | None = None
+    """Scales of a matrix in block FP8, [blocks of rows, blocks of columns]."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -66,54 +70,106 @@ def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Te
     Returns the entry of each tensor.
 
     Raises:
-        UserError: A tensor is missing or wrong; names file and tensor, and the expected and the actual value, in one
-            line.
+        UserError: A tensor is missing or wrong, or a layer of the model has a tensor unknown to the architecture; names
+            file and tensor, and the expected and the actual value, in one line.
     """
-    return check_tensors(path, expected(path) if hf is None else architecture(hf).tensors(hf))
+    hf = read_config(path) if hf is None else hf
+    entries = check_tensors(path, architecture(hf).tensors(hf), block_fp8(hf))
+    unread_tensors(path, hf)
+    return entries
 
 
-def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
+def check_tensors(
+    path: Path, tensors: Mapping[str, tuple[int, ...]], quantisation: BlockFp8 | None = None
+) -> dict[str, TensorEntry]:
     """Checks some of the tensors and opens only their files.
 
     Args:
         path: The directory.
         tensors: Name → shape of the tensors to check.
+        quantisation: Quantisation according to config.json.
 
     Returns:
-        The entry of each tensor.
+        The entry of each tensor, with the entry of its scales.
 
     Raises:
-        UserError: A tensor is missing, or has another shape or a type not supported.
+        UserError: A tensor or its scales are missing, or have another shape or a type not supported.
     """
-    file_of = _files(path, tensors)
-    headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
-    entries: dict[str, TensorEntry] = {}
-    for name, shape in tensors.items():
-        file = file_of[name]
-        entry = headers[file].get(name)
-        if entry is None:
-            raise UserError(f"tensor {name} is missing", key=file, fix="download or export the checkpoint again")
-        if entry.shape != shape:
+    entries = _entries(path, tensors)
+    fp8 = {name for name, entry in entries.items() if quantisation and entry.dtype == FP8_DTYPE}
+    for name, entry in entries.items():
+        if entry.shape != tensors[name]:
             raise UserError(
-                f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}"
+                f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(tensors[name])}"
                 "; the two are of different models",
-                key=file,
+                key=entry.file,
             )
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in DTYPES and name not in fp8:
+            missing = "; config.json has no quantization_config" if entry.dtype == FP8_DTYPE else ""
             raise UserError(
-                f"tensor {name} has type {entry.dtype}; allowed are {', '.join(DTYPES)}",
-                key=file,
-                fix="give a checkpoint without quantisation",
+                f"tensor {name} has type {entry.dtype}; allowed are {', '.join(DTYPES)}{missing}",
+                key=entry.file,
+                fix="give a checkpoint without quantisation, or in block FP8",
             )
-        entries[name] = entry
+    shapes = {name + SCALE_SUFFIX: tuple(-(-n // BLOCK) for n in tensors[name]) for name in entries if name in fp8}
+    for name, entry in check_tensors(path, shapes).items() if shapes else ():
+        matrix = name.removesuffix(SCALE_SUFFIX)
+        if len(entry.shape) != 2:
+            raise UserError(f"tensor {matrix} has type {FP8_DTYPE} and is no matrix", key=entry.file)
+        entries[matrix] = replace(entries[matrix], scales=entry)
     return entries
+
+
+def unread_tensors(path: Path, hf: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """Returns the tensors in the directory's files that belong to no layer and no other part of the model.
+
+    Such tensors are layers for multi-token prediction, for example. An export copies them. A directory without weights
+    has none.
+
+    Args:
+        path: The directory.
+        hf: The content of config.json.
+
+    Raises:
+        UserError: A layer of the model has a tensor unknown to the architecture, so config.json is of another model.
+    """
+    if not (path / INDEX).exists() and not (path / SINGLE).exists():
+        return {}
+    decoder = architecture(hf).describe(hf)
+    read = model_tensors(decoder)
+    if block_fp8(hf):
+        read |= {name + SCALE_SUFFIX: () for name in read}
+    unread = [name for name in names_in(path) if name not in read and not is_computed(decoder, name)]
+    for name in sorted(unread):
+        if is_in_layers(decoder, name):
+            raise UserError(
+                f"tensor {name} is unknown to a {hf.get('model_type')} model with this config.json; the two are of "
+                "different models",
+                key=path,
+            )
+    return _entries(path, sorted(unread)) if unread else {}
+
+
+def _entries(path: Path, names: Collection[str]) -> dict[str, TensorEntry]:
+    """Returns the entries of tensors, from the headers of their files.
+
+    Raises:
+        UserError: A tensor is missing.
+    """
+    file_of = _files(path, names)
+    headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
+    for name in names:
+        if name not in headers[file_of[name]]:
+            raise UserError(
+                f"tensor {name} is missing", key=file_of[name], fix="download or export the checkpoint again"
+            )
+    return {name: headers[file_of[name]][name] for name in names}
 
 
 def names_in(path: Path) -> set[str]:
     """Returns all tensors in the directory's files, including tensors unknown to the model of config.json."""
-    if (path / INDEX).exists():
-        return set(read_json(path / INDEX, FETCH).get("weight_map") or ())
-    return set(read_header(path / SINGLE))
+    weight_map = _weight_map(path)
+    return set(read_header(path / SINGLE)) if weight_map is None else set(weight_map)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -135,7 +191,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             header = parse_json(f.read(length))
         header.pop("__metadata__", None)
         needed = 8 + length + _tiled(header)
-        entries = {name: TensorEntry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
+        entries = {name: _entry(file, 8 + length, value) for name, value in header.items()}
     except OSError as error:
         raise UserError(
             f"cannot be read ({error.strerror})", key=file, fix="make it readable, fetch it again, or fix model.path"
@@ -167,23 +223,42 @@ def _tiled(header: Mapping[str, Any]) -> int:
     return end
 
 
-def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
+def _entry(file: Path, start: int, value: Mapping[str, Any]) -> TensorEntry:
+    """Returns a tensor's entry from its description in the header; `start` is the first byte after the header."""
+    begin, end = value["data_offsets"]
+    return TensorEntry(file, str(value["dtype"]), tuple(value["shape"]), start + begin, end - begin)
+
+
+def _files(path: Path, tensors: Collection[str]) -> dict[str, Path]:
     """Returns the file expected to hold each tensor."""
-    index = path / INDEX
-    if not index.exists():
+    weight_map = _weight_map(path)
+    if weight_map is None:
         single = path / SINGLE
         if not single.exists():
             raise UserError(
                 f"holds neither {SINGLE} nor {INDEX}", key=path, fix="give a directory with safetensors weights"
             )
         return dict.fromkeys(tensors, single)
-    weight_map = read_json(index, FETCH).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError("has no weight_map", key=index, fix="fetch it again")
     for name in tensors:
         if name not in weight_map:
-            raise UserError(f"tensor {name} is missing", key=index, fix="download or export the checkpoint again")
+            raise UserError(
+                f"tensor {name} is missing", key=path / INDEX, fix="download or export the checkpoint again"
+            )
         # A name in a file must not lead out of the directory.
         if Path(str(weight_map[name])).name != weight_map[name] or not weight_map[name].isprintable():
-            raise UserError(f"{weight_map[name]!r} is no file name", key=index, fix="fetch it again")
+            raise UserError(f"{weight_map[name]!r} is no file name", key=path / INDEX, fix="fetch it again")
     return {name: path / weight_map[name] for name in tensors}
+
+
+def _weight_map(path: Path) -> dict[str, Any] | None:
+    """Returns tensor → file of a directory with an index; None without an index.
+
+    Raises:
+        UserError: The index has no such mapping.
+    """
+    if not (path / INDEX).exists():
+        return None
+    weight_map = read_json(path / INDEX, FETCH).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError("has no weight_map", key=path / INDEX, fix="fetch it again")
+    return weight_map

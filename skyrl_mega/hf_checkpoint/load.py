@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_mega.cluster.atomic_output import atomic_folder
 from skyrl_mega.common.errors import UserError
-from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
+from skyrl_mega.hf_checkpoint.companion_files import write_companion_files
+from skyrl_mega.hf_checkpoint.copied import Copied, copies, write_copy
+from skyrl_mega.hf_checkpoint.index import SINGLE, check_tensors, names_in, read_config
+from skyrl_mega.hf_checkpoint.tensor_reader import TensorReader
+from skyrl_mega.models.quantization import block_fp8
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 from skyrl_mega.weights.exchange.exchange import Exchange, Staging, local_view
@@ -30,8 +33,6 @@ from skyrl_mega.weights.transports.group import default_group
 
 BUCKET_BYTES = 64 << 20
 """Size of a message; a rank holds at most three."""
-COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""Files of a Hugging Face directory copied with the weights: configuration, tokenizer, chat template, licence."""
 _EXPORTED = ".exported.json"
 """File with the name and size of every file written by `save`, so a later call may replace the directory."""
 
@@ -41,7 +42,7 @@ def load(
 ) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
-    Reads only the shard's boxes. Padding stays unchanged.
+    Reads only the shard's boxes; matrices in block FP8 are dequantised (`tensor_reader`). Padding stays unchanged.
 
     Args:
         path: The directory.
@@ -56,7 +57,8 @@ def load(
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces:
         wanted[piece.tensor].append(piece)
-    shapes, optional = expected(path), optional or {}
+    hf = read_config(path)
+    shapes, optional = architecture(hf).tensors(hf), optional or {}
     present = names_in(path) if optional else set()
     wanted = {tensor: pieces for tensor, pieces in wanted.items() if tensor not in optional or tensor in present}
     shapes |= {tensor: shape for tensor, shape in optional.items() if tensor in wanted}
@@ -65,16 +67,12 @@ def load(
             raise UserError(
                 f"a model of it has no tensor {tensor}", key=path / "config.json", fix="give weights of the same model"
             )
-    entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted})
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for tensor, entry in entries.items():
-        by_file[entry.file].append(tensor)
-    for file, names in by_file.items():
-        with torch.no_grad(), safe_open(str(file), framework="pt") as opened:
-            for name in names:
-                source = opened.get_slice(name)
-                for piece in wanted[name]:
-                    local_view(params[piece.param], piece.offset, piece.box).copy_(source[piece.box.slices()])
+    entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted}, block_fp8(hf))
+    reader = TensorReader()
+    with torch.no_grad():
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
+            parts = [(piece.box, local_view(params[piece.param], piece.offset, piece.box)) for piece in wanted[name]]
+            reader.read(name, entry, parts)
 
 
 def save(
@@ -89,11 +87,12 @@ def save(
 ) -> None:
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
 
-    The directory appears when every file is written, and replaces an older directory recognised by `exported`.
+    The directory appears when every file is written, and replaces an older directory recognised by `exported`. Tensors
+    of the source that the model does not have are copied (`copied`).
 
     Args:
         path: The directory to write.
-        source: The source directory of configuration and tokenizer.
+        source: The source directory of configuration, tokenizer, and tensors to copy.
         layout: The shards of all ranks in the group.
         params: This rank's local tensors; their dtype is the files' type.
         writers: Ranks that write files, in turn; several need a shared file system.
@@ -106,11 +105,13 @@ def save(
     rank = dist.get_rank()
     with ExitStack() as stack:
         error: Exception | None = None
-        staged = [""]
+        copied: list[Copied] = []
+        staged: list[Any] = ["", 0]
         if rank == 0:
             try:
+                copied = copies(source, file_bytes)
                 place = atomic_folder(path, f"export: {path}", exported, last=_EXPORTED)
-                staged[0] = str(stack.enter_context(place))
+                staged = [str(stack.enter_context(place)), len(copied)]
             except (OSError, UserError) as caught:
                 error = caught
         _raise_together(error)
@@ -118,14 +119,16 @@ def save(
         partial, wire = Path(staged[0]), _types(source, params)
         sizes = {tensor: prod(shape) * wire.itemsize(tensor) for tensor, shape in layout.tensors.items()}
         files = list(split(sizes, file_bytes))
-        names = file_names(len(files))
+        names = file_names(len(files) + staged[1])
         gathered = _gathered(
             layout, params, wire, files, writers, bucket_bytes=min(file_bytes, BUCKET_BYTES), timeout_s=timeout_s
         )
         _write_files(partial, names, gathered)
         if rank == 0:
             try:
-                _finish(partial, source, dict(zip(names, files, strict=True)), sum(sizes.values()))
+                for name, tensors in zip(names[len(files) :], copied, strict=True):
+                    write_copy(tensors, partial / name)
+                _finish(partial, source, wire.dtype)
                 stack.pop_all().close()
             except (OSError, UserError) as caught:
                 error = caught
@@ -211,8 +214,8 @@ def split(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
     names.
 
     Args:
-        sizes: Tensor → bytes.
-        file_bytes: Maximum bytes of a file with several tensors.
+        sizes: Bytes of each tensor.
+        file_bytes: Maximum size of a file.
     """
     names: list[str] = []
     size = 0
@@ -230,25 +233,6 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_companion_files(folder: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
-    """Writes the index, and copies configuration and tokenizer from `source`.
-
-    Args:
-        folder: A directory with the safetensors files.
-        source: A Hugging Face directory.
-        files: File → its tensors; a single file needs no index.
-        nbytes: Bytes of all tensors.
-    """
-    if len(files) > 1:
-        weight_map = {tensor: file for file, names in files.items() for tensor in names}
-        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=1))
-    for pattern in COMPANION_FILES:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name != INDEX:
-                shutil.copy2(file, folder / file.name)
-
-
 def _whole(layout: Layout, names: Sequence[str]) -> Shard:
     """Returns a shard with each of `names` in full, under the tensor's own name."""
     shapes = {name: layout.tensors[name] for name in names}
@@ -262,9 +246,9 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+def _finish(partial: Path, source: Path, dtype: torch.dtype) -> None:
     """Writes index, configuration, tokenizer, and the list of all files."""
-    write_companion_files(partial, source, files, nbytes)
+    write_companion_files(partial, source, dtype)
     sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
     (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
 

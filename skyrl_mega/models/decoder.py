@@ -14,7 +14,8 @@ from skyrl_mega.models.blocks.base import Block
 from skyrl_mega.models.blocks.embedding import Embedding, Head
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.value_head import ValueHeadBlock
-from skyrl_mega.models.config_json import Hf, integer, number, unsupported
+from skyrl_mega.models.config_json import Hf, integer, number
+from skyrl_mega.models.quantization import block_fp8
 
 Layer = tuple[Block, ...]
 """The blocks of a layer, in execution order."""
@@ -147,10 +148,9 @@ def read_decoder(hf: Hf, layers: Sequence[Layer], *, engine_ties: bool = True) -
         engine_ties: True if vLLM's class of the family can tie the output projection to the embedding.
 
     Raises:
-        UserError: A key is missing or not supported.
+        UserError: A key is missing or not supported, or the checkpoint is quantised in an unsupported way.
     """
-    if hf.get("quantization_config"):
-        raise unsupported(hf, "quantization_config", "a checkpoint without quantisation")
+    block_fp8(hf)  # refuses every other quantisation
     distinct = {id(layer): layer for layer in layers}  # families repeat an object: cheaper to compare than its blocks
     kinds = tuple(dict.fromkeys(distinct.values()))
     position = {key: kinds.index(layer) for key, layer in distinct.items()}

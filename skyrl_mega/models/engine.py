@@ -13,11 +13,9 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.quantization import BLOCK
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.box import Shard
-
-BLOCK = 128
-"""Rows and columns per scale in an FP8 checkpoint (`kernels.block_fp8`)."""
 
 
 def check(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from skyrl_mega.models.blocks.base import Tensors
+from skyrl_mega.models.blocks.embedding import HEAD
 from skyrl_mega.models.decoder import Decoder
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_BUFFER = "rotary_emb.inv_freq"
+"""Ending of the name of a computed tensor, saved by old versions of transformers."""
 
 
 def tensors(decoder: Decoder) -> Tensors:
@@ -13,3 +20,16 @@ def tensors(decoder: Decoder) -> Tensors:
         for block in decoder.layer(index):
             shapes |= block.hf_tensors(f"model.layers.{index}")
     return shapes | decoder.head.hf_tensors("model")
+
+
+def is_computed(decoder: Decoder, name: str) -> bool:
+    """Returns True if a tensor on disk repeats other values of the model: a saved tied head, or a buffer."""
+    return name.endswith(_BUFFER) or (name == HEAD and decoder.tied)
+
+
+def is_in_layers(decoder: Decoder, name: str) -> bool:
+    """Returns True if a tensor belongs by name to a layer of the model; layers for multi-token prediction have higher
+    numbers.
+    """
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer[1]) < decoder.layers

@@ -18,6 +18,7 @@ from skyrl_mega.config.derived import (
     critic_layout,
     critic_model,
     critic_ranks,
+    fp8_parameters,
     has_critic,
     length_limit,
     policy_ranks,
@@ -29,9 +30,11 @@ from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
+from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.megatron.actor import MegatronActor
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY, REFERENCE, ModelRole
+from skyrl_mega.models.quantization import block_fp8
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.telemetry.stages import Stages
@@ -275,6 +278,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
         weights=weights,
+        dequantised=block_fp8(read_config(setup.model)) is not None and not fp8_parameters(config.rollout),
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",

@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +33,10 @@ import pytest
 
 from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.schema import RolloutConfig
+from skyrl_mega.config.schema import BuildConfig, RolloutConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
-from skyrl_mega.engines.vllm.spec import EngineSpec, scales
+from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
+from skyrl_mega.models.tiny import hf_config
 from tests.conftest import ROOT
 from tests.cuda.engine_config import TOTAL
 
@@ -127,6 +129,19 @@ def test_an_engine_refuses_another_device_than_the_runs(tmp_path: Path) -> None:
     engine = VllmEngine(EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(), 64))
     with pytest.raises(UserError, match=r"^cluster.device = cuda: vLLM computes on cpu on this node; give the env"):
         asyncio.run(engine.start())
+
+
+def test_files_in_block_fp8_make_an_engine_without_quantisation(tmp_path: Path) -> None:
+    """Checks the change of config.json beside changes of the run and of the user, and that vLLM reads no FP8."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(BuildConfig())))
+    extra = {"hf_overrides": {"max_position_embeddings": 99}}
+    rollout = RolloutConfig(options={"hf_overrides": {"rope_theta": 5.0}})
+    plain = EngineSpec(str(tmp_path), "bfloat16", "cpu", rollout, 64, weights="auto", extra=extra)
+    changed = {"max_position_embeddings": 99, "rope_theta": 5.0}
+    assert (arguments(plain)["load_format"], arguments(plain)["hf_overrides"]) == ("auto", changed)
+    fp8 = arguments(replace(plain, dequantised=True))
+    assert (fp8["load_format"], fp8["hf_overrides"]) == ("dummy", {"quantization_config": None, **changed})
+    assert "hf_overrides" not in arguments(EngineSpec(str(tmp_path), "bfloat16", "cpu", RolloutConfig(), 64))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_mega.cluster.group import ActorGroup
@@ -30,6 +31,7 @@ from tests.support.engines import (
     spec_of,
     start_engine,
 )
+from tests.support.fp8_files import dequantised, rewrite
 from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
@@ -185,3 +187,18 @@ def test_every_architecture_takes_new_weights_twice(ray: None, tmp_path: Path) -
 
     with ThreadPoolExecutor(len(kinds)) as pool:
         list(pool.map(one, kinds))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_directory_in_block_fp8_makes_an_engine_without_quantisation(ray: None, tmp_path: Path) -> None:
+    """Starts an engine on a block-FP8 directory: log-probs are those of the dequantised weights in float32."""
+    build_model(tmp_path / "plain", "qwen3_moe", 0)
+    tensors = rewrite(tmp_path / "plain", tmp_path / "fp8")
+    save_file(dequantised(tensors, torch.float32), tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    spec = spec_of(tmp_path / "fp8", RolloutConfig(kv_cache_gib=0.1), weights="auto", dequantised=True)
+    engines = start_engine("fp8-files", spec, tmp_path)
+    try:
+        check(engines, tmp_path / "plain")
+    finally:
+        engines.shutdown()

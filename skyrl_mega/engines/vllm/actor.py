@@ -108,6 +108,8 @@ class VllmEngine:
         if self.spec.device == "cpu":
             await self.workers("draw_seeds_ahead")
         await self.llm.update_weight_version(str(self.version))
+        if self.spec.dequantised and self.spec.weights == "auto":
+            await self.workers("load_files", self.spec.path)
         if self._worker_records:
             await self.workers("record_routes")
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):

@@ -37,6 +37,8 @@ class EngineSpec:
     """Maximum length of a sequence, prompt and response."""
     weights: str = "dummy"
     """`dummy` (delivered by the first sync) or `auto` (read from the directory)."""
+    dequantised: bool = False
+    """True if the directory is in block FP8, and the engine computes with the dequantised weights."""
     seed: int = 0
     routes: bool = False
     """True if completions contain the experts of every token (`engines.vllm.routes`)."""
@@ -103,7 +105,8 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": spec.path,
         "dtype": spec.dtype,
-        "load_format": spec.weights,
+        # vLLM would read a directory in FP8 as FP8; the workers read it after the start (`transfer.load_files`).
+        "load_format": "dummy" if spec.dequantised else spec.weights,
         "seed": spec.seed,
         "tensor_parallel_size": rollout.tensor,
         "max_model_len": spec.max_length,
@@ -141,6 +144,8 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = former.cache_bytes
     if str(rollout.options.get("quantization", "")).startswith("fp8_"):
         arguments["quantization_config"] = {"ignore": [ROUTER]}
+    if spec.dequantised:
+        arguments["hf_overrides"] = {"quantization_config": None}
     return reduce(_merged, (_block_arguments(spec), arguments, spec.extra, rollout.options))
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.models.quantization import SCALE_SUFFIX
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 
 FP8 = torch.float8_e4m3fn
-SUFFIX = "_scale_inv"
+SUFFIX = SCALE_SUFFIX
 
 
 @dataclass(frozen=True)
