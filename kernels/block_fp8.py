@@ -117,8 +117,17 @@ def dequantise_reference(
     weight = torch.empty(numbers_SRC.shape, dtype=dtype, device=numbers_SRC.device)
     for i, strip in enumerate(_strips(numbers_SRC.shape[-2], row0)):
         factor = scales_SIJ[..., i, :].index_select(-1, of_column).unsqueeze(-2)
-        weight[..., strip, :] = (numbers_SRC[..., strip, :].float() * factor).to(dtype)
+        weight[..., strip, :] = (_decoded(numbers_SRC[..., strip, :]) * factor).to(dtype)
     return weight
+
+
+def _decoded(numbers: Tensor) -> Tensor:
+    """Returns E4M3 numbers in float32."""
+    if numbers.device.type != "cpu":
+        return numbers.float()
+    # torch converts a number at a time on a CPU; looking up the 256 values takes a quarter of the time.
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return table.index_select(0, numbers.view(torch.uint8).flatten().int()).view(numbers.shape)
 
 
 def _touched(length: int, start: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -38,7 +38,11 @@ _EXPORTED = ".exported.json"
 
 
 def load(
-    path: Path, shard: Shard, params: Mapping[str, Tensor], optional: Mapping[str, tuple[int, ...]] | None = None
+    path: Path,
+    shard: Shard,
+    params: Mapping[str, Tensor],
+    optional: Mapping[str, tuple[int, ...]] | None = None,
+    written: Callable[[str], None] = lambda param: None,
 ) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
@@ -50,6 +54,7 @@ def load(
         params: The shard's local tensors.
         optional: Name → shape of tensors outside the model of config.json: read if present in the files, otherwise
             left unchanged.
+        written: Called with the name of each local tensor once it is complete.
 
     Raises:
         UserError: A tensor is missing or misshapen, or a file is cut off; described in one line.
@@ -70,9 +75,20 @@ def load(
     entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted}, block_fp8(hf))
     reader = TensorReader()
     with torch.no_grad():
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
-            parts = [(piece.box, local_view(params[piece.param], piece.offset, piece.box)) for piece in wanted[name]]
-            reader.read(name, entry, parts)
+        for param, by_tensor in _by_param(wanted).items():
+            local = params[param]
+            for name, pieces in by_tensor.items():
+                reader.read(name, entries[name], [(p.box, local_view(local, p.offset, p.box)) for p in pieces])
+            written(param)
+
+
+def _by_param(wanted: Mapping[str, Sequence[Piece]]) -> dict[str, dict[str, list[Piece]]]:
+    """Returns the pieces of each local tensor, by tensor on disk."""
+    pieces: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for tensor, of_tensor in wanted.items():
+        for piece in of_tensor:
+            pieces[piece.param][tensor].append(piece)
+    return pieces
 
 
 def save(

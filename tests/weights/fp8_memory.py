@@ -19,7 +19,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.exchange.pack import local_view
 
-PARALLEL = ParallelDims(16, tensor=2, expert=8, expert_tensor=2)
+PARALLEL = ParallelDims(32, tensor=2, expert=16, expert_tensor=2)
 MARKED = "model.layers.3.mlp.experts.9.up_proj.weight"
 """The matrix with numbers and scales other than 0; all others are holes of the file."""
 
@@ -35,17 +35,20 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
     hf = read_config(folder)
     shard = architecture(hf).megatron_shard(hf, PARALLEL, rank, "local")
     params = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shard.params.items()}
-    before, start = memory("VmRSS"), time.monotonic()
+    before, start, cpu = memory("VmRSS"), time.monotonic(), time.process_time()
     load(folder, shard, params)
     seconds = time.monotonic() - start
+    cpu = time.process_time() - cpu
+    peak = memory("VmHWM") - before
     marked = [piece for piece in shard.pieces if piece.tensor == MARKED]
     return {
         "seconds": seconds,
+        "cpu": cpu,
         "shard": sum(tensor.nbytes for tensor in params.values()),
-        "peak": memory("VmHWM") - before,
+        "peak": peak,
         "marked": [[*piece.box.start, *piece.box.shape] for piece in marked],
         "sums": [float(local_view(params[p.param], p.offset, p.box).double().sum()) for p in marked],
-        "zeros": sum(int((tensor != 0).sum()) for tensor in params.values()),
+        "nonzero": sum(int((tensor != 0).sum()) for tensor in params.values()),
     }
 
 

@@ -20,8 +20,8 @@ from tests.support.fp8_files import CONFIG, FP8, values
 from tests.weights.fp8_memory import MARKED
 from tests.weights.grids import REAL
 
-RANKS = (0, 1)
-"""Ranks with the upper and the lower half of the marked matrix; the cut lies inside a block."""
+RANK = 3
+"""The rank with the lower half of the marked matrix, which begins inside a block."""
 
 
 def sparse(folder: Path) -> tuple[torch.Tensor, int]:
@@ -70,18 +70,17 @@ def test_thirty_gigabytes_are_loaded_within_two_gib_beside_the_shard(tmp_path: P
     expected, size = sparse(tmp_path)
     assert size > 30e9
     assert os.stat(tmp_path / "model.safetensors").st_blocks * 512 < 100e6, "the file system keeps holes"
-    rows = []
-    for rank in RANKS:
-        command = [sys.executable, "-m", "tests.weights.fp8_memory", str(tmp_path), str(rank)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        measured = json.loads(done.stdout.splitlines()[-1])
-        beyond = (measured["peak"] - measured["shard"]) / 2**30
-        print(f"rank {rank}: {measured['shard'] / 2**30:.2f} GiB, {beyond:.2f} GiB beyond, {measured['seconds']:.1f} s")
-        assert measured["shard"] > 3e9 and beyond < 2
-        (box,) = measured["marked"]
-        part = expected[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
-        assert measured["sums"] == [pytest.approx(float(part.sum()), rel=1e-12)]
-        assert measured["zeros"] == int((part != 0).sum()), "all other tensors are holes"
-        rows += range(box[0], box[0] + box[2])
-    assert sorted(rows) == list(range(1600)) and rows[800] % 128 != 0
+    command = [sys.executable, "-m", "tests.weights.fp8_memory", str(tmp_path), str(RANK)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    beyond = (measured["peak"] - measured["shard"]) / 2**30
+    print(
+        f"{size / 1e9:.1f} GB; shard {measured['shard'] / 2**30:.2f} GiB, {beyond:.2f} GiB beyond, "
+        f"{measured['seconds']:.1f} s ({measured['cpu']:.1f} s of a core)"
+    )
+    assert measured["shard"] > 1.8e9 and beyond < 2
+    assert measured["marked"] == [[800, 0, 800, 4096]]
+    part = expected[800:]
+    assert measured["sums"] == [pytest.approx(float(part.sum()), rel=1e-12)]
+    assert measured["nonzero"] == int((part != 0).sum()), "all other tensors are holes"

@@ -234,10 +234,10 @@ class WorkerExtension:
         )
 
     def load_files(self, path: str) -> None:
-        """Loads this worker's shard from a Hugging Face directory, in the same way as a sync."""
+        """Loads this worker's shard from a Hugging Face directory, in the same way as a sync, a layer at a time."""
         from skyrl_mega.hf_checkpoint import load
 
         engine = self.weight_transfer_engine
         engine.start_weight_update()
-        load.load(Path(path), self.own_shard(), engine.parameters)
+        load.load(Path(path), self.own_shard(), engine.parameters, written=engine.parameters.mark_written)
         engine.parameters.close()
