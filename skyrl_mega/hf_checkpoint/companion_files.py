@@ -42,7 +42,7 @@ def _describe(file: Path, dtype: torch.dtype, fp8: bool) -> None:
     hf: dict[str, Any] = json.loads(file.read_text())
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in hf] or ["torch_dtype"]
-    described = {**hf, **dict.fromkeys(keys, name)}
+    described = hf | dict.fromkeys(keys, name)
     if not fp8:
         described.pop("quantization_config", None)
     if described != hf:

@@ -54,8 +54,9 @@ class TensorReader:
                 for strip in _strips(box, stored.dtype.itemsize):
                     values = self._numbers(descriptor, stored, strip)
                     if scales is not None:
+                        row, column = strip.start
                         at = scales[scale_box(strip).slices()]
-                        values = block_fp8.dequantise(values, at, *strip.start, dtype=into.dtype)
+                        values = block_fp8.dequantise(values, at, row, column, dtype=into.dtype)
                     first = strip.start[0] - box.start[0]
                     into[first : first + strip.shape[0]].copy_(values)
 
