@@ -194,7 +194,7 @@ def plan_job(
         intermediate,
         tuple(entries),
         entries_of,
-        files,
+        files=files,
         batches=batches,
         buffer_bytes=largest,
         without_master=frozen,
