@@ -339,11 +339,10 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuses FP8 in policy, wire or engines for blocks that have not been shown with it."""
+    """Refuses FP8 in policy or wire for blocks that have not been shown with it."""
     wants = {
         "policy.precision.recipe": needs(config.policy.precision) is not None,
         "weights.wire": config.weights.wire == "fp8",
-        "rollout.options": fp8_weights(config.rollout),
     }
     for key in (key for key, wanted in wants.items() if wanted):
         for block in architecture(hf).describe(hf).parts:
@@ -370,6 +369,9 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
     decoder = kind.describe(hf)
+    if fp8_weights(config.rollout):
+        for block in decoder.parts:
+            block.check_fp8("rollout.options")
     if config.cluster.device == "cpu":
         prefix = "model.build." if config.model.build else f"model.path = {config.model.path}: "
         for block in decoder.blocks:

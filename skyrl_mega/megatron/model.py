@@ -253,7 +253,13 @@ def freeze_correction_biases(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             bias = module._buffers.pop("expert_bias")
+            # It counts tokens for updates of the bias, and mistakes the shape of a padding mask.
+            module._apply_expert_bias = _keep_expert_bias
             module.expert_bias = torch.nn.Parameter(bias.float(), requires_grad=False)
+
+
+def _keep_expert_bias(*_: Any, **__: Any) -> None:
+    """Replaces megatron-core's count of tokens, which nothing needs while the bias stays."""
 
 
 def keep_correction_biases_in_float32(module: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 from skyrl_mega.common.errors import UserError
@@ -14,6 +13,8 @@ Hf = Mapping[str, Any]
 
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults shared by the transformers classes of all families."""
+MAX_NUMBER = 1e30
+"""Upper bound of numbers: far above any model's, and a float."""
 DEFAULT_UPPER_BOUND = 2**31 - 1
 UPPER_BOUNDS = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
 """Upper bounds of whole numbers, by key: far above any model, and low enough to list the model's tensors."""
@@ -62,7 +63,7 @@ def number(hf: Hf, key: str) -> float:
         UserError: The key is missing, or its value is no positive, finite number.
     """
     value = hf.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
         raise unsupported(hf, key, "a positive number")
     return float(value)
 

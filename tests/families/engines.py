@@ -185,7 +185,8 @@ def difference(path: Path, answers: Answers) -> float:
     for tokens, logprobs in answers:
         ids = torch.tensor(tokens)
         expected = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(logprobs)).abs().max()))
+        errors = (expected - torch.tensor(logprobs)).abs().nan_to_num(nan=float("inf"))
+        worst = max(worst, float(errors.max()))
     return worst
 
 

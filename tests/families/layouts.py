@@ -103,6 +103,8 @@ def _examine(rank: int, name: str, folder: Path, which: str) -> RankResults:
             dist.barrier()
             worker.save(checkpoint)
         else:
+            for parameter in (p for p in worker.params.values() if not p.requires_grad):
+                parameter.data.zero_()  # nothing else changes a correction bias
             worker.restore(checkpoint)
         finish_gather(worker.chunks)
         results.weights = {param: values.detach().numpy().copy() for param, values in worker.params.items()}

@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 
 SHAPES: dict[str, BuildConfig] = {
     "qwen3_moe": BuildConfig(layers=4),
+    "glm4_moe": BuildConfig(architecture="glm4_moe"),
     "qwen2": BuildConfig(architecture="qwen2", head_dim=16, layers=4, tied=True),
 }
 
@@ -106,6 +107,15 @@ def test_experts_are_balanced_the_same_in_every_layout(
     compare(actual, balanced)
     for a, b in zip(actual, balanced, strict=True):
         assert a["expert_balance"] == pytest.approx(b["expert_balance"], rel=1e-5)
+
+
+def test_sigmoid_experts_are_balanced_the_same_in_every_layout(models: dict[str, Path]) -> None:
+    one, two = (
+        steps(models["glm4_moe"], ranks, sizes, {"moe": BALANCED, "micro_tokens": 40})
+        for ranks, sizes in ((1, {}), (2, {"tensor": 2, "expert": 2}))
+    )
+    compare(two, one)
+    assert [step["expert_balance"] for step in two] == pytest.approx([s["expert_balance"] for s in one], rel=1e-5)
 
 
 @pytest.mark.parametrize(("model", "sizes"), [("qwen3_moe", {"pipeline": 2}), ("qwen2", {"tensor": 2})], ids=str)

@@ -33,7 +33,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "olmoe": {"norm_topk_prob": False},
     "glm4_moe": {"n_routed_experts": 8, "head_dim": 64},
-    "minimax_m2": {"head_dim": 64, "num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {
+        "head_dim": 64,
+        "rotary_dim": 32,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
 }
 """Further keys without a default, and values that vLLM requires."""
 READ_BY_VLLM = {("glm4_moe", "head_dim"), ("minimax_m2", "head_dim")}

@@ -166,7 +166,7 @@ class Experts(Block):
             raise UserError(
                 "FP8 has been shown with Qwen3's experts only (softmax router, no shared expert)",
                 key=key,
-                fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+                fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
             )
 
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:

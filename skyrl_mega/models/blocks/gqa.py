@@ -128,6 +128,9 @@ class GroupedQueryAttention(Block):
         if heads % kv_heads:
             raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
         require(hf, "use_sliding_window", False)
+        if "use_sliding_window" not in hf:
+            require(hf, "sliding_window", None)  # vLLM uses it with every family
+        require(hf, "dual_chunk_attention_config", None)
         if bias_key:
             require(hf, bias_key, False)
         return cls(
@@ -215,7 +218,7 @@ class GroupedQueryAttention(Block):
             raise UserError(
                 "FP8 has not been shown with a norm over all heads of queries and keys",
                 key=key,
-                fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+                fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
             )
 
     def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:

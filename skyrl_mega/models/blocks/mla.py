@@ -122,6 +122,7 @@ class LatentAttention(Block):
         heads = integer(hf, "num_attention_heads")
         require(hf, "num_key_value_heads", heads)
         require(hf, "attention_bias", False)
+        require(hf, "sliding_window", None)
         require(hf, "rope_interleave", True)
         require(hf, "index_topk", None)  # sparse attention of later models
         return cls(
@@ -181,7 +182,7 @@ class LatentAttention(Block):
         raise UserError(
             "FP8 has not been shown with multi-head latent attention",
             key=key,
-            fix="give policy.precision.recipe=model, weights.wire=model and engines without quantization",
+            fix="give policy.precision.recipe=model, weights.wire=auto and engines without quantization",
         )
 
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:

@@ -49,8 +49,8 @@ class ExpertRouter:
                 "topk_group",
                 f"half of num_experts_per_tok {per_token} (or n_group 1); others are routed differently",
             )
-        if groups == 1 and top_groups != 1:
-            raise unsupported(hf, "topk_group", "1 with n_group 1")
+        if top_groups > groups:
+            raise unsupported(hf, "topk_group", f"at most n_group {groups}")
         return cls("sigmoid", True, True, groups, top_groups, number(hf, "routed_scaling_factor"))
 
     def megatron_args(self) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ def describe(hf: Hf) -> Decoder:
     require(hf, "use_qk_norm", True)
     require(hf, "qk_norm_type", "per_layer")
     require(hf, "router_jitter_noise", 0.0)
-    part = integer(hf, "rotary_dim") / integer(hf, "head_dim") if "rotary_dim" in hf else 1.0
+    part = integer(hf, "rotary_dim") / integer(hf, "head_dim")
     integer(hf, "num_key_value_heads")  # null is refused by the transformers class
     attention = GroupedQueryAttention.read(hf, qk_norm="all_heads", qkv_bias=False, part=part)
     router = ExpertRouter("sigmoid", renormalize=True, bias=True)

@@ -26,7 +26,6 @@ def describe(hf: Hf) -> Decoder:
     hf = with_defaults(
         hf, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0
     )
-    require(hf, "sliding_window", None)
     require(hf, "router_jitter_noise", 0.0)
     integer(hf, "num_key_value_heads")  # null is refused by the transformers class
     attention = GroupedQueryAttention.read(hf, qk_norm="none", qkv_bias=False)

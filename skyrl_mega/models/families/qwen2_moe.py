@@ -36,7 +36,7 @@ def describe(hf: Hf) -> Decoder:
     shared = SharedExpert(
         integer(hf, "shared_expert_intermediate_size"), "mlp.shared_expert", "mlp.shared_expert_gate.weight"
     )
-    experts, dense = Experts.read(hf, ExpertRouter.softmax(hf), shared), GatedMlp.read(hf)
+    experts, dense = Experts.read(hf, ExpertRouter.softmax(hf), shared, count=("num_experts",)), GatedMlp.read(hf)
     return read_decoder(hf, [(attention, experts if has_experts else dense) for has_experts in moe])
 
 
