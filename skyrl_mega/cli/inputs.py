@@ -318,6 +318,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     Raises:
         UserError: The model cannot be split into a layout, or megatron-core or vLLM rejects an option.
     """
+    _check_fp8(config, hf)
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
     policy, reference = fit.parallel_of(config)
@@ -334,7 +335,6 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
                 key=f"{key}.expert_tensor",
                 value=grid.expert_tensor,
             )
-    _check_fp8(config, hf)
     check_spread(config, grids)
 
 

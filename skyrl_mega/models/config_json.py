@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,22 @@ def require(hf: Hf, key: str, allowed: Any) -> None:
     """
     if hf.get(key, allowed) not in (allowed, None):
         raise unsupported(hf, key, f"{allowed!r}")
+
+
+def require_given(hf: Hf, key: str, needed: Any) -> None:
+    """Checks that config.json contains `key` with the value `needed`, for keys with other defaults in vLLM.
+
+    Raises:
+        UserError: The key is missing, or its value is another.
+    """
+    if key not in hf:
+        raise UserError(
+            f"{key} is missing, and vLLM then computes another model",
+            key="config.json",
+            fix=f'add "{key}": {json.dumps(needed)}, as in the published config.json',
+        )
+    if hf[key] != needed:
+        raise unsupported(hf, key, f"{needed!r}")
 
 
 def unsupported(hf: Hf, key: str, allowed: str) -> UserError:

@@ -133,8 +133,8 @@ def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
     arch = ARCHITECTURES.get(str(hf.get("model_type", "")))
     if arch is None:
         raise UserError(
-            f"model_type is {hf.get('model_type')!r}; supported are {', '.join(ARCHITECTURES)}; "
-            "choose a model of one of these",
+            f"model_type is {hf.get('model_type')!r}; supported are {', '.join(sorted(ARCHITECTURES))}; "
+            "choose a model of one of these, or add a family (docs/new-architecture.md)",
             key="config.json",
         )
     return arch if head == "vocab" else replace(arch, describe=lambda hf: arch.describe(hf).critic)

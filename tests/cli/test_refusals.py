@@ -125,7 +125,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "cluster.host_memory_gib=4000",
         ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3"],
     ),
-    ("an engine larger than a node", "rollout.tensor=16", ["cluster.gpus_per_node = 8", "rollout.tensor=8"]),
+    ("an engine larger than a node", "rollout.tensor=12", ["cluster.gpus_per_node = 8", "rollout.tensor=8"]),
     (
         "a sync that cannot end in time",
         "weights.timeout_s=1 cluster.topology.nic_gb_s=2",

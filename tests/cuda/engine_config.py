@@ -19,7 +19,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+MODELS = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 """Architectures of the GPU recipes."""
 TOTAL = int(79.1 * 2**30)
 """Memory of an H100 as reported by CUDA."""

@@ -183,7 +183,7 @@ def test_kimi_k2_is_deepseek_v3_and_flash_differs_in_the_router_and_rope() -> No
 @pytest.mark.parametrize(
     ("hf", "changes", "words"),
     [
-        (DEEPSEEK, {"scoring_func": None}, "scoring_func is null; skyrl_mega supports 'sigmoid', which the published"),
+        (DEEPSEEK, {"scoring_func": None}, "scoring_func is null; skyrl_mega supports 'sigmoid'"),
         (DEEPSEEK, {"topk_method": "greedy"}, "topk_method is greedy"),
         (DEEPSEEK, {"num_experts_per_tok": 3}, "topk_group is 2; skyrl_mega supports half of num_experts_per_tok 3"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob is false"),

@@ -76,7 +76,7 @@ def test_qwen3_30b(real_data: Path) -> None:
 @pytest.mark.parametrize(
     "model, changes, words",
     [
-        ("qwen3", {"model_type": "gpt2"}, ["gpt2", "qwen3_moe, qwen3, qwen2_moe"]),
+        ("qwen3", {"model_type": "gpt2"}, ["gpt2", "qwen2_moe, qwen3, qwen3_moe"]),
         ("qwen3", {"model_type": None}, ["None", "qwen3_moe"]),
         ("qwen3", {"hidden_size": None}, ["hidden_size is null"]),
         ("qwen3", {"num_hidden_layers": "4"}, ["num_hidden_layers", "'4'", "positive integer"]),

@@ -9,7 +9,7 @@ from skyrl_mega.models.blocks.experts import Experts, SharedExpert
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.mla import CPU_WIDTHS, LatentAttention
 from skyrl_mega.models.blocks.routing import ExpertRouter, dense_first_layers
-from skyrl_mega.models.config_json import Hf, integer, unsupported, with_defaults
+from skyrl_mega.models.config_json import Hf, integer, require_given, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 CLASS = "DeepseekV3ForCausalLM"
@@ -25,9 +25,8 @@ def describe(hf: Hf) -> Decoder:
     Raises:
         UserError: A key is missing or has an unsupported value.
     """
-    for key, allowed in ENGINE_KEYS.items():
-        if hf.get(key) != allowed:
-            raise unsupported(hf, key, f"{allowed!r}, which the published config.json contains and vLLM reads")
+    for key, needed in ENGINE_KEYS.items():
+        require_given(hf, key, needed)
     hf = with_defaults(
         hf,
         max_position_embeddings=4096,

@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_mega.models.blocks.experts import ExpertNames, Experts
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
 from skyrl_mega.models.blocks.routing import ExpertRouter
-from skyrl_mega.models.config_json import Hf, integer, require, unsupported, with_defaults
+from skyrl_mega.models.config_json import Hf, integer, require, require_given, with_defaults
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 NAMES = ExpertNames("block_sparse_moe", "block_sparse_moe.e_score_correction_bias", ("w1", "w3", "w2"))
@@ -31,9 +31,8 @@ def describe(hf: Hf) -> Decoder:
         rope_theta=5_000_000.0,
         use_qk_norm=True,
     )
-    for key, allowed in (("scoring_func", "sigmoid"), ("use_routing_bias", True)):
-        if hf.get(key) != allowed:  # vLLM's defaults differ
-            raise unsupported(hf, key, f"{allowed!r}, which the published config.json contains")
+    require_given(hf, "scoring_func", "sigmoid")
+    require_given(hf, "use_routing_bias", True)
     integer(hf, "head_dim")
     require(hf, "use_qk_norm", True)
     require(hf, "qk_norm_type", "per_layer")
