@@ -11,6 +11,7 @@ from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.schema import Config
+from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.rollout.agent.renderer import Renderer
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.player import Player
@@ -76,7 +77,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
             model = Path(config.model.path).absolute()
             rollout = config.rollout
             places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
-            setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
+            setup = Setup(config, read_config(model), model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
             rollout_workers = start_workers(setup)
         fleet.serve(fleet.ensure_running())

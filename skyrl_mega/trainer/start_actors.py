@@ -30,7 +30,6 @@ from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
-from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.megatron.actor import MegatronActor
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY, REFERENCE, ModelRole
@@ -278,7 +277,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
         weights=weights,
-        dequantised=block_fp8(read_config(setup.model)) is not None and not fp8_parameters(config.rollout),
+        dequantised=block_fp8(setup.hf) is not None and not fp8_parameters(config.rollout),
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # without a policy, nothing replays routes
         updated_under_way=config.asynchrony.mode == "full",

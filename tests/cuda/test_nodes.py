@@ -30,6 +30,7 @@ from skyrl_mega.trainer import start_actors
 from skyrl_mega.weights.plan.topology import Links, Topology
 from skyrl_mega.weights.transports.ipc import device_owners
 from tests.cuda.nodes import PYNVML, ROOT, SOCKETS, Teller
+from tests.weights.grids import MODELS
 
 ADDRESSES = ("127.0.0.8", "127.0.0.10")
 """Two nodes on this machine's loopback network, with addresses in different numerical and textual order."""
@@ -263,7 +264,9 @@ def test_an_engines_worker_stays_near_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     for device in map(torch.device, ("cuda:6", "cpu")):
         loading = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
         attributes = {"model": None, "device": device, "vllm_config": loading}
-        attributes["model_config"] = SimpleNamespace(dtype=None)
+        attributes["model_config"] = SimpleNamespace(
+            dtype=None, hf_config=SimpleNamespace(to_dict=lambda: MODELS["qwen3"])
+        )
         monkeypatch.setattr(
             WeightTransferEngine, "__init__", lambda self, attributes=attributes: vars(self).update(attributes)
         )

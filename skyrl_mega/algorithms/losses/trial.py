@@ -150,7 +150,7 @@ def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list
     for name, metric in metrics.items():
         if not bool(metric.isfinite()):
             raise UserError(
-                f"{many} its metric {name!r} is {metric.item()}; which is not finite; compute it with inputs.mean(…)",
+                f"{many} its metric {name!r} is {metric.item()}, which is not finite; compute it with inputs.mean(…)",
                 key=setting,
             )
     return _Trial(metrics, gradients)
