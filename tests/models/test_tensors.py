@@ -43,6 +43,24 @@ def test_save_pretrained_writes_these_tensors(model: str, tied: bool, tmp_path: 
     assert architecture(written).describe(written) == architecture(given).describe(given)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("olmoe", {"sliding_window": 8}, "sliding_window is 8"),
+        ("glm4_moe", {"sliding_window": 8}, "sliding_window is 8"),
+        ("deepseek_v3", {"sliding_window": 8}, "sliding_window is 8"),
+        ("minimax_m2", {"rotary_dim": None}, "rotary_dim is null"),
+        ("qwen2_moe", {"num_experts": None, "num_local_experts": 8}, "num_experts is null"),
+        ("qwen3_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is"),
+        ("glm4_moe", {"rope_theta": 10**400}, "rope_theta is"),
+    ],
+)
+def test_what_an_engine_alone_would_read_is_refused(model: str, changes: dict[str, Any], words: str) -> None:
+    hf = SMALL[model] | changes
+    with pytest.raises(UserError, match=words):
+        architecture(hf).describe(hf)
+
+
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_absent_keys_mean_what_transformers_takes_them_for(name: str) -> None:
     bare: dict[str, Any] = {
