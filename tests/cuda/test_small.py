@@ -107,7 +107,8 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(engines, "Generator", lambda *_, **__: nullcontext())
     console: Any = SimpleNamespace(say=print, phase=lambda _: nullcontext())
     chat: Any = None
-    config = dapo()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    config = dapo(f"model.path={tmp_path}")
     with engines.own_engines(config, chat, tmp_path, console):
         pass
     workers = config.rollout.engines * config.rollout.tensor

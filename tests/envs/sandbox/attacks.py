@@ -233,13 +233,21 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
     """Runs programs that exceed sums of memory, within one command and across several commands."""
     from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 
-    limits = CommandLimits(wall_s=20, memory_mib=300, total_mib=200, processes=12)
-    take = "data = bytearray(b'x') * (%d << 20)\ntime.sleep(6)\nprint('held')"
+    limits = CommandLimits(wall_s=30, memory_mib=300, total_mib=200, processes=12)
+    take = "data = bytearray(b'x') * (%d << 20)\n"
+    hold = "time.sleep(12)\nprint('held')"
+    # On a busy machine a process may take its memory late: the first one waits for the others (or their end).
+    start = "import os, time\nready, done = os.pipe()\nfirst = os.getpid()\n"
+    wait = "if os.getpid() == first:\n    os.close(done)\n    while os.read(ready, 1):\n        pass\n"
+    wait += "else:\n    os.close(done)\n"
     alone = {
-        "children": "import os, time\n[os.fork() for _ in range(2)]\n" + take % 100,
-        "daemons": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() and os.fork()\n"
-        "    data = bytearray(b'x') * (100 << 20)\ntime.sleep(6)\nprint('held')",
-        "one": "import time\n" + take % 250,
+        "children": start + "[os.fork() for _ in range(2)]\n" + take % 100 + wait + hold,
+        "daemons": start
+        + "if os.fork() == 0:\n    os.setsid()\n    os.fork() and os.fork()\n    "
+        + take % 100
+        + wait
+        + hold,
+        "one": "import time\n" + take % 250 + hold,
     }
 
     def play(name: str, code: str) -> str:
@@ -250,7 +258,7 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
     results = {name: play(name, code) for name, code in alone.items()}
     box = Sandbox(limits, disabled=disabled, name="several")
     with ThreadPoolExecutor(4) as pool:
-        code = {"main.py": "import time\n" + take % 90}
+        code = {"main.py": "import time\n" + take % 90 + hold}
         outcomes = list(pool.map(lambda _: box.run([PYTHON, "-I", "main.py"], files=code).status, range(4)))
     results["several at once"] = "contained" if outcomes.count("ok") <= 2 else str(outcomes)
     return {"memory": results}
