@@ -32,11 +32,12 @@ class EntropyCoefficient:
 
     @property
     def used(self) -> bool:
-        """True if the loss may contain an entropy term."""
+        """True if the loss may contain an entropy term: a coefficient or a target is configured."""
         return bool(self.config.coefficient) or self.config.target is not None
 
     def update(self, entropy: float) -> None:
-        """Updates the coefficient with the entropy of a finished step."""
+        """Stores the entropy of a finished step, in nats per token; with a target also raises or lowers the
+        coefficient."""
         self.entropy = entropy
         if self.config.target is None:
             return
@@ -44,7 +45,7 @@ class EntropyCoefficient:
         self.coefficient = min(max(self.coefficient + change, self.config.least), self.config.most)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
+        """Returns coefficient and entropy for a checkpoint; `restore` reads them."""
         return {"coefficient": self.coefficient, "entropy": self.entropy}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def informative_groups(rewards_GN: Tensor, judged_GN: Tensor | None = None, tole
 
 
 def with_copies(groups: int, wanted: int, seed: Sequence[int]) -> list[int]:
-    """Returns the group index for each of `wanted` places in a step with fewer informative groups.
+    """Returns a group index for each of the `wanted` places of a step, in ascending order; groups may repeat.
 
     As in POLARIS and SkyRL's `replace`, each group appears once and the remaining places are filled by uniformly drawn
     groups. A copy is next to its original, so both are usually in the same mini-batch and the group counts double; in a

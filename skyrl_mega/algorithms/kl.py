@@ -50,7 +50,10 @@ def kl(logprobs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:
     Args:
         logprobs_T: The policy's log-probs, natural log.
         reference_T: The reference's log-probs of the same tokens.
-        estimator: "k1", "k2", "k3", "abs" or "k3+".
+        estimator: "k1", "k2", "k3", "abs" or "k3+" (formulae: head of this file); d is clamped to ±20.
+
+    Raises:
+        ValueError: The estimator is unknown.
     """
     difference = (reference_T - logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     match estimator:

@@ -12,14 +12,18 @@ from skyrl_mega.algorithms.kl import kl
 from skyrl_mega.algorithms.losses.base import LossInputs
 
 COUNT = "mismatch_tokens"
+"""Key of the number of compared tokens in `mismatch_sums`."""
 TOTALS = {
     "mismatch/logprob_abs_mean": "mismatch_abs",
     "mismatch/kl": "mismatch_kl",
     "mismatch/kl_k1": "mismatch_signed",
     "mismatch/far_fraction": "mismatch_far",
 }
+"""Metric of a step → key of its sum over tokens in `mismatch_sums`."""
 PEAKS = {"mismatch/logprob_abs_max": "mismatch_abs_max"}
+"""Metric of a step → key of its maximum over tokens."""
 WITHIN = "mismatch_within"
+"""Key of the numbers of tokens within each of `EDGES`."""
 P99 = "mismatch/logprob_abs_p99"
 
 FAR = math.log(2.0)
@@ -33,8 +37,8 @@ ERROR = 10 ** (0.5 / PER_DECADE) - 1
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """Returns the contribution of a micro-batch: tokens, sums and the maximum, without gradient; {} without
-    `rollout_L`.
+    """Returns a micro-batch's number of compared tokens, and sums and maximum of their log-prob distances, without
+    gradient; {} without `rollout_L`.
 
     Contains |engine - policy|; estimates k1 and k3 of KL(engine ‖ policy), as the engine sampled the tokens; and
     `mismatch_within`, int64 [len(EDGES)], the number of tokens with at most each distance. Everything stays on the
@@ -61,8 +65,8 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mismatch metrics of a step from the sums of its optimizer steps: mean, 99th percentile and maximum of
-    the distance, KL, and the share of far tokens.
+    """Returns the metrics `mismatch/…` of an RL step from the sums (`mismatch_sums`) of its optimizer steps: mean, 99th
+    percentile and maximum of the distance, KL, and the share of far tokens.
 
     Entry i of `mismatch_within` is stored as `mismatch_within.<i>`. All metrics are 0 without tokens.
     """

@@ -11,7 +11,8 @@ MEASURED = frozenset({"old_logprobs", "old_entropy", "old_squares"})
 
 
 def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Returns the columns required by advantages or by the selection of tokens, which the driver fetches.
+    """Returns the names of the columns that advantages or the selection of tokens read. The driver fetches these
+    columns from the ranks.
 
     Raises:
         UserError: The estimator cannot be found.
@@ -20,7 +21,7 @@ def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def pass_needed(algorithm: AlgorithmConfig, updates: int) -> bool:
-    """Returns True if a step needs a forward pass for old log-probs.
+    """Returns True if an RL step needs a forward pass of the policy for old log-probs, before the first optimizer step.
 
     Without this pass, the only optimizer step trains with the sampling weights and uses its own log-probs, or the
     ratios are relative to the engine.

@@ -23,7 +23,7 @@ ENTROPY = "high_entropy"
 
 
 def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Returns the columns to compute with the sampling weights before tokens are selected."""
+    """Returns the names of the columns that the selection reads, computed under the weights that sampled the tokens."""
     by_logprobs = algorithm.loss_traits.covariance or algorithm.importance_normalize
     names = {"old_logprobs"} if by_logprobs else set()
     return frozenset(names | ({"old_entropy"} if algorithm.entropy.top_share < 1 else set()))
@@ -41,7 +41,8 @@ def clipped_by_covariance(
 ) -> Tensor:
     """Returns the tokens of Clip-Cov (arXiv:2505.22617, equation 11): bool [P].
 
-    Draws `share` of all tokens, at least 1, from the tokens with a covariance from `low` to `high`.
+    Draws `share` of all tokens, at least 1, at random from the tokens with a covariance from `low` to `high`; all of
+    these if they are fewer.
     """
     candidates = ((covariance_P >= low) & (covariance_P <= high)).nonzero()[:, 0]
     count = min(max(int(share * len(covariance_P)), 1), len(candidates))

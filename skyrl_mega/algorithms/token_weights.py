@@ -47,6 +47,9 @@ def token_weights(
 
     Returns:
         float32 [T].
+
+    Raises:
+        ValueError: The mode is unknown, or its `samples`, `groups_G` or `length` is missing.
     """
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths_N), device=mask_T.device), lengths_N)
     tokens_N = mask_T.new_zeros(len(lengths_N), dtype=torch.float64).index_add(0, sequence_T, mask_T.double())
@@ -62,7 +65,7 @@ def sequence_weights(
     groups_G: Tensor | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """Returns the weight of each sequence's counting tokens: float64 [N]. See `token_weights`.
+    """Returns the weight of a single counting token of each sequence: float64 [N]. `token_weights` has the formulae.
 
     Args:
         tokens_N: float64: number of counting tokens per sequence.
@@ -91,10 +94,10 @@ def sequence_weights(
 
 
 def averages(metrics: dict[str, float], algorithm: AlgorithmConfig, total: float) -> dict[str, float]:
-    """Returns a mini-batch's metrics as means over the counting tokens.
+    """Returns a mini-batch's metrics as means over the counting tokens: divides the metrics in `MEANS` by `total`.
 
     Metrics arrive weighted like the loss. These weights do not sum to 1 with `loss_mean=constant`, or with
-    `loss_mean=micro_batches` if a group is empty. The loss itself is unchanged.
+    `loss_mean=micro_batches` if a group is empty. With another `loss_mean`, all metrics are unchanged.
 
     Args:
         metrics: Sums over the mini-batch of the loss's metrics; other metrics are unchanged.

@@ -54,10 +54,13 @@ KL_NEEDS = frozenset({"old_logprobs", "reference_logprobs"})
 
 
 def advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Returns the whitened advantages of the configured estimator, in the dtype of the rewards: [N] or [T], as
-    `estimate`.
+    """Returns the advantages of the estimator in `algorithm.advantage`, whitened as set in `algorithm.whiten`.
 
-    Raises the same errors as `estimate`.
+    Returns:
+        [N], a value per trajectory, or [T], a value per token (`estimate`); in the dtype of the rewards.
+
+    Raises:
+        UserError: As in `estimate`.
     """
     return whiten(estimate(inputs, algorithm), inputs, algorithm).to(inputs.rewards_N.dtype)
 
@@ -91,10 +94,13 @@ def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfi
 
 
 def find(name: str) -> Estimator:
-    """Returns the estimator named by `algorithm.advantage`.
+    """Returns the estimator for a value of `algorithm.advantage`.
+
+    Args:
+        name: A key of `ADVANTAGES`, or an import path such as `file.py:function`, which is imported.
 
     Raises:
-        UserError: The name is unknown, or the import path leads nowhere.
+        UserError: The name is unknown, the import path leads nowhere, or the function does not accept two arguments.
     """
     estimator: Estimator = imports.function_by_name(name, ADVANTAGES, "algorithm.advantage", TAKES)
     if isinstance(estimator, PerToken):
@@ -103,19 +109,29 @@ def find(name: str) -> Estimator:
 
 
 def is_per_token(algorithm: AlgorithmConfig) -> bool:
-    """Returns True if each token has a separate advantage."""
+    """Returns True if the estimator in `algorithm.advantage` has a separate advantage for each token.
+
+    Raises:
+        UserError: The estimator cannot be found.
+    """
     return isinstance(find(algorithm.advantage), PerToken)
 
 
 def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Returns the columns of the batch that advantages depend on; the loop computes them first."""
+    """Returns the columns of the batch (keys of `NEEDS`) that the estimator or KL in the reward reads.
+
+    The training loop computes these columns before the advantages.
+
+    Raises:
+        UserError: The estimator cannot be found.
+    """
     estimator = find(algorithm.advantage)
     needed = estimator.needs if isinstance(estimator, PerToken) else frozenset()
     return needed | KL_NEEDS if algorithm.kl.where == "reward" else needed
 
 
 def check(algorithm: AlgorithmConfig) -> None:
-    """Checks before any process starts that the estimator exists and that its inputs will be available.
+    """Checks before any process starts that the estimator of the settings exists and that its inputs will be available.
 
     Raises:
         UserError: The estimator cannot be found, or needs a critic or a reference that is not configured.

@@ -111,17 +111,21 @@ class AdvantageInputs:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """float64 [N]: `tokens_N`."""
+        """float64 [N]: number of tokens written by the policy, `tokens_N`.
+
+        Raises:
+            ValueError: `tokens_N` is None.
+        """
         if self.tokens_N is None:
             raise ValueError("this estimator needs tokens_N")
         return self.tokens_N.double()
 
     @property
     def token(self) -> TokenInputs:
-        """`token_inputs`, if set.
+        """The tokens, `token_inputs`.
 
         Raises:
-            UserError: The estimator reads tokens but is not marked with `per_token`.
+            UserError: `token_inputs` is None, because the estimator is not marked with `per_token`.
         """
         if self.token_inputs is None:
             raise UserError(
@@ -131,17 +135,18 @@ class AdvantageInputs:
 
     @cached_property
     def group(self) -> Tensor:
-        """int64 [N]: groups counted from 0."""
+        """int64 [N]: `groups_N`, renumbered to 0, 1, 2, …"""
         return torch.unique(self.groups_N, return_inverse=True)[1]
 
     @cached_property
     def varied(self) -> Tensor:
-        """bool [N]: True if the rewards of the trajectory's group differ. In a group with equal rewards nothing is
-        better, and subtracting a baseline would leave rounding errors."""
+        """bool [N]: True if the rewards of the trajectory's group differ by more than rounding. In a group with equal
+        rewards nothing is better, and subtracting a baseline would leave rounding errors."""
         return varied(self.rewards_N, self.groups_N)
 
     def sums(self, values_N: Tensor) -> Tensor:
-        """Returns the sum of the values over each trajectory's group: [N]."""
+        """Returns for each trajectory the sum of the values over its group: [N]. `values_N` has a value per
+        trajectory."""
         return sums_of(values_N, self.group)
 
     @cached_property
@@ -150,16 +155,18 @@ class AdvantageInputs:
         return self.sums(torch.ones_like(self.r))
 
     def centred(self) -> Tensor:
-        """Returns r - mean(r) of the group: float64 [N], exactly 0 if all rewards of the group are equal."""
+        """Returns r - mean(r of its group) for each trajectory: float64 [N], exactly 0 if the group's rewards
+        are equal."""
         return torch.where(self.varied, self.r - self.sums(self.r) / self.count, 0.0)
 
 
 Estimator = Callable[[AdvantageInputs, AlgorithmConfig], Tensor]
+"""An advantage estimator: returns advantages [N], or [T] if marked with `per_token`."""
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """An estimator with a separate advantage for each token: [T]."""
+    """An estimator with a separate advantage for each token: [T]. Made by the decorator `per_token`."""
 
     estimate: Estimator
     needs: frozenset[str]
@@ -171,7 +178,9 @@ class PerToken:
 
 
 def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
-    """Marks an estimator that returns an advantage per token; unmarked estimators return an advantage per trajectory.
+    """Returns a decorator for an estimator with an advantage per token: it wraps the function in `PerToken`.
+
+    Without the decorator, an estimator returns an advantage per trajectory.
 
     Args:
         needs: Inputs besides the rewards: names of `NEEDS`. The loop computes them before advantages.
@@ -188,7 +197,7 @@ def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
 
 
 def sums_of(values_M: Tensor, group_M: Tensor) -> Tensor:
-    """Returns the sum over each value's group: [M]. Groups are int64, counted from 0."""
+    """Returns for each value the sum of all values of its group: [M]. Groups are int64, counted from 0."""
     groups = int(group_M.max()) + 1 if len(group_M) else 0
     return values_M.new_zeros(groups).index_add(0, group_M, values_M)[group_M]
 
@@ -211,7 +220,8 @@ def discounted(values_T: Tensor, sequence_T: Tensor, gamma: float) -> Tensor:
 
 
 def check_finite(rewards_N: Tensor) -> None:
-    """Rejects NaN and infinite rewards: with such a reward a group would look like a group without a signal.
+    """Raises an error for NaN and infinite rewards: a group with such a reward would look like a group without a
+    signal.
 
     Raises:
         ValueError: A reward is NaN or infinite.
@@ -222,11 +232,13 @@ def check_finite(rewards_N: Tensor) -> None:
 
 
 def beyond_rounding(difference: Tensor, scale: Tensor) -> Tensor:
-    """Returns True if rewards differ by more than the rounding of their sums: float32's rounding, and 1e-9 near 0.
+    """Returns a bool tensor: True if two rewards differ by more than the rounding of their sums.
+
+    The rounding is 4 float32 epsilons of `scale`, but at least 1e-9.
 
     Args:
-        difference: Difference of the largest and the smallest reward.
-        scale: Largest magnitude of the two.
+        difference: The larger reward minus the smaller reward.
+        scale: The larger magnitude of the two; same shape.
     """
     return difference > (ROUNDING * scale).clamp(min=LEAST)
 

@@ -25,6 +25,9 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
     Returns:
         float64 [T], before whitening. The critic's returns are these advantages plus the values.
+
+    Raises:
+        ValueError: The critic's values are missing.
     """
     token, gamma, lam = inputs.token, algorithm.gamma, algorithm.gae.lam
     if token.values_T is None:

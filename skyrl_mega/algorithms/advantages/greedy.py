@@ -10,7 +10,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def remax(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns ReMax advantages (arXiv:2310.10505, equation 5): the baseline is the reward of the policy's greedy
+    """Returns ReMax advantages [N] (arXiv:2310.10505, equation 5): the baseline is the reward of the policy's greedy
     answer.
 
         A_i = r_i - r(greedy)        exactly 0 without a greedy answer, for example after a failed environment

@@ -14,7 +14,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Returns GRPO advantages (arXiv:2402.03300, section 4.1.2).
+    """Returns GRPO advantages [N] (arXiv:2402.03300, section 4.1.2); 0 in a group with equal rewards.
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)     with `algorithm.normalize`; std divides by n - 1
     A_i =  r_i - mean(r)                        without (Dr. GRPO, arXiv:2503.20783)
@@ -27,7 +27,7 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def rloo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns leave-one-out advantages (RLOO, arXiv:2402.14740).
+    """Returns leave-one-out advantages [N] (RLOO, arXiv:2402.14740); 0 in a group with equal rewards, or of one sample.
 
     A_i = r_i - mean(r_j, j ≠ i) = n / (n - 1) · (r_i - mean(r))
     """
@@ -36,20 +36,23 @@ def rloo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def opo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns advantages with the baseline of least variance for gradient norms that grow with length (OPO).
+    """Returns advantages [N] with the baseline of least variance for gradient norms that grow with length (OPO).
 
         A_i = r_i - Σ l_j r_j / Σ l_j        l_j: tokens written by the policy
 
-    See arXiv:2505.23585, equation 9.
+    0 in a group with equal rewards. See arXiv:2505.23585, equation 9.
+
+    Raises:
+        ValueError: The numbers of tokens, `tokens_N`, are missing.
     """
     baseline = inputs.sums(inputs.lengths * inputs.r) / inputs.sums(inputs.lengths).clamp(min=1)
     return torch.where(inputs.varied, inputs.r - baseline, 0.0).to(inputs.rewards_N.dtype)
 
 
 def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns the gain of the best sample over the rest of its group (arXiv:2503.19595, leave-one-out baseline).
+    """Returns advantages [N] for the best reward of a group (arXiv:2503.19595, leave-one-out baseline).
 
-    A_i = max(r) - max(r_j, j ≠ i)        nonzero only for a single best sample: its lead over the second
+    A_i = max(r) - max(r_j, j ≠ i)        nonzero only for a single best sample: its lead over the second best
     """
     count = int(inputs.group.max()) + 1 if len(inputs.group) else 0
     low = inputs.r.new_full((count,), -torch.inf)
@@ -61,7 +64,7 @@ def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns MaxRL advantages, as in SkyRL: with more samples, closer to maximum likelihood than the mean reward.
+    """Returns MaxRL advantages [N], as in SkyRL: with more samples, closer to maximum likelihood than the mean reward.
 
         A_i = (r_i - mean(r)) / (mean(r) + 1e-6)        for rewards of at least 0
 
@@ -80,7 +83,7 @@ def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def gpg(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Returns group policy gradient advantages (GPG, arXiv:2504.02546, equations 6 and 8, with F_norm = 1).
+    """Returns group policy gradient advantages [N] (GPG, arXiv:2504.02546, equations 6 and 8, with F_norm = 1).
 
         A_i = N / (N - M) · (r_i - mean(r))        M of the step's N trajectories are in groups with equal rewards
 

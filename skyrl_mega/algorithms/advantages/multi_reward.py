@@ -24,6 +24,9 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     std divides by n - 1. A reward with equal values in the whole group adds exactly 0. mean(A) is 0,
     because each group sums to 0. With a single unnamed reward this is GRPO, normalised a second time. Rewards that
     cancel leave rounding, which is set to 0.
+
+    Returns:
+        [N], in the dtype of the rewards; 0 for all trajectories if all A are 0.
     """
     total_N = torch.zeros_like(inputs.r)
     for name, rewards_N in (inputs.named or {"reward": inputs.r}).items():

@@ -27,6 +27,9 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 
     γ is `algorithm.gamma` and discounts from each of the policy's tokens to the next, ignoring text of the environment
     between two answers.
+
+    Returns:
+        float64 [T]; 0 for all tokens if all G_t are equal.
     """
     return whitened(inputs.token.returns(algorithm.gamma))
 
@@ -39,8 +42,11 @@ def grpo_turns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
         z_j = (r_j - mean(R)) / (std(R) + 1e-6)        R: rewards of all answers of the group
         A_t = Σ z_j over the token's answer and all later answers
 
-    std divides by n - 1; without `algorithm.normalize` there is no division. 0 if all R are equal, and if
-    the group's trajectories have equal rewards answer by answer: there is nothing to compare.
+    std divides by n - 1; without `algorithm.normalize` there is no division by std.
+
+    Returns:
+        float64 [T]. 0 if all R are equal, and if the group's trajectories have equal rewards answer by answer: there is
+            nothing to compare.
     """
     token = inputs.token
     begins_T = torch.ones(len(token.turn_T), dtype=torch.bool)

@@ -15,9 +15,9 @@ EPSILON = 1e-8
 
 
 def whitened(values_M: Tensor, weights_M: Tensor | None = None, group_M: Tensor | None = None) -> Tensor:
-    """Returns (x - μ) / sqrt(σ² + 1e-8), with μ = Σ w x / Σ w and σ² = Σ w (x - μ)² / (Σ w - 1).
+    """Returns (x - μ) / sqrt(σ² + 1e-8), with μ = Σ w x / Σ w and σ² = Σ w (x - μ)² / (Σ w - 1): float [M].
 
-    0 if all counting values are equal, and for values with weight 0.
+    0 for values with weight 0, and for all values if those with a weight are equal.
 
     Args:
         values_M: float [M].
@@ -36,15 +36,18 @@ def whitened(values_M: Tensor, weights_M: Tensor | None = None, group_M: Tensor 
 
 
 def apply_whitening(values_M: Tensor, inputs: AdvantageInputs, how: str, *, tokens: bool) -> Tensor:
-    """Applies `algorithm.whiten` to an estimator's advantages: float64 [M].
+    """Returns an estimator's advantages whitened by the method `how`: float64 [M].
 
     Args:
         values_M: float64, a value per trajectory [N] or per token [T].
         inputs: Inputs of the estimator.
-        how: none. group, batch: `whitened` over the tokens of each group, or of the step. batch_std: divided by the
-            standard deviation (n - 1, + 1e-6) of the step's rewards (arXiv:2508.08221, section 4.2), which keeps zeros;
-            unchanged if all rewards of the step are equal.
+        how: `algorithm.whiten`. none: unchanged. group, batch: `whitened` over the tokens of each group, or of the
+            step. batch_std: divided by the standard deviation (n - 1, + 1e-6) of the step's rewards (arXiv:2508.08221,
+            section 4.2), which keeps zeros; unchanged if all rewards of the step are equal.
         tokens: True if M is T. Only known tokens (`TokenInputs.known_T`) count then.
+
+    Raises:
+        ValueError: With group or batch and a value per trajectory, `inputs.tokens_N` is missing.
     """
     if how == "none":
         return values_M

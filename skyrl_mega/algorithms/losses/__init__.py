@@ -38,10 +38,13 @@ SUPERVISED = "supervised"
 
 
 def find(name: str) -> Loss:
-    """Returns the loss named by `algorithm.loss`, or `supervised`.
+    """Returns the loss function for a value of `algorithm.loss`.
+
+    Args:
+        name: A key of `LOSSES`, an import path such as `file.py:function`, or "supervised".
 
     Raises:
-        UserError: The name is unknown, or the import path leads nowhere.
+        UserError: The name is unknown, the import path leads nowhere, or the function does not accept two arguments.
     """
     if name == SUPERVISED:
         return supervised
@@ -72,6 +75,9 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
 
 
 def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """Returns the settings with an absolute path of the loss's file, for processes that start in another folder."""
+    """Returns the settings with an absolute path if `algorithm.loss` is `file.py:function`, else the same settings.
+
+    Processes that start in another folder need the absolute path.
+    """
     source, _, name = algorithm.loss.rpartition(":")
     return replace(algorithm, loss=f"{Path(source).absolute()}:{name}") if source.endswith(".py") else algorithm

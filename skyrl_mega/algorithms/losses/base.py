@@ -21,6 +21,7 @@ from skyrl_mega.algorithms.losses.inputs import LossInputs, Metrics
 from skyrl_mega.config.schema import AlgorithmConfig
 
 Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Metrics]]
+"""A loss: returns the loss of a micro-batch, a scalar summed over its tokens, and metrics."""
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
@@ -48,7 +49,8 @@ def ratio_metrics(inputs: LossInputs, ratio_L: Tensor, clipped_L: Tensor) -> Met
 def clipped_surrogate(
     inputs: LossInputs, ratio_L: Tensor, low: float, high: float, dual_clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """Returns PPO's unweighted loss of every token, and the metrics ratio, clip_fraction, kl_old, dual_clip_fraction.
+    """Returns PPO's unweighted loss of every token [L], and the metrics ratio, clip_fraction, kl_old and
+    dual_clip_fraction. `dual_clip` is c; None: no dual clip, and no dual_clip_fraction.
 
     L_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO arXiv:1707.06347 (7), DAPO arXiv:2503.14476 (10)
     L_t =  min(L_t, -c A_t) where A_t < 0                     dual clip, arXiv:1912.09729

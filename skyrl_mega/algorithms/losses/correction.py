@@ -60,7 +60,13 @@ def correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor |
 
 
 def importance_mean(inputs: LossInputs, algorithm: AlgorithmConfig) -> float:
-    """Returns Σ w_t ρ_t / Σ w_t over a whole mini-batch, the divisor of `importance_normalize`; 1 if all ρ are 0."""
+    """Returns Σ w_t ρ_t / Σ w_t over a whole mini-batch, the divisor of `algorithm.importance_normalize`; 1 if all ρ
+    are 0.
+
+    Args:
+        inputs: All tokens of the mini-batch, with `rollout_L`.
+        algorithm: The settings of ρ, the importance weight.
+    """
     assert inputs.rollout_L is not None
     gap_L = inputs.clean(inputs.old_L.detach()) - inputs.clean(inputs.rollout_L.detach())
     weight_L, _ = _importance(inputs, gap_L, algorithm)

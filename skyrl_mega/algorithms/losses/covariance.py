@@ -12,7 +12,13 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns PPO's loss, with 0 for selected tokens; covariance_fraction is the share of selected tokens."""
+    """Returns the Clip-Cov loss of a micro-batch, a scalar (`total`), and metrics: PPO's loss, 0 for selected tokens.
+
+    covariance_fraction is the share of selected tokens.
+
+    Raises:
+        ValueError: `high_covariance_L`, or a column that `total` needs, is missing.
+    """
     chosen_L = _chosen(inputs)
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip

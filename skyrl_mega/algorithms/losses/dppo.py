@@ -17,7 +17,7 @@ TINY = 1e-12
 
 
 def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the DPPO loss with the binary total variation.
+    """Returns the DPPO loss of a micro-batch, a scalar, and metrics, with the binary total variation.
 
     With μ and π the old and the present probability of the sampled token,
 
@@ -31,7 +31,8 @@ def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Met
 
 
 def dppo_kl(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the loss of `dppo_tv` with the KL of two outcomes, this token and any other, bounded if r moves along A:
+    """Returns the loss and metrics of `dppo_tv`, with another mask: the KL between two outcomes, this token and any
+    other, is bounded if r moves along A.
 
     D_t = μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))
     M_t = 0 where A_t > 0, r_t > 1 and D_t > dppo.kl_high, or A_t < 0, r_t < 1 and D_t > dppo.kl_low;  else 1

@@ -20,7 +20,7 @@ Names ending in `…_max` are maxima."""
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Values of the run and of the whole mini-batch for the loss."""
+    """Numbers from outside of the micro-batch that the loss reads."""
 
     entropy_coefficient: float | None = None
     """Adapted coefficient; None means `algorithm.entropy.coefficient`."""
@@ -78,7 +78,8 @@ class LossInputs:
         return torch.where(self.active_L, values_L, 0.0)
 
     def mean(self, values_L: Tensor) -> Tensor:
-        """Returns a metric: the weighted sum of the values, without gradient."""
+        """Returns Σ w_t v_t over the tokens of `weights_L`, a scalar without gradient: this micro-batch's part of a
+        mean over the mini-batch."""
         return (self.weights_L * values_L).detach().sum()
 
     def sequence_mean(self, values_L: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ class LossInputs:
         return sums_L / counts_L.clamp(min=1)
 
     def sequence_sum(self, values_L: Tensor) -> Tensor:
-        """Returns for each token the sum of the values over its sequence; see `sequence_mean`."""
+        """Returns for each token the sum of the values over all counting tokens of its sequence; see
+        `sequence_mean`."""
         return self._of_sequences(values_L)[0]
 
     def _of_sequences(self, values_L: Tensor) -> Tensor:

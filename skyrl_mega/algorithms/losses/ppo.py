@@ -10,9 +10,10 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the PPO loss: ratio r_t = π(token) / π_old(token), clipped to [1 - clip_low, 1 + clip_high].
+    """Returns the PPO loss of a micro-batch, a scalar, and metrics.
 
-    See `clipped_surrogate` and `total` for the formulae.
+    The ratio r_t = π(token) / π_old(token) is clipped to [1 - clip_low, 1 + clip_high]. See `clipped_surrogate` and
+    `total` for the formulae.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip

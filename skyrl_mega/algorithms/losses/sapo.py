@@ -11,7 +11,9 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns the SAPO loss (equations 5 and 6). For a token with r_t = π_t / π_old,t:
+    """Returns the SAPO loss of a micro-batch, a scalar, and metrics (equations 5 and 6).
+
+    For a token with r_t = π_t / π_old,t:
 
         L_t = -(4 / τ) σ(τ (r_t - 1)) A_t        τ = sapo.temperature_positive where A_t > 0, else temperature_negative
 

@@ -9,7 +9,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def supervised(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Returns -Σ w_t log π(token). Ignores all settings."""
+    """Returns the cross-entropy -Σ w_t log π(token) of a micro-batch, and the metrics loss and, with `entropy_L`,
+    entropy. Ignores all settings."""
     loss = -(inputs.weights_L * inputs.clean(inputs.logprobs_L)).sum()
     metrics = {"loss": loss.detach()}
     if inputs.entropy_L is not None:

@@ -35,14 +35,16 @@ class _NotRunnableHere(Exception):
 
 
 class _Trial(NamedTuple):
+    """Metrics and gradients of a loss on some of the tokens."""
+
     metrics: dict[str, Tensor]
     gradients: Tensor
     """Gradients of logprobs_L and entropy_L, [2, L] for all answers; 0 for tokens left out."""
 
 
 def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> None:
-    """Checks that a loss runs, returns the right form, has a finite gradient, and does not depend on the cut of a
-    mini-batch.
+    """Calls a loss on nine tokens: checks that it runs, returns the right form, has a finite gradient, and does not
+    depend on the cut of a mini-batch.
 
     A loss that needs ranks or a GPU cannot be tried and passes.
 
@@ -81,7 +83,7 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
 
 
 def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mode: str) -> None:
-    """Checks that a loss's gradient depends on the engine's log-probs.
+    """Calls a loss with shifted log-probs of the engine: checks that its gradient depends on them.
 
     Otherwise tokens from older weights would be trained on as if sampled by the policy. A loss that needs ranks or a
     GPU cannot be tried and passes.

@@ -28,7 +28,7 @@ class ValueInputs:
 
 
 def value(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, Metrics]:
-    """Returns the loss of PPO's critic.
+    """Returns the loss of PPO's critic for a micro-batch, and metrics.
 
         L_t = ½ max((V_t - R_t)², (clip(V_t, V_old,t - c, V_old,t + c) - R_t)²)        loss = Σ w_t L_t
 
