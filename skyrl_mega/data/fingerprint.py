@@ -12,7 +12,7 @@ BYTES = 16
 
 
 def fingerprint(files: Sequence[str | Path]) -> str:
-    """Returns a hash of the contents of files, in order. Hashing is much faster than reading the rows."""
+    """Returns a hash (32 hex digits) of the contents of files, in order. The files' names do not count."""
     digest = hashlib.blake2b(digest_size=BYTES)
     for file in files:
         with Path(file).open("rb") as stream:

@@ -15,8 +15,7 @@ class PromptStream:
 
     The stream continues from one epoch to the next, so no row is dropped if the batch size does not divide the data,
     and a step may draw several batches (dynamic sampling). A batch across the end of an epoch may contain a prompt
-    twice, so
-    identify groups by their position in the batch, not by `Prompt.uid`.
+    twice, so identify groups by their position in the batch, not by `Prompt.uid`.
     """
 
     def __init__(
@@ -30,14 +29,17 @@ class PromptStream:
             seed: Seed of every epoch's order.
             shuffle: True for random order; False for the order of the data.
             epochs: Number of passes over the data.
-            rows: Fingerprint of the data, saved in checkpoints.
+            rows: Fingerprint of the data, saved in checkpoints; empty: not saved.
+
+        Raises:
+            ValueError: `count`, `batch` or `epochs` is below 1.
         """
         if count < 1 or batch < 1 or epochs < 1:
             raise ValueError(f"count={count}, batch={batch}, epochs={epochs} must all be at least 1")
         self.count, self.batch, self.seed, self.shuffle, self.epochs = count, batch, seed, shuffle, epochs
         self.rows = rows
         self.position = 0
-        """Number of prompts drawn so far."""
+        """Number of prompts drawn so far in all epochs, including prompts put back."""
         self.returned: list[int] = []
         """Drawn prompts put back; drawn again before all others."""
         self._order: tuple[int, np.ndarray] | None = None
@@ -54,11 +56,12 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next prompt."""
+        """Epoch of the next new prompt, counted from 0: `position // count`."""
         return self.position // self.count
 
     def take(self, count: int | None = None) -> list[int]:
-        """Returns the next `count` indices (default: a batch), or [] if fewer remain."""
+        """Draws the next `count` indices (default: a batch), prompts put back first. Returns [] and draws nothing if
+        fewer remain."""
         count = self.batch if count is None else count
         if count > self.remaining:
             return []
@@ -71,7 +74,7 @@ class PromptStream:
         return drawn
 
     def put_back(self, indices: Sequence[int]) -> None:
-        """Puts back drawn but unused prompts, ahead of all others."""
+        """Puts back drawn but unused prompts: the next `take` returns these indices before all others."""
         self.returned = [*indices, *self.returned]
 
     def state(self) -> dict[str, Any]:

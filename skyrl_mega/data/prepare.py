@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: str) -> None:
-    """Refuses a wrong command line before any file is written.
+    """Parses the arguments of `python -m skyrl_mega.data`, given as a single string, and writes nothing.
 
     Raises:
         UserError: An option does not exist, or a value is not allowed.
@@ -68,13 +68,15 @@ def check(arguments: str) -> None:
 
 
 def prepare(arguments: str | Sequence[str]) -> list[Path]:
-    """Writes the requested files and returns their paths.
+    """Writes the requested parquet files and returns their paths; prints progress and numbers of rows to stderr.
+
+    A file of an earlier call is replaced; any other existing file is refused.
 
     Args:
         arguments: Arguments of `python -m skyrl_mega.data`, as a string or already split.
 
     Raises:
-        UserError: An option or a source is wrong.
+        UserError: An option or a source is wrong, or a file cannot be read or written.
     """
     args = parser().parse_args(_words(arguments) if isinstance(arguments, str) else list(arguments))
     written = []

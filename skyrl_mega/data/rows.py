@@ -28,7 +28,7 @@ from skyrl_mega.envs.reward_function import RewardFunctionEnv
 from skyrl_mega.envs.tool_calls import calls_of
 
 ROWS_AT_ONCE = 65_536
-
+"""Maximum number of rows read at the same time."""
 ALLOWED_PROMPT = "allowed: list<struct<role: string, content: string>>"
 
 LEARNED_KEYS = ("role", "content", "tool_calls")
@@ -51,7 +51,7 @@ class Demonstration:
 def load_prompts(
     files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train", limit: int | None = None
 ) -> list[Prompt]:
-    """Reads and checks prompts.
+    """Reads prompts and checks every row of the files, in the order of the files.
 
     Args:
         files: Parquet files; a prompt's `uid` is its position in the concatenated rows.
@@ -106,7 +106,12 @@ def check_files(
 
 
 def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
-    """Returns the names of the environments used by the rows of checked files."""
+    """Returns the names of the environments used by the rows, each once.
+
+    Args:
+        files: Parquet files that passed `check_files` or `load_prompts`.
+        config: Has the default environment of rows without `env_class`.
+    """
     names: dict[str, None] = {}
     for file in files:
         schema = pq.read_schema(file)

@@ -12,12 +12,12 @@ UNNAMED = "data"
 
 
 def source_of(prompt: Prompt) -> str:
-    """Returns the data source of a row, unchanged."""
+    """Returns the `data_source` of a prompt's row as text, unchanged; "data" without a data source."""
     return str(prompt.extras.get("data_source") or UNNAMED)
 
 
 def set_names(sources: Iterable[str], allowed: str = r"\w.-") -> dict[str, str]:
-    """Returns a name for each data source, without characters forbidden in names of metrics and files.
+    """Returns data source → name, without characters forbidden in names of metrics and files.
 
     Two sources never share a name: `nq/open` becomes `nq_open`, or `nq_open_2` if another source has the name already.
 

@@ -41,13 +41,14 @@ class WrongRows:
         first: int,
         config: EnvironmentConfig,
     ) -> None:
-        """Checks each row with its environment, and counts the rows whose reward no answer can earn.
+        """Checks each row with its environment, and adds to the counts of rows and of wrong rows; raises no error for a
+        wrong row.
 
         Args:
             rows: Rows returned by `judged_rows`.
             names: Environment of each row.
             file: File of the rows.
-            first: Number of the first row.
+            first: Number of the first of `rows` in the file, counted from 0.
             config: Names and options of environments.
         """
         checks = {name: registry.row_check(name, config) for name in set(names)}
@@ -59,17 +60,17 @@ class WrongRows:
                 self.first = self.first or f"{file}, row {first + at}, {reason}"
 
     def summary(self) -> str | None:
-        """Returns a summary of the wrong rows; None if there are none."""
+        """Returns a line with number and share of the wrong rows and the first of them; None without wrong rows."""
         if not self.count:
             return None
         share = f"{self.count} of {self.rows} rows ({100 * self.count / self.rows:.3g} %)"
         return f"{self.key}: no answer can earn the reward of {share}; the first: {self.first}"
 
     def refuse(self) -> None:
-        """Checks the share of wrong rows.
+        """Raises an error if too many of the rows checked so far are wrong.
 
         Raises:
-            UserError: The share exceeds `MOST_WRONG`.
+            UserError: The share of wrong rows exceeds `MOST_WRONG`.
         """
         if self.count > MOST_WRONG * self.rows:
             raise UserError(
@@ -80,12 +81,13 @@ class WrongRows:
 def judged_rows(
     batch: pa.RecordBatch, names: Sequence[str], first: int, where: str, config: EnvironmentConfig
 ) -> list[dict[str, Any]]:
-    """Returns the rows without their prompts, with a ground truth in every row whose environment needs one.
+    """Returns the rows as dicts without their prompts, after checking that a ground truth is in every row whose
+    environment needs one. Columns with a ground truth as JSON text are parsed.
 
     Args:
         batch: The rows.
         names: Environment of each row.
-        first: Number of the first row.
+        first: Number of the first of the rows in the file, counted from 0.
         where: Setting and file, for errors.
         config: Names of environments.
 

@@ -19,6 +19,7 @@ from skyrl_mega.common.errors import UserError
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
 """Maximum size of a row group; a single larger row is an exception."""
 PROGRESS_AFTER_S = 3.0
+"""Seconds between two lines of progress."""
 _SHA256 = b"skyrl_mega.sha256"
 """Metadata key of the digest over all preceding bytes of the file."""
 
@@ -29,7 +30,8 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
     The first rows decide the schema. On an error nothing is left behind and an older file stays unchanged.
 
     Raises:
-        UserError: The file was not written by `write_rows` or was changed since; or a number is too large for parquet.
+        UserError: An existing `file` was not written by `write_rows` or was changed since; or a number is too large
+            for parquet.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -79,7 +81,7 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
 
 
 def is_ours(file: Path) -> bool:
-    """Returns True if `write_rows` wrote a file that is unchanged since."""
+    """Returns True if `write_rows` wrote the file and the file is unchanged since; False also if it cannot be read."""
     try:
         stored_digest = (pq.read_metadata(file).metadata or {}).get(_SHA256)
         with file.open("rb") as stream:
