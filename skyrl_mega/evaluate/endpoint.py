@@ -31,6 +31,7 @@ MAX_TOKENS = 2**22
 UNKNOWN = -1
 """Placeholder for a counted but unknown token."""
 ATTEMPTS = 8
+"""Maximum number of attempts of a request."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before the first and the longest pause before a later retry."""
 TOO_LONG = ("context_length_exceeded", "context length", "maximum model length", "max_model_len")
@@ -58,10 +59,11 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, model: str | None, key_variable: str, key: str | None, extra: str) -> Endpoint:
-        """Parses the command-line options.
+        """Returns the endpoint of command-line options.
 
         Args:
-            url: Address of the endpoint (`--endpoint`).
+            url: Address of the endpoint (`--endpoint`). `/chat/completions` at the end is removed, and `/v1` is added
+                to an address without a path.
             model: Name of the model at the endpoint (`--served-model`).
             key_variable: Name of the environment variable with the API key.
             key: The API key; None without a key.
@@ -123,9 +125,11 @@ class Reply(NamedTuple):
     text: str
     """The text, including the stop string at the end, if any."""
     cut: bool
+    """True if the limit on tokens ended the answer."""
     prompt_tokens: int
-    """Tokens of the conversation before the answer."""
+    """Number of tokens of the conversation before the answer."""
     tokens: int
+    """Number of tokens of the answer."""
 
 
 class EndpointClient:
@@ -231,7 +235,7 @@ class MessageAgent(Agent):
 
     @property
     def one_message(self) -> bool:
-        """False: an endpoint separates the turns."""
+        """False: an endpoint's template always separates the messages (`rollout.conversation` is messages)."""
         return False
 
     def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
@@ -276,6 +280,7 @@ class EndpointSource:
 
     endpoint: Endpoint
     config: Config
+    """The evaluation's settings."""
 
     @property
     def at_once(self) -> int:
@@ -284,7 +289,8 @@ class EndpointSource:
 
     @asynccontextmanager
     async def player(self) -> AsyncIterator[Agent]:
-        """Yields an agent with an HTTP client of its own, for use in a single event loop."""
+        """Yields an agent that runs trajectories against the endpoint, for use in a single event loop. Afterwards its
+        HTTP client is closed."""
         timeout = self.config.rollout.request_timeout_s
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {},
@@ -300,16 +306,25 @@ class EndpointSource:
 
 
 def with_template_options(endpoint: Endpoint, rollout: RolloutConfig) -> Endpoint:
-    """Returns the endpoint with `rollout.chat_template_options` added to each request, as vLLM and SGLang expect."""
+    """Returns the endpoint with `rollout.chat_template_options` as field `chat_template_kwargs` of each request.
+
+    vLLM and SGLang read this field. A field of the same name in `endpoint.extra` wins. Without options, the endpoint is
+    unchanged.
+    """
     options = rollout.chat_template_options
     return replace(endpoint, extra={"chat_template_kwargs": options, **endpoint.extra}) if options else endpoint
 
 
 def with_stop_string(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
-    """Returns a reply with the final stop string, left out by endpoints.
+    """Returns a reply's text with the stop string that ended it: endpoints leave this string out.
 
     vLLM (`stop_reason`) and SGLang (`matched_stop`) report the stop string. For other endpoints, a reply stopped inside
     an open tag gets the stop string closing this tag.
+
+    Args:
+        text: The text of the reply.
+        choice: The reply's entry in `choices`.
+        stops: The requested stop strings.
     """
     if choice.get("finish_reason") != "stop":
         return text

@@ -25,7 +25,9 @@ class EngineSource:
     """Source of players on engines."""
 
     generator: Generator
+    """Owns the engines."""
     config: Config
+    """The evaluation's settings."""
 
     @property
     def at_once(self) -> int:
@@ -42,7 +44,7 @@ class EngineSource:
             player.router.close()
 
     def refill(self) -> None:
-        """Waits for a restarted engine; weights are loaded from the directory at the start.
+        """Waits until an engine has restarted with the weights of `model.path`, and lets it serve again.
 
         Raises:
             ActorFailed: No engine could be restarted.
@@ -53,8 +55,9 @@ class EngineSource:
 
 @contextmanager
 def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
-    """Starts engines with the weights in `model.path`, and rollout workers if configured; shuts all down at the end of
-    the `with` block.
+    """Starts engines with the weights in `model.path`, and rollout workers if configured; yields a source of players.
+
+    Engines, workers and the Ray session end with the `with` block.
 
     Args:
         config: The settings, with the device decided.

@@ -20,7 +20,8 @@ WHOLE = (".json", ".jinja", ".txt", ".model")
 
 
 def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
-    """Returns setting → JSON value. Excludes hardware, speed and number of samples.
+    """Returns setting → JSON value, for all settings that a sample depends on. Hardware, speed and number of samples
+    are not included.
 
     Args:
         config: The settings.
@@ -64,7 +65,12 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
 
 
 def json_or_digest(options: Any, key: str = "") -> Any:
-    """Returns options as JSON values, or a digest if any are secret."""
+    """Returns options as JSON values; if an option may be secret, a digest (`digest`) of all options instead.
+
+    Args:
+        options: Settings with JSON values.
+        key: Setting of the options, for the search for secrets.
+    """
     plain = json.loads(json.dumps(options, default=str))
     return plain if masked(plain, key) == plain else digest(plain)
 
@@ -75,15 +81,18 @@ def equal_or_digest(one: Any, other: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Returns a deterministic digest, slow to reverse by guessing."""
+    """Returns a digest of a JSON value, `scrypt` and 16 hex digits. Equal values have equal digests, and reversing a
+    digest by guessing is slow."""
     text = json.dumps(value, sort_keys=True)
     key = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
     return f"scrypt {key.hex()}"
 
 
 def fingerprint(model: Path) -> str:
-    """Returns a digest of a Hugging Face directory's content, independent of its path. Weights are sampled, other files
-    (`WHOLE`) are read whole."""
+    """Returns 16 hex digits that identify the content of a Hugging Face directory, whatever its path.
+
+    Of a weight file, `PLACES` blocks are read; other files (`WHOLE`) are read whole.
+    """
     digest = hashlib.sha256()
     for file in sorted(model.iterdir()):
         if file.suffix in WHOLE:

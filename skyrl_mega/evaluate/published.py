@@ -64,12 +64,13 @@ PUBLISHED = _read(Path(__file__).with_name("published.yaml"))
 
 
 def normalized(name: str) -> str:
-    """Normalizes a set's name: lower case letters and digits, without the prefix `searchR1_` of SkyRL's users."""
+    """Returns a set's name in lower case, without other characters than letters and digits, and without the prefix
+    `searchR1_` of SkyRL's users."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("searchr1")
 
 
 def matching_tables(names: Sequence[str]) -> list[str]:
-    """Returns the keys in PUBLISHED of the published results with a row for any of these sets.
+    """Returns the keys of `PUBLISHED` whose tables have a row for any of these sets.
 
     Args:
         names: Names of our sets.

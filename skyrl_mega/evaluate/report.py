@@ -10,7 +10,9 @@ from skyrl_mega.evaluate.published import PUBLISHED, ModelColumn, PublishedTable
 from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets
 
 ABSENT = "–"
+"""Cell of a table without a value."""
 SETS, EXAMPLES, AVERAGE = "mean over sets", "mean over examples", "average, as published"
+"""Titles of the rows with means."""
 
 
 def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> str:
@@ -18,8 +20,8 @@ def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> s
 
     Args:
         sets: The sets, in row order.
-        published: Names in PUBLISHED of tables to append.
-        about: A line about the evaluated model and settings.
+        published: Keys of `PUBLISHED`, whose tables are appended.
+        about: A line about the evaluated model and settings, placed first.
     """
     parts = [about, score_table(sets)]
     for name in published:
@@ -28,7 +30,11 @@ def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> s
 
 
 def score_table(sets: Sequence[SetScores]) -> str:
-    """Returns our table: a row for each set, the two means, and notes."""
+    """Returns the scores as a Markdown table, and notes: a row for each set and, for several sets, the two means.
+
+    Args:
+        sets: At least one set.
+    """
     further = sorted({name for s in sets for name in s.scores} - {"reward", "accuracy", "pass"})
     names = ["reward", "accuracy", "pass", *further]
     n = max(s.samples for s in sets)
@@ -76,7 +82,7 @@ def _failed(s: SetScores, means: bool) -> str:
 
 
 def comparison_table(table: PublishedTable, sets: Sequence[SetScores]) -> str:
-    """Returns a published table with our results as the first column and dashes for sets not run.
+    """Returns a published table as Markdown, with our results as the first column and dashes for sets not run.
 
     To be comparable, the means in every column cover the rows run, or all rows if none was run. Published means over
     examples weigh by the full sets' sizes, ours by the examples run.
@@ -117,7 +123,7 @@ def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any
 
     Args:
         sets: The sets, in row order.
-        published: Names in PUBLISHED of the tables to include.
+        published: Keys of `PUBLISHED`, whose tables are included.
     """
     metrics = list(dict.fromkeys(m for s in sets for m in s.scores))
     return {

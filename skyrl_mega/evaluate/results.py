@@ -53,6 +53,7 @@ SCHEMA = pa.schema(
 """Columns of a sample. `uid` is the row in the set's file. `response_tokens` counts tokens of the policy, without
 observations. `metrics`, `metadata`, `seconds` and `extras` are JSON."""
 ROWS_AT_ONCE = 1000
+"""Number of rows in a row group of the parquet file."""
 MAX_BYTES = 2**24
 """Largest size in bytes of an evaluation.json."""
 
@@ -62,12 +63,14 @@ class ScoredSample(NamedTuple):
 
     reward: float
     accuracy: float
+    """The first metric declared by the environment; without metrics 1 for a reward of at least 1, else 0."""
     metrics: dict[str, float]
+    """The metrics declared by the environment."""
     status: Status
     tokens: int
     """Tokens written by the policy."""
     place: int
-    """Byte offset of the sample's line."""
+    """Byte offset of the sample's line in `samples/<set>.jsonl`."""
 
 
 Key = tuple[int, int]
@@ -107,8 +110,18 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 class Results:
-    """Present samples of all sets, except samples lost to infrastructure failures in an earlier start. Created by
-    `open_results`."""
+    """The saved samples of all sets in an evaluation's folder. Created by `open_results`, which locks the folder.
+
+    Samples with an infrastructure failure in an earlier start count as missing, because the service may work now.
+
+    Args:
+        folder: The evaluation's folder.
+        sets: The sets. Samples of other prompts are ignored.
+        samples: Samples per prompt. Samples with a number from this on are ignored.
+
+    Raises:
+        UserError: A line of a file is not a sample, or a sample was generated for another prompt.
+    """
 
     def __init__(self, folder: Path, sets: Sequence[PromptSet], samples: int) -> None:
         self.folder = folder
@@ -131,7 +144,7 @@ class Results:
         return [task for task in tasks if (task.prompt.uid, task.sample) not in self.samples[task.set]]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Saves a sample; from then on a crash of this process does not lose it.
+        """Appends a sample to the set's file; from then on a crash of this process does not lose the sample.
 
         Args:
             name: Name of the set.
@@ -145,7 +158,8 @@ class Results:
         self.samples[name][row["uid"], row["sample"]] = _sample(row, place)
 
     def write_parquet(self) -> None:
-        """Writes `<set>.parquet` in prompt order, each atomically."""
+        """Writes the samples of each set to `<set>.parquet`, ordered by prompt and sample. Replaces each file
+        atomically."""
         for name, samples in self.samples.items():
             file = self.folder / f"{name}.parquet"
             with partial_file(file) as partial:
@@ -157,7 +171,7 @@ class Results:
                 os.replace(partial, file)
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes the files of samples that `add` opened."""
         for file in self._files.values():
             file.close()
 
@@ -188,7 +202,14 @@ class Results:
 def open_results(
     folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet], samples: int
 ) -> Iterator[Results]:
-    """Opens and locks the folder, including samples of an earlier evaluation with the same identity.
+    """Creates or reopens an evaluation's folder, and yields its saved samples. The folder is locked during the `with`
+    block.
+
+    Args:
+        folder: The evaluation's folder.
+        identity: The settings that scores depend on, written to `evaluation.json` or compared with it.
+        sets: The sets.
+        samples: Samples per prompt.
 
     Raises:
         UserError: The folder cannot be created, is in use by another process, or contains an evaluation of another

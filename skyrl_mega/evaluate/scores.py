@@ -21,7 +21,7 @@ from skyrl_mega.evaluate.results import Key, ScoredSample
 
 @dataclass(frozen=True)
 class Score:
-    """A value with the standard error."""
+    """A mean over prompts, with the standard error."""
 
     value: float
     error: float | None
@@ -34,6 +34,7 @@ class SetScores:
 
     name: str
     prompts: int
+    """Number of prompts, including prompts without a score."""
     samples: int
     """Samples per prompt."""
     scores: dict[str, Score]
@@ -46,17 +47,17 @@ class SetScores:
     tokens: float
     """Mean number of tokens written by the policy."""
     left_out: int = 0
-    """Prompts skipped as too long."""
+    """Number of prompts skipped as too long, not included in `prompts`."""
     unjudged: int = 0
-    """Prompts with failures in all samples."""
+    """Number of prompts without a score: the environments of all samples failed."""
 
 
 def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0) -> SetScores:
-    """Computes the scores of a set. Every prompt needs the same number of samples, failed ones included.
+    """Returns the scores of a set. Every prompt needs the same number of samples, failed samples included.
 
     Args:
         name: Name of the set.
-        samples: Samples by (uid, sample number).
+        samples: (uid, sample number) → sample; not empty.
         left_out: Number of skipped prompts.
     """
     by_prompt: dict[int, list[ScoredSample]] = {}
@@ -86,15 +87,17 @@ def set_scores(name: str, samples: Mapping[Key, ScoredSample], left_out: int = 0
 
 
 def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Returns the mean over the sets with this score, weighting sets equally. None without any, and if any set lacks
-    all scores: the mean would cover other sets than the table."""
+    """Returns the mean over the sets with this score, weighting sets equally.
+
+    None if no set has the score, and if a set has no scores at all: the mean would cover other sets than the table.
+    """
     return _combined(sets, [(1.0, s.scores[metric]) for s in sets if metric in s.scores])
 
 
 def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
     """Returns the mean over all scored prompts, weighting sets by the number of these prompts.
 
-    None without any score, and if a set lacks all scores: the mean would cover other sets than the table.
+    None if no set has the score, and if a set has no scores at all: the mean would cover other sets than the table.
     """
     return _combined(sets, [(float(s.prompts - s.unjudged), s.scores[metric]) for s in sets if metric in s.scores])
 

@@ -35,8 +35,10 @@ class SampleTask:
     """A sample to generate."""
 
     set: str
+    """Name of the set."""
     prompt: Prompt
     sample: int
+    """Number of the sample among the samples of the prompt, from 0."""
     name: str
     """Seed name from run seed, set, row and sample, so that a sample does not depend on earlier samples."""
 
@@ -72,7 +74,7 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
 def drop_long_prompts(
     sets: Sequence[PromptSet], chat: Renderer, longest: int, environments: EnvironmentConfig | None = None
 ) -> list[PromptSet]:
-    """Removes and counts prompts of more than `longest` tokens.
+    """Returns the sets without prompts of more than `longest` tokens; `left_out` is the number of removed prompts.
 
     Args:
         sets: The sets.
