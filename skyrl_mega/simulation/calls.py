@@ -30,7 +30,7 @@ OWN_SECONDS = "own"
 
 @dataclass(frozen=True)
 class Places:
-    """A bound on concurrent use."""
+    """A bound on concurrent use: a number of places."""
 
     count: int
     occupation: float = 1.0
@@ -87,7 +87,8 @@ class Calls:
         """Seconds of occupation lost so far by rounding to ticks."""
 
     async def run(self, seconds: float) -> float:
-        """Waits for a place, runs a call of this duration, and returns the seconds of waiting."""
+        """Waits for a place, sleeps for `seconds`, the duration of a call, and returns the seconds of waiting for the
+        place."""
         start = self.loop.time()
         await self._free.acquire()
         waited = self.loop.time() - start
@@ -100,7 +101,7 @@ class Calls:
         return waited
 
     def measured(self) -> float:
-        """Returns the total seconds of all calls up to now."""
+        """Returns the durations of all calls up to now added up, in virtual seconds, without waiting for places."""
         self._change(0)
         return self._seconds
 

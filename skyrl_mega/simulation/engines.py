@@ -91,7 +91,7 @@ class SimulatedEngine:
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, request: Request) -> asyncio.Future[Completion]:
-        """Accepts a request; its answer will use the full number of allowed tokens."""
+        """Queues a request and returns the future of its answer, which will have `max_tokens` tokens."""
         answer: asyncio.Future[Completion] = self.loop.create_future()
         self._advance()
         self.waiting.append((request, answer))
@@ -99,7 +99,7 @@ class SimulatedEngine:
         return answer
 
     def pause(self) -> None:
-        """Stops generation for a weight sync."""
+        """Stops generation for a weight sync; requests stay, and `resume` continues them."""
         self._advance()
         self.paused = True
 
@@ -116,7 +116,7 @@ class SimulatedEngine:
         self._update()
 
     def forget(self) -> None:
-        """Clears the cache."""
+        """Clears the cache of trajectories that wait for a later turn."""
         self.used_tokens -= sum(self.cached.values())
         self.cached.clear()
 
@@ -204,7 +204,7 @@ class SimulatedFleet:
         self.group = SimpleNamespace(name="engine", actors=[_actor(engine) for engine in self.engines])
 
     def ask(self, method: str, timeout: float) -> None:
-        """Calls a method of all engines."""
+        """Calls the method with this name on every engine; ignores `timeout`."""
         for engine in self.engines:
             getattr(engine, method)()
 
@@ -222,7 +222,7 @@ class SimulatedFleet:
             engine.resume(version)
 
     def measured(self) -> tuple[float, float]:
-        """Returns the sums of `idle_seconds` and `running_seconds` over all engines."""
+        """Returns the sums of `idle_seconds` and `running_seconds` over all engines up to now."""
         totals = [engine.measured() for engine in self.engines]
         return sum(idle for idle, _ in totals), sum(filled for _, filled in totals)
 

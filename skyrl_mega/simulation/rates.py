@@ -23,6 +23,7 @@ class Rates:
     """Durations of a run's parts."""
 
     engines: int
+    """Number of engines."""
     speed: Speed
     """Speed of an engine."""
     train_s: float
@@ -64,17 +65,24 @@ class Rates:
 
 
 def steps_under_way(config: Config) -> int:
-    """Returns the number of steps with groups in progress at the same time."""
+    """Returns the number of steps whose groups are in progress at the same time.
+
+    `asynchrony.max_staleness` + 1 with `asynchrony.mode=full`, else 1.
+    """
     return config.asynchrony.max_staleness + 1 if config.asynchrony.mode == "full" else 1
 
 
 def prompts_played(config: Config) -> int:
-    """Returns the number of simulated prompts per step, representing all prompts."""
+    """Returns the number of simulated prompts per step, which represent all prompts of a real step.
+
+    At most as many as give `MAX_TRAJECTORIES` trajectories, but at least 1.
+    """
     return min(config.data.prompts_per_step, max(1, MAX_TRAJECTORIES // config.data.samples_per_prompt))
 
 
 def scale_down(config: Config, rates: Rates) -> tuple[Config, Rates]:
-    """Scales a step down to at most `MAX_TRAJECTORIES` trajectories on fewer engines, each representing several.
+    """Returns settings and rates of a step of about `MAX_TRAJECTORIES` trajectories at most, on fewer engines, each
+    representing several.
 
     A simulated engine with n running sequences writes and reads at the total rate of the represented real engines with
     the represented sequences. The training time of a step stays the same.

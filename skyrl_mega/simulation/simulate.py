@@ -56,13 +56,14 @@ class Outcome:
     staleness: float
     """Mean staleness over tokens, in syncs."""
     staleness_max: float
+    """Largest staleness of a token, in syncs."""
     calls_filled: float
     """Average number of running environment calls, as a share of the maximum (the smaller of `environment.workers` and
     `environment.slots`). A lower bound for the share of a step spent on calls, independent of GPUs."""
 
 
 def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, seed: int = 0) -> Outcome:
-    """Simulates `steps` steps from a steady state.
+    """Returns the averages of `steps` simulated steps in a steady state. Takes seconds, without any process or GPU.
 
     Args:
         config: The settings, mainly `asynchrony`, `data` and `environment`.
@@ -70,6 +71,9 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         workload: Distribution of trajectories.
         steps: Number of measured steps.
         seed: Seed of the trajectories, unless recorded; the same in every mode.
+
+    Raises:
+        EndlessWait: The simulated run hangs.
     """
     full_config = config
     config, rates = scale_down(_normalized(config), rates)
@@ -123,7 +127,8 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
 
 
 def grain_of(workload: Workload) -> int:
-    """Returns the number of real tokens represented by a simulated token."""
+    """Returns the number of real tokens represented by a simulated token, at least 1: answers have at most about
+    `UNITS_PER_ANSWER` simulated tokens on average."""
     length = workload.length
     return max(1, int(length.written / length.answers / UNITS_PER_ANSWER))
 
@@ -168,7 +173,7 @@ class UnitCounter:
     random.
 
     Args:
-        unit: The unit.
+        unit: Size of a unit; with 1 the first remainder is 0.
         random: Source of the first remainder.
     """
 
@@ -177,7 +182,7 @@ class UnitCounter:
         self.over = 0.0 if unit == 1 else random.random()
 
     def units(self, of: float) -> int:
-        """Returns the whole units of the next amount."""
+        """Returns the number of whole units in the amount `of` plus the previous remainder; keeps the new remainder."""
         self.over += of / self.unit
         whole = int(self.over)
         self.over -= whole

@@ -22,8 +22,10 @@ class EndlessWait(RuntimeError):
 class VirtualTime(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer when idle. Threads are not waited for.
 
+    The loop raises `EndlessWait` if all tasks wait and no timer is left.
+
     Args:
-        longest_s: Seconds after which a wait counts as endless.
+        longest_s: Virtual seconds after which a wait counts as endless.
         tick_s: Timers are rounded to multiples of this, up or down, so that many events coincide, for speed. 0: no
             rounding.
     """
@@ -33,7 +35,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Returns the seconds since the start."""
+        """Returns the virtual seconds since the start."""
         return self.now
 
     def call_at(
@@ -43,7 +45,8 @@ class VirtualTime(asyncio.SelectorEventLoop):
         *args: *Given,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedules a callback at the nearest tick; callbacks beyond `longest_s` are dropped."""
+        """Schedules a callback at the tick nearest to `when`, in virtual seconds. A callback later than `longest_s`
+        never runs."""
         if when > self.longest_s:
             return asyncio.TimerHandle(when, callback, args, self, context)
         if self.tick_s:
@@ -68,7 +71,10 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop:
-    """A `rollout.event_loop.ServiceLoop` on a single thread: virtual time passes while the caller waits."""
+    """A `rollout.event_loop.ServiceLoop` on a single thread: virtual time passes while the caller waits.
+
+    Tasks run only during `run`, `wait` and `sleep`. These raise `EndlessWait` if a task waits forever.
+    """
 
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:
         self.loop = VirtualTime(longest_s, tick_s)
@@ -90,7 +96,7 @@ class VirtualLoop:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
+        """Virtual seconds since the start."""
         return self.loop.now
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -98,26 +104,27 @@ class VirtualLoop:
         return self.loop.run_until_complete(work)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        """Starts a coroutine without waiting."""
+        """Makes a coroutine a task of the loop and returns the task, without waiting."""
         return self.loop.create_task(work)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls a function soon, in the loop."""
+        """Schedules a call of a function: it happens when the loop runs next."""
         self.loop.call_soon(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Waits until `ready` holds or `seconds` passed.
+        """Returns at once if `ready` holds; else waits for the next `changed`, at most for `seconds` of virtual time.
 
-        At least a tick passes: otherwise a caller polling faster than the clock ticks would see the same time forever.
+        The limit is at least a tick: otherwise a caller polling faster than the clock ticks would see the same time
+        forever.
         """
         self.run(self._wait(ready, max(seconds, self.loop.tick_s)))
 
     def changed(self) -> None:
-        """Makes a waiting caller check again; called from the loop."""
+        """Ends the present `wait`, so that its caller checks the condition again. Tasks of the loop call this."""
         self._event.set()
 
     def sleep(self, seconds: float) -> None:
-        """Advances the time in whole ticks; the remainder is added to the next call."""
+        """Runs tasks for this many virtual seconds, in whole ticks; the remainder is added to the next call."""
         if tick := self.loop.tick_s:
             self._remainder += seconds
             seconds = round(self._remainder / tick) * tick

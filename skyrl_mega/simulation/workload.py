@@ -28,6 +28,7 @@ class Turn(NamedTuple):
     read: int
     """Tokens before the answer that are new to the engine."""
     written: int
+    """Tokens of the answer."""
     env_s: float
     """Seconds in the environment after the answer."""
 
@@ -44,7 +45,7 @@ class Length(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Tokens in total."""
+        """Tokens in total: read + written."""
         return self.read + self.written
 
 
@@ -77,7 +78,7 @@ class LogNormal:
 
     @classmethod
     def parsed(cls, text: str, option: str, lowest: float, highest: float, key: str = "") -> LogNormal:
-        """Parses `MEAN` or `MEAN,SIGMA`.
+        """Parses the distribution from a text `MEAN` or `MEAN,SIGMA`.
 
         Args:
             text: The text.
@@ -107,18 +108,23 @@ class Synthetic:
     """Trajectories with a fixed number of turns and independent random lengths and durations."""
 
     prompt: int
+    """Tokens of the prompt."""
     tokens: LogNormal
     """Tokens written in all turns together."""
     environment: LogNormal
     """Seconds in the environment per turn."""
     turns: int
+    """Number of answers of a trajectory."""
     max_tokens: int
-    """Limit on the tokens of a trajectory."""
+    """Limit on the tokens written in a trajectory."""
     max_env_s: float = math.inf
     """Time limit of an environment turn, in seconds."""
 
     def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
-        """Returns a random trajectory, independent of the group's others."""
+        """Returns the turns of a random trajectory; `group` and `sample` have no effect.
+
+        The written tokens are shared equally by the turns. Each turn has at least one.
+        """
         written = max(self.turns, min(self.max_tokens, round(self.tokens.sample(random))))
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
@@ -144,16 +150,20 @@ class Recorded:
     longest."""
 
     groups: Sequence[Sequence[list[Turn]]]
+    """Turns by group and sample."""
 
     def sample_turns(self, random: Random, group: int, sample: int) -> list[Turn]:
-        """Returns a sample of a group. Groups repeat only after all were used."""
+        """Returns the recorded turns of a sample of a group; `random` has no effect.
+
+        Groups repeat only after all were used, and samples after all of the group were used.
+        """
         samples = self.groups[group % len(self.groups)]
         repetition = group // len(self.groups)  # a repeated group starts with another sample
         return samples[(sample + repetition) % len(samples)]
 
     @property
     def trajectories(self) -> list[list[Turn]]:
-        """All trajectories."""
+        """All trajectories, group by group."""
         return [turns for group in self.groups for turns in group]
 
     @property
@@ -170,7 +180,8 @@ class Recorded:
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
-        """Reads the trajectories of all steps of a run, in a fixed random order.
+        """Reads the trajectories of all steps in `folder`, the folder of a run. The order of groups is random but
+        fixed.
 
         Raises:
             UserError: A file is unreadable, or there are no trajectories.
@@ -201,10 +212,11 @@ class Recorded:
 
 
 Workload = Synthetic | Recorded
+"""A distribution of trajectories."""
 
 
 def turns_of(steps: Sequence[TrajectoryStep]) -> list[Turn]:
-    """Returns a trajectory's answers as turns."""
+    """Returns a trajectory's answers as turns, without empty answers."""
     turns, read = [], 0
     for step in steps:
         if step.kind is Kind.RESPONSE:
