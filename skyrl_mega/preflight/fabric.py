@@ -14,6 +14,7 @@ from pathlib import Path
 from skyrl_mega.preflight.finding import NodeProblem
 
 ADAPTERS = Path("/sys/class/infiniband")
+"""The kernel's folder of InfiniBand and RoCE adapters."""
 REMEDY = "install libibverbs1 and ibverbs-providers, and let the container see /dev/infiniband"
 
 
@@ -30,7 +31,7 @@ class FabricFacts:
 
 
 def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> FabricFacts:
-    """Asks the kernel for adapters and, if there are any, libibverbs.
+    """Returns the adapters listed by the kernel of this node, and the number of adapters opened by libibverbs.
 
     Args:
         adapters: The kernel's folder of adapters.
@@ -52,7 +53,12 @@ def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctype
 
 
 def check(facts: Mapping[str, FabricFacts]) -> list[NodeProblem]:
-    """Returns a warning for each node with adapters NCCL will not find. Network speed is measured by `network`."""
+    """Returns a warning for each node whose adapters are not all opened by libibverbs, and thus by NCCL; [] without
+    any.
+
+    Args:
+        facts: Node → result of `gather`.
+    """
     findings = []
     for node, f in facts.items():
         if f.usable < len(f.adapters):

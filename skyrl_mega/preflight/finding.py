@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 Status = Literal["ok", "warn", "bad"]
+"""State of a check: bad makes a node unfit for the run, warn does not."""
 T = TypeVar("T")
 
 
@@ -25,7 +26,11 @@ class NodeProblem:
 
 
 def most_common(values: Mapping[str, T]) -> T:
-    """Returns the value of most nodes; if two values are equally frequent, the first node's."""
+    """Returns the most frequent value; of equally frequent values, the first in `values`.
+
+    Args:
+        values: Node → value; not empty.
+    """
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for value in values.values() if counts[value] == most)
@@ -33,7 +38,12 @@ def most_common(values: Mapping[str, T]) -> T:
 
 def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[str]:
     """Returns the largest group of nodes that are linked, directly or through others; the first of equally large
-    groups."""
+    groups.
+
+    Args:
+        nodes: Names of the nodes.
+        linked: True if the first node reaches the second; a link needs both directions.
+    """
     largest: set[str] = set()
     remaining = list(nodes)
     while remaining:
@@ -51,5 +61,5 @@ def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[
 
 
 def gib(count: float) -> str:
-    """Returns a number of bytes as text in GiB."""
+    """Returns a number of bytes as text in GiB, such as `1.5 GiB`."""
     return f"{count / 2**30:.1f} GiB"

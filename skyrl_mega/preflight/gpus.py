@@ -47,6 +47,7 @@ class Gpu:
 
     index: int
     name: str
+    """Product name."""
     bus: str
     """PCI bus id."""
     memory_bytes: int
@@ -58,8 +59,9 @@ class Gpu:
     remap_pending: bool | None
     """True if memory rows will be remapped at the next reset."""
     remap_failed: bool | None
+    """True if remapping a faulty memory row failed."""
     clock_faults: tuple[str, ...]
-    """Reasons for reduced clocks."""
+    """Faults reducing the clocks at present, from `CLOCK_FAULTS`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class GpuFacts:
     """Facts about the GPUs of a node."""
 
     driver: str | None
+    """Version of the NVIDIA driver."""
     gpus: tuple[Gpu, ...]
     lost: tuple[str, ...] = ()
     """GPUs that NVML counts but cannot query."""
@@ -159,8 +162,12 @@ def recent_xids() -> tuple[tuple[str, int], ...] | None:
 
 
 def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], ...]:
-    """Returns the recent (bus id, Xid) pairs in records of /dev/kmsg: `<level>,<number>,<microseconds since
-    boot>,…;<text>`."""
+    """Returns (bus id, Xid) pairs of at most `RECENT_S` seconds of age, in the order of the lines.
+
+    Args:
+        lines: Records of /dev/kmsg: `<level>,<number>,<microseconds since boot>,…;<text>`.
+        uptime_s: Present time in seconds since boot.
+    """
     xids = []
     for line in lines:
         head, _, text = line.partition(";")
@@ -172,7 +179,7 @@ def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], 
 
 
 def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[NodeProblem]:
-    """Returns findings about the nodes' GPUs.
+    """Returns findings about missing, unhealthy, busy and unequal GPUs: bad, or warn if a run may work nevertheless.
 
     Args:
         facts: State of the GPUs by node.

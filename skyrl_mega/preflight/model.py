@@ -23,8 +23,11 @@ class ModelFacts:
 
 
 def gather(model: Path) -> ModelFacts:
-    """Checks the headers of all weights against config.json, and returns the error if any, and a hash of the folder:
-    names and sizes of all files, and the contents of small ones."""
+    """Returns the facts about the model's folder on this node. Raises no error for a missing or damaged folder.
+
+    Checks the headers of all weights against config.json. The hash covers the names and sizes of all files, and the
+    contents of small files, but no weights.
+    """
     try:
         check_files(model)
         digest = hashlib.sha256()
@@ -39,7 +42,13 @@ def gather(model: Path) -> ModelFacts:
 
 
 def check(facts: Mapping[str, ModelFacts], model: Path) -> list[NodeProblem]:
-    """Returns findings for nodes with an error, and for nodes whose files differ from most nodes."""
+    """Returns findings (bad) for nodes with an error, and for nodes whose files differ from most nodes'; [] without
+    any.
+
+    Args:
+        facts: Node → result of `gather`.
+        model: The model's folder, for the texts.
+    """
     findings = [NodeProblem(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
     digests = {node: f.digest for node, f in facts.items() if f.digest}
     for node, value in digests.items():

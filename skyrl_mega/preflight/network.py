@@ -34,10 +34,12 @@ class NodeAddress:
     address: str
     port: int
     reply: str
+    """Word sent to every connection. Another word means: another program answers."""
 
 
 class Listener:
-    """Listener on a TCP port of this node; answers every connection with a fixed word until closed."""
+    """Listener on a free TCP port of this node; a thread answers every connection with `endpoint.reply` until
+    `close`."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))
@@ -61,7 +63,12 @@ class Listener:
 
 
 def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) -> dict[str, str]:
-    """Connects to the nodes' listeners and returns the reason for each unreachable node."""
+    """Connects to the nodes' listeners; returns node → reason for unreachable nodes only.
+
+    Args:
+        endpoints: Node → its listener.
+        timeout_s: Time limit of a connection.
+    """
 
     def failure(endpoint: NodeAddress) -> str | None:
         try:
@@ -76,8 +83,10 @@ def connect(endpoints: Mapping[str, NodeAddress], timeout_s: float = CONNECT_S) 
 
 
 def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[NodeProblem]:
-    """Returns findings for nodes outside the main group. If all nodes are linked, at least through others, returns
-    findings for both ends of each failed connection.
+    """Returns findings (bad) for nodes outside the largest group of nodes reaching each other.
+
+    If all nodes are linked, at least through others, returns findings for both ends of each failed connection. [] if no
+    connection failed.
 
     Args:
         nodes: All nodes.
@@ -106,10 +115,14 @@ class PairRate:
     gb_s: float | None
     """10⁹ bytes per second in each direction; None if the exchange failed."""
     error: str = ""
+    """Cause of the failure; empty after a success."""
 
 
 def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Returns rounds of pairs: each node with the next, the last with the first. No node is twice in a round."""
+    """Returns rounds of pairs of neighbours in a ring: each node with the next, the last with the first.
+
+    No node is twice in a round, so the pairs of a round can be measured at the same time. [] for fewer than two nodes.
+    """
     count = len(nodes)
     if count < 2:
         return []
@@ -120,17 +133,17 @@ def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def exchange_socket(address: str) -> socket.socket:
-    """Returns a listening socket for rank 0 of an exchange. As the socket stays open, no other program can take the
-    port."""
+    """Returns a socket that listens on a free port of `address`, for rank 0 of an exchange. As the socket stays open,
+    no other program can take the port."""
     return socket.create_server((address, 0), family=_family(address))
 
 
 def exchange(
     leader: tuple[str, int], address: str, device: str, mib: int, timeout_s: float, listening: socket.socket | None
 ) -> float:
-    """Measures the GB/s in each direction between this node and its partner.
+    """Returns the measured rate between this node and its partner: 10⁹ bytes per second in each direction.
 
-    Runs in a separate process, killed after `timeout_s`.
+    Runs in a separate process, killed after `timeout_s`. The partner must call this function at the same time.
 
     Args:
         leader: Address and port of rank 0.
@@ -141,6 +154,7 @@ def exchange(
         listening: Rank 0's socket, closed at the end; None for rank 1.
 
     Raises:
+        TimeoutError: The exchange took longer than `timeout_s`.
         RuntimeError: The exchange failed, with the last line of its output.
     """
     env = dict(os.environ)
@@ -172,7 +186,8 @@ def exchange(
 
 
 def interface(address: str) -> str | None:
-    """Returns the name of the network interface with the given address, or None."""
+    """Returns the name of this node's network interface with the IP address `address`, such as `eth0`; None without
+    any."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -186,7 +201,7 @@ class ExpectedRate:
     """Expected network rate."""
 
     gb_s: float
-    """Rate of a network card (`cluster.topology.nic_gb_s`)."""
+    """Rate of a network card in 10⁹ bytes per second (`cluster.topology.nic_gb_s`)."""
     is_reliable: bool
     """True if the rate is not the default, or if a node has InfiniBand or RoCE adapters. Otherwise the default says
     nothing about the network."""
@@ -197,11 +212,11 @@ def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | Non
 
     A link is bad if broken or slower than half the median. If all links of a node (at least two) are bad, only that
     node gets a finding; any other bad link gets a finding at both ends. If no link is bad, but the median is below half
-    the expected rate, every node gets a finding.
+    the expected rate, every node gets a finding: a warning, or bad at a rate so low as only TCP explains.
 
     Args:
         pairs_measured: Results of all pairs.
-        expected: Expected rate; None skips the comparison with the median.
+        expected: Expected rate; None: the median is not compared with it.
     """
     rates = [p.gb_s for p in pairs_measured if p.gb_s is not None]
     median = statistics.median(rates) if rates else 0.0

@@ -25,16 +25,16 @@ class PathFacts:
     """Facts about folders on a node."""
 
     errors: tuple[str, ...]
-    """Folders not visible or not writable on the node."""
+    """Folders not visible or not writable on the node, each with the cause."""
     free_bytes: int | None
-    """Free bytes in the run's folder."""
+    """Free bytes of the file system of the run's folder; None if the folder is not visible."""
     local_free: Mapping[str, int]
     """Free bytes of the node's local folders by path."""
 
 
 def gather(run: Path, token: str, name: str) -> PathFacts:
-    """Returns facts about the folders, and writes the file `.preflight-<token>.<name>` with content `name` in the run's
-    folder.
+    """Returns facts about the folders on this node, and writes the file `.preflight-<token>.<name>` with content `name`
+    in the run's folder.
 
     Args:
         run: The run's existing folder.
@@ -55,7 +55,15 @@ def gather(run: Path, token: str, name: str) -> PathFacts:
 
 
 def unseen(run: Path, token: str, names: Sequence[str], wait_s: float = SETTLE_S) -> list[str]:
-    """Returns the nodes whose file is still missing or different here after `wait_s` seconds."""
+    """Waits until this node sees the file written on every other node by `gather`; returns the nodes whose file is
+    still missing after `wait_s` seconds.
+
+    Args:
+        run: The run's folder.
+        token: Identifier of the preflight.
+        names: Names of the nodes.
+        wait_s: Time limit.
+    """
     until = time.monotonic() + wait_s
     while missing := [name for name in names if not _seen(run, token, name)]:
         if time.monotonic() > until:
@@ -72,7 +80,7 @@ def _seen(run: Path, token: str, name: str) -> bool:
 
 
 def remove(run: Path, token: str) -> None:
-    """Deletes the files of a preflight."""
+    """Deletes the files written by `gather` on all nodes in the preflight `token`."""
     for file in run.glob(f".preflight-{token}.*"):
         file.unlink(missing_ok=True)
 
@@ -82,11 +90,11 @@ def _mark(run: Path, token: str, name: str) -> Path:
 
 
 def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[str]], run: Path) -> list[NodeProblem]:
-    """Returns findings for missing, unwritable and unequal folders.
+    """Returns findings (bad) for nodes on which the run's folder is missing, not writable or another folder.
 
     Args:
         facts: State of the folders by node.
-        unseen: For each node, the nodes with invisible files.
+        unseen: For each node, the nodes whose file it does not see (`unseen`).
         run: The run's folder.
     """
     findings = [NodeProblem(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
@@ -101,7 +109,7 @@ def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[s
 
 
 def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[NodeProblem]:
-    """Returns findings about free space: too little for the checkpoints, and little in /tmp and /dev/shm.
+    """Returns findings about free space: bad if too little for the checkpoints, warn if little in /tmp or /dev/shm.
 
     Args:
         facts: State of the folders by node.

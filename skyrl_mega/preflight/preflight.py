@@ -47,16 +47,16 @@ class ClusterNode:
 
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
-    """Runs a preflight if `cluster.preflight` requests it, and writes the report to `preflight.json`.
+    """Runs a preflight if `cluster.preflight` is always, or auto on GPUs, and writes the report to `preflight.json`.
 
     Args:
         config: The settings, with `cluster.device` decided.
         path: The model's folder.
-        folder: The run's folder.
+        folder: The run's folder, for the report.
         console: Prints the findings.
 
     Raises:
-        ClusterError: Names the unfit nodes.
+        ClusterError: A node is unfit, or nodes are missing. Names all unfit nodes and a cause.
     """
     wanted = config.cluster.preflight
     if wanted == "never" or (wanted == "auto" and config.cluster.device != "cuda"):
@@ -73,7 +73,10 @@ def before_run(config: Config, path: Path, folder: Path, console: Console) -> No
 
 
 def preflight(config: Config, path: Path, folder: Path, device: str) -> PreflightReport:
-    """Checks all nodes at once. Ends within a few times `cluster.preflight_timeout_s`, even if a check hangs.
+    """Checks all nodes of the connected Ray cluster at once and returns the report.
+
+    Starts an actor on every node and ends all of them. A failed check is a finding, not an error. Ends within a few
+    times `cluster.preflight_timeout_s`, even if a check hangs.
 
     Args:
         config: The run's settings.
@@ -128,9 +131,9 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Prefligh
 
 
 def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> set[str]:
-    """Returns the names of the nodes for ranks and engines: on GPUs, the nodes with GPUs.
+    """Returns the names of the nodes for ranks and engines: with device `cuda` the nodes with GPUs, else all.
 
-    If too few nodes have GPUs, returns all nodes, so that problems of the others are found.
+    If fewer than `cluster.nodes` nodes have GPUs, returns all nodes, to find the problems of the others.
     """
     with_gpus = {node.name for node in nodes if node.gpus}
     if device != "cuda" or len(with_gpus) < config.cluster.nodes:
@@ -139,7 +142,7 @@ def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> s
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Returns the nodes available to actors, ordered by address."""
+    """Returns the nodes for actors in the connected Ray cluster, ordered by address."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)
@@ -150,7 +153,13 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def checkpoint_bytes(config: Config, path: Path) -> int:
-    """Returns the maximum bytes of the run's checkpoints: all kept checkpoints, and the next while being written."""
+    """Returns the maximum bytes of the run's checkpoints on disk: all kept checkpoints, and the next while being
+    written.
+
+    Args:
+        config: The settings.
+        path: The model's folder; if missing, the config of `model.build` is used.
+    """
     hf = read_config(path) if path.exists() else model_config(config)
     return disk(config, architecture(hf).describe(hf)).kept
 

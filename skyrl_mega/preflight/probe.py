@@ -24,12 +24,19 @@ class ProbeSettings:
     token: str
     """Identifier in the names of this preflight's files."""
     device: str
+    """`cpu` or `cuda`."""
     timeout_s: float
     """Time limit of a single call of a probe."""
 
 
 class Probe:
-    """Actor for checking a node."""
+    """Ray actor for checking a node. An instance runs on every node during a preflight.
+
+    Args:
+        settings: Parameters of the preflight.
+        name: Name of the node in the report.
+        address: Address of the node.
+    """
 
     def __init__(self, settings: ProbeSettings, name: str, address: str) -> None:
         self.settings, self.name, self.address = settings, name, address
@@ -37,8 +44,11 @@ class Probe:
         self._exchange_socket: socket.socket | None = None
 
     def gather(self) -> dict[str, Any]:
-        """Returns the node's facts by kind. A kind that takes too long becomes a TimeoutError, so a dead mount does not
-        hide the rest."""
+        """Returns kind → the node's facts: versions, paths and, if they apply, model, gpus and fabric.
+
+        The value of a failed kind is the exception, and of a slow kind a TimeoutError: a dead mount does not hide the
+        other facts.
+        """
         settings = self.settings
         jobs: dict[str, Callable[[], Any]] = {
             "versions": versions.gather,
@@ -51,16 +61,16 @@ class Probe:
         return bounded(jobs, settings.timeout_s)
 
     def unseen(self, names: Sequence[str]) -> list[str]:
-        """Returns the nodes whose file in the run's folder is not visible here."""
+        """Returns the nodes whose file in the run's folder is not visible on this node after 5 seconds."""
         return paths.unseen(self.settings.run, self.settings.token, names)
 
     def start_listener(self) -> network.NodeAddress:
-        """Starts a listener at this node's address and returns its address and answer."""
+        """Starts a listener on a free port of this node and returns its address, port and answer."""
         self._listener = network.Listener(self.address)
         return self._listener.endpoint
 
     def connect(self, endpoints: Mapping[str, network.NodeAddress]) -> dict[str, str]:
-        """Returns the nodes unreachable from this node, with the reason."""
+        """Returns node → reason, for the nodes whose listener this node does not reach."""
         return network.connect(endpoints)
 
     def open_exchange(self) -> int:
@@ -69,13 +79,23 @@ class Probe:
         return int(self._exchange_socket.getsockname()[1])
 
     def exchange(self, is_leader: bool, leader: tuple[str, int], mib: int, timeout_s: float) -> float:
-        """Returns the GB/s between this node and its partner."""
+        """Returns the rate between this node and its partner, in 10⁹ bytes per second in each direction.
+
+        Args:
+            is_leader: True for the node whose `open_exchange` was called.
+            leader: Address of this node and port returned by `open_exchange`.
+            mib: Size of a message in MiB.
+            timeout_s: Time limit.
+        """
         leader_socket = self._exchange_socket if is_leader else None
         return network.exchange(leader, self.address, self.settings.device, mib, timeout_s, leader_socket)
 
 
 def bounded(jobs: Mapping[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Runs the jobs in threads and returns each answer, exception, or a TimeoutError; hanging threads are abandoned."""
+    """Runs all jobs at the same time in threads; returns name → result, or the job's exception.
+
+    After `timeout_s` the value of an unfinished job is a TimeoutError; the job's thread is abandoned.
+    """
     answers: dict[str, Any] = {}
 
     def run(name: str, job: Callable[[], Any]) -> None:

@@ -13,17 +13,17 @@ from skyrl_mega.models.published import how_to_get, hub_name
 
 
 def check_present(config: Config) -> None:
-    """Raises if any external input is missing.
+    """Checks the existence of the models' folders and of the data files on this machine, without reading them.
 
     Raises:
-        UserError: One line with all missing keys and paths, and how to get them.
+        UserError: Some are missing. One line names all keys and paths, and how to get the files.
     """
     if absent := list(_absent(config)):
         raise UserError("; ".join(absent))
 
 
 def data_files(config: Config) -> dict[str, list[str]]:
-    """Returns the parquet files by setting."""
+    """Returns setting → parquet files, for data.train, data.eval and, with a warm-up, warmup.files."""
     return {
         "data.train": config.data.train,
         "data.eval": config.data.eval,

@@ -19,7 +19,8 @@ PACKAGES = (
 
 
 def gather() -> dict[str, str | None]:
-    """Returns the versions on this node; None marks a missing package."""
+    """Returns name → version on this node, for Python, `PACKAGES` and, as a hash, this project's source. None marks a
+    missing package."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -40,7 +41,11 @@ def _source() -> str:
 
 
 def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[NodeProblem]:
-    """Returns findings for nodes whose versions differ from most nodes."""
+    """Returns a finding (bad) for each difference between a node's version and most nodes'; [] without any.
+
+    Args:
+        facts: Node → name → version, such as results of `gather`.
+    """
     findings = []
     for name in {name: None for versions in facts.values() for name in versions}:
         values = {node: versions.get(name) for node, versions in facts.items()}
