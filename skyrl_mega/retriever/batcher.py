@@ -39,7 +39,10 @@ class _PendingQuery:
 
 
 class Batcher:
-    """Runs `search` in a thread, a batch at a time. Belongs to a single event loop.
+    """Queue for the queries of concurrent callers, searched a batch at a time in a thread. Belongs to a single event
+    loop.
+
+    Queries are answered only while `run` runs.
 
     Args:
         search: Answers a batch.
@@ -57,10 +60,11 @@ class Batcher:
         return self._queue.qsize()
 
     async def ask(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
-        """Returns the hits of each query.
+        """Queues the queries, waits until all are answered, and returns the hits of each query.
 
         Raises:
             QueueFull: There is no room for all queries; none was accepted.
+            Exception: The error of `search`, if the search of a batch with any of these queries failed.
         """
         if self.waiting + len(queries) > self.limits.waiting:
             raise QueueFull
@@ -71,7 +75,7 @@ class Batcher:
         return list(await asyncio.gather(*(entry.answer for entry in pending)))
 
     async def run(self) -> None:
-        """Answers queries until cancelled."""
+        """Answers queued queries until cancelled; an error of `search` goes to the callers of `ask`."""
         try:
             while True:
                 await self._answer(await self._gather())

@@ -19,6 +19,7 @@ from skyrl_mega.retriever.index import METHODS, Recipe, embedder, read_recipe
 CHUNK = 2048
 """Number of passages processed at a time."""
 SAY_EVERY_S = 5.0
+"""Seconds between two lines of progress."""
 FILES = frozenset({"index.json", "passages.arrow", "dense.faiss", "bm25"})
 """Entries of an index folder (`retriever.index`)."""
 SCHEMA = pa.schema({"id": pa.string(), "contents": pa.string()})
@@ -56,7 +57,7 @@ def build(
         say: Receives lines about the progress.
 
     Returns:
-        True if the index was built now.
+        True if the index was built now; False if it was up to date.
 
     Raises:
         UserError: The corpus or the model is invalid, or `output` holds something else.

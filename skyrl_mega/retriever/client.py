@@ -27,6 +27,7 @@ class Hit:
     """A retrieved passage."""
 
     id: str
+    """Id of the passage in the corpus."""
     contents: str
     """`"title"`, a line break, the text."""
     score: float
@@ -59,7 +60,7 @@ class SearchClient:
         threading.Thread(target=self._loop.run_forever, name="retriever-client", daemon=True).start()
 
     def search(self, queries: Sequence[str], topk: int | None = None, method: str | None = None) -> list[list[Hit]]:
-        """Returns the best passages for each query, best first.
+        """Returns the best passages for each query, best first; fewer than `topk` if the service has no more.
 
         Args:
             queries: Queries without an embedding model's prefix.
@@ -86,7 +87,7 @@ class SearchClient:
         return results
 
     def health(self) -> dict[str, Any]:
-        """Returns the state of the service: `ready`, `version`, `passages`, `methods`, `waiting`.
+        """Waits until the service is ready and returns its state: `ready`, `version`, `passages`, `methods`, `waiting`.
 
         Raises:
             RetrievalError: As for `search`; also if the service does not become ready within `timeout_s`.
@@ -97,7 +98,7 @@ class SearchClient:
         return state
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections and ends the client's thread; the client cannot be used afterwards."""
         self._wait(self._http.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -124,7 +125,11 @@ class SearchClient:
 
 @lru_cache(maxsize=16)
 def shared_client(url: str, token: str | None, timeout_s: float) -> SearchClient:
-    """Returns this process's shared client for these settings: environments are created all the time."""
+    """Returns the client of this process for these settings; creates the client at the first call. `close` must not be
+    called on a shared client.
+
+    Environments, which are created all the time, share connections in this way.
+    """
     return SearchClient(url, token, timeout_s)
 
 

@@ -14,11 +14,12 @@ from skyrl_mega.config.command import MOST, Parser, integer, path_of, real
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, RetrievalError, SearchClient
 
 METHODS = ("dense", "bm25")
+"""Allowed values of `--methods`."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser, with the subcommands build, serve and query."""
+    """Returns the command-line parser, with the subcommands build, serve, query and run (`run` only for the help)."""
     root = Parser(prog="python -m skyrl_mega.retriever", description="Searches passages for environments.")
     commands = root.add_subparsers(dest="command", required=True, metavar="build|serve|query|run")
     _add_build(commands.add_parser("build", help="makes an index from a corpus"))
@@ -29,13 +30,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `python -m skyrl_mega.retriever`; returns the exit code 0.
+    """Runs the subcommand build, serve or query of `python -m skyrl_mega.retriever`; returns the exit code 0.
 
     Args:
         arguments: The command line without the program.
 
     Raises:
-        UserError: An option, a file or an address is invalid.
+        UserError: An option, a file or an address is invalid, or a service does not answer a query.
     """
     args = parser().parse_args(list(arguments))
     if args.command == "build":

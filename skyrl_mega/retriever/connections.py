@@ -11,6 +11,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 RECEIVE_S = 20.0
 """Seconds until a request must be complete, from the opening of the connection or the request's first byte."""
 HEADER_BYTES = 64 * 1024
+"""Maximum size of a request's headers."""
 CONNECTIONS = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
 """Maximum number of connections. Above this the connection with the longest wait is closed, so a fast client always
 gets in."""
@@ -31,7 +32,8 @@ class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Stops the time limit if the request is complete; otherwise the limit keeps running."""
+        """Stops the time limit if the request is complete; otherwise the limit keeps running. Closes a connection with
+        headers of more than `HEADER_BYTES`."""
         self._received += len(data)
         super().data_received(data)
         if self._whole():

@@ -12,6 +12,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.common.records import records
 
 SUFFIXES = (".jsonl", ".parquet")
+"""Allowed suffixes of a corpus file."""
 FORM = "allowed: id, title and text, or id and contents, all strings (an id may be a whole number)"
 
 

@@ -14,10 +14,11 @@ TRAIN_VECTORS = 200_000
 """Maximum number of vectors, from the beginning, to train an index on (IVF, PQ, SQ)."""
 
 Vectors = npt.NDArray[np.float32]
+"""float32 [N, dimension], unit vectors."""
 
 
 class DenseBuilder:
-    """Builds an index from chunks of vectors.
+    """Builder of a FAISS index in memory, from chunks of vectors.
 
     Args:
         dimension: Length of a vector.
@@ -40,7 +41,11 @@ class DenseBuilder:
         self._held: list[Vectors] = []
 
     def add(self, vectors: Vectors) -> None:
-        """Adds the next vectors [N, dimension]."""
+        """Adds the next vectors [N, dimension]. An index that needs training is trained once `TRAIN_VECTORS` arrived.
+
+        Raises:
+            UserError: Training failed.
+        """
         if self.index.is_trained:
             self.index.add(vectors)
             return
@@ -49,7 +54,11 @@ class DenseBuilder:
             self._train()
 
     def save(self, file: Path) -> None:
-        """Writes the index."""
+        """Writes the index to `file`, after training it if `add` has not.
+
+        Raises:
+            UserError: There are too few vectors to train the index.
+        """
         self._train()
         faiss.write_index(self.index, str(file))
 
@@ -71,7 +80,7 @@ class DenseBuilder:
 
 
 class DenseIndex:
-    """A searchable index.
+    """A FAISS index opened for searches.
 
     Args:
         file: Written by `DenseBuilder.save`.
@@ -80,6 +89,7 @@ class DenseIndex:
 
     Raises:
         UserError: The parameters do not fit this index.
+        RuntimeError: The file is unreadable.
     """
 
     def __init__(self, file: Path, parameters: str = "", threads: int | None = None) -> None:
@@ -94,5 +104,6 @@ class DenseIndex:
                 raise UserError(f"this index refuses it ({reason})", key="--faiss-search", value=parameters) from error
 
     def search(self, queries: Vectors, topk: int) -> tuple[Vectors, npt.NDArray[np.int64]]:
-        """Returns scores and rows [len(queries), topk], best first; row -1 marks a place without a result."""
+        """Returns scores (inner products) and passage rows, both [len(queries), topk], best first; row -1 marks a place
+        without a result."""
         return self.index.search(queries, topk)

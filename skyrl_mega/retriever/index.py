@@ -29,6 +29,7 @@ FORM = 1
 METHODS = ("dense", "bm25")
 BUILD = "python -m skyrl_mega.retriever build makes one"
 AGAIN = "remove the folder and build the index again"
+"""Fixes of errors: there is no index; a file of an index is damaged."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Recipe:
     model: str = MINILM
     """Embedding model of `dense`, for passages and queries."""
     query_prefix: str = ""
+    """Text before each query."""
     passage_prefix: str = ""
+    """Text before each passage."""
     dtype: str = "float32"
     """Data type of the embedding model."""
     faiss: str = "Flat"
@@ -50,9 +53,10 @@ class Recipe:
     limit: int | None = None
     """Maximum number of passages."""
     form: int = FORM
+    """Version of the folder layout."""
 
     def text(self, passages: int) -> str:
-        """Returns the content of `index.json`."""
+        """Returns the content of `index.json`: this recipe and the number of passages, as JSON."""
         return json.dumps({**asdict(self), "passages": passages}, indent=1) + "\n"
 
 
@@ -60,7 +64,7 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     """Returns the recipe and the number of passages of an index folder.
 
     Raises:
-        UserError: There is no index, or its layout version differs.
+        UserError: There is no index.json, the file is malformed, or the layout version differs.
     """
     file = folder / "index.json"
     if not file.exists():
@@ -80,7 +84,16 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
 
 
 def embedder(recipe: Recipe, device: str, threads: int | None) -> Embedder:
-    """Returns the embedding model of a recipe."""
+    """Loads the embedding model of a recipe.
+
+    Args:
+        recipe: Names the model, its prefixes and its data type.
+        device: `auto`, `cpu` or `cuda`.
+        threads: CPU threads; None keeps torch's default.
+
+    Raises:
+        UserError: There is no such model, or it is not supported.
+    """
     folder = model_folder(recipe.model)
     return Embedder(folder, recipe.query_prefix, recipe.passage_prefix, device, threads, recipe.dtype)
 

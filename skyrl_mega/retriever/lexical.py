@@ -15,10 +15,12 @@ from skyrl_mega.common.safe_read import read_json
 K1, B = 0.9, 0.4
 """Values of Anserini, used for the published BM25 results in open-domain question answering."""
 ARRAYS = ("indptr", "indices", "data")
+"""Names of the arrays of an index, a file each."""
 
 
 def build_bm25(texts: Sequence[str], folder: Path) -> None:
-    """Writes the index of `texts`: lower case, words of at least two letters, without English stop words.
+    """Writes a BM25 index of `texts` to `folder`: lower case, words of at least two letters, without English stop
+    words.
 
     Raises:
         UserError: No text contains such a word.
@@ -36,7 +38,7 @@ def build_bm25(texts: Sequence[str], folder: Path) -> None:
 
 
 def damaged(folder: Path) -> Path:
-    """Returns the first missing or unreadable file of an index; the folder itself if all files are readable."""
+    """Returns the path of the first missing or unreadable file of a BM25 index; `folder` itself if all are readable."""
     for name in ("params.index.json", "vocab.index.json", *(f"{part}.csc.index.npy" for part in ARRAYS)):
         file = folder / name
         try:
@@ -50,10 +52,13 @@ def damaged(folder: Path) -> Path:
 
 
 class Bm25Index:
-    """A searchable index.
+    """A BM25 index opened for searches, memory-mapped.
 
     Args:
         folder: Written by `build_bm25`.
+
+    Raises:
+        ValueError: The files do not belong to the same index. Unreadable files raise many kinds of errors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +70,10 @@ class Bm25Index:
             raise ValueError("its files are not of one index")
 
     def search(self, queries: Sequence[str], topk: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Returns scores and rows [len(queries), topk], best first; row -1 marks a place without a matching passage."""
+        """Returns scores and passage rows, both [len(queries), topk], best first.
+
+        A place without a matching passage has row -1 and score 0.
+        """
         tokens = bm25s.tokenize(list(queries), stopwords="en", return_ids=False, show_progress=False)
         scores = np.zeros((len(queries), topk), np.float32)
         rows = np.full((len(queries), topk), -1, np.int64)

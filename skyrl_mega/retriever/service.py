@@ -39,7 +39,9 @@ from skyrl_mega.retriever.connections import TimeLimitedProtocol
 from skyrl_mega.retriever.index import Index, read_recipe
 
 RETRY_AFTER_S = 1
+"""Seconds after which a client rejected with 503 may ask again."""
 BODY_BYTES = 64 * 2**20
+"""Maximum size of a request's body."""
 LEAVE_S = 10
 """Time limit in seconds for answering accepted requests after a stop."""
 
@@ -63,8 +65,11 @@ class SearchRequest(BaseModel):
 
     queries: list[Query]
     topk: int | None = Field(default=None, ge=1, le=1000)
+    """Maximum number of passages per query; None: the service's default."""
     return_scores: bool = False
+    """True adds the score to each passage."""
     method: str | None = None
+    """`dense` or `bm25`; None: the service's default."""
 
 
 class Service:
@@ -204,7 +209,9 @@ def _unavailable(why: str) -> HTTPException:
 
 
 def serve(service: Service, host: str, port: int, ready_file: Path | None = None, with_stdin: bool = False) -> None:
-    """Serves until SIGTERM or SIGINT, then answers all accepted requests and returns.
+    """Serves until SIGTERM or SIGINT, then answers the accepted requests, for at most 10 seconds, and returns.
+
+    Must be called in the main thread: replaces its handlers of these signals.
 
     Args:
         service: The application.
@@ -248,10 +255,14 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Rejects an address that is reachable from outside if there is no token.
+    """Raises an error if a service without a token would be reachable from other machines.
+
+    Args:
+        host: Address to bind; a host name other than localhost counts as reachable.
+        token: The service's token; None or empty: no token.
 
     Raises:
-        UserError: The address is reachable and there is no token.
+        UserError: `host` is no loopback address, and there is no token.
     """
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -25,18 +25,21 @@ LOOPBACK = "127.0.0.1"
 START_S = 600.0
 """Time limit in seconds for the start; loading the index of a large corpus takes minutes."""
 STOP_S = 15.0
+"""Time limit in seconds for the end; afterwards the service is killed."""
 RESTARTS = 10
 """Restart budget. After that the service stays down: searches fail, and the policy sees the failures."""
 LOOK_EVERY_S = 0.2
+"""Seconds between two looks at the process."""
 
 
 @contextmanager
 def running_service(
     config: EnvironmentConfig, logs: Path, say: Callable[[str], None] = print, host: str = LOOPBACK
 ) -> Iterator[EnvironmentConfig]:
-    """Yields the settings with `retriever.url` filled in, while the service runs.
+    """Starts a retrieval service if `retriever.index` is set, and yields the settings with `retriever.url` filled in.
 
-    Without an index, or with a URL, the settings are unchanged. The service ends with this block, and also if this
+    Without an index, or with a URL, yields the unchanged settings and starts nothing. With `retriever.build`, the index
+    is built first if it is not up to date. The service ends with this block, and also if this
     process is killed: the service reads a pipe held by this process alone.
 
     Args:
@@ -113,7 +116,8 @@ class RetrieverProcess:
         self._watch = threading.Thread(target=self._keep, name="retriever", daemon=True)
 
     def start(self) -> str:
-        """Starts the service, waits until it is ready and returns its URL.
+        """Starts the service, waits until it is ready and returns its URL. From then on a thread restarts it after a
+        crash, at most `RESTARTS` times.
 
         Raises:
             UserError: The service ended, or was not ready within 600 s.
@@ -139,7 +143,7 @@ class RetrieverProcess:
         return url
 
     def stop(self) -> None:
-        """Ends the service after all accepted requests are answered."""
+        """Ends the service: it answers accepted requests first, and is killed after 15 seconds."""
         self._ending.set()
         if self._watch.is_alive():
             self._watch.join()
