@@ -71,9 +71,6 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         workload: Distribution of trajectories.
         steps: Number of measured steps.
         seed: Seed of the trajectories, unless recorded; the same in every mode.
-
-    Raises:
-        EndlessWait: The simulated run hangs.
     """
     full_config = config
     config, rates = scale_down(_normalized(config), rates)
