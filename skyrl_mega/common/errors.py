@@ -39,7 +39,7 @@ class UserError(Exception):
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the terminal: a line per mistake."""
+        """The error as lines for the terminal: here a list of one line."""
         return [str(self)]
 
     @property
@@ -49,16 +49,20 @@ class UserError(Exception):
         return {name: _printable(text) for name, text in parts.items() if text}
 
     def with_fix(self, fix: str) -> UserError:
-        """Returns the same mistake with another sentence in its fix."""
+        """Returns a copy of this error with `fix` appended to the present fix, after a semicolon."""
         fixes = "; ".join(filter(None, (self.fix, fix)))
         return UserError(self.problem, key=self.key, value=self.value or NO_VALUE, fix=fixes)
 
 
 class UserErrors(UserError):
-    """Several mistakes of the same kind, such as unknown keys, reported together with a line each."""
+    """Several mistakes of the same kind, such as unknown keys, reported together with a line each.
+
+    Args:
+        mistakes: A complete error line per mistake; equal lines are reported once.
+    """
 
     MOST = 200
-    """Maximum number of lines; a last line counts the rest."""
+    """Maximum number of reported mistakes; a last line gives the number of the remaining mistakes."""
 
     def __init__(self, mistakes: Iterable[str]) -> None:
         self.mistakes = list(dict.fromkeys(mistakes))
@@ -66,7 +70,7 @@ class UserErrors(UserError):
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the terminal: a line per mistake."""
+        """The error as lines for the terminal: a line per mistake, at most `MOST`, then `and N more`."""
         lines = [str(UserError(mistake)) for mistake in self.mistakes[: self.MOST]]
         more = len(self.mistakes) - self.MOST
         return [*lines, f"and {more} more"] if more > 0 else lines

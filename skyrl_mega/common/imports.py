@@ -34,8 +34,9 @@ def load(
     contract: Mapping[str, str] | None = None,
     stand_ins: Callable[[], Mapping[str, ModuleType]] = dict,
 ) -> Any:
-    """Returns the object named by an import path. Modules are found from the working directory; a file is imported once
-    per process.
+    """Imports a module or file of the user and returns the object named by an import path.
+
+    Modules are found from the working directory, which is appended to `sys.path`; a file is imported once per process.
 
     Args:
         path: `package.module:name` or `path/to/file.py:name`.
@@ -46,7 +47,8 @@ def load(
             modules while it is imported itself; no other code can.
 
     Raises:
-        UserError: The path has another form, or leads nowhere.
+        UserError: The path has another form, the module cannot be imported, or the name in the module is missing or
+            None.
     """
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
@@ -75,7 +77,8 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
         takes: The two parameters of such a function, for errors.
 
     Raises:
-        UserError: The name is unknown, the import path leads nowhere, or the object does not accept two arguments.
+        UserError: The name is unknown, the import path cannot be imported, or the object does not accept two
+            arguments.
     """
     if name in known:
         return known[name]
@@ -95,7 +98,14 @@ def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) 
 
 
 def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> None:
-    """Checks a function for two positional arguments, in the order of `takes`.
+    """Checks that a function can be called with two positional arguments; their types and order are not checked.
+
+    A function written in C without a readable signature passes.
+
+    Args:
+        function: The function.
+        setting: Setting and value, as subject of the error.
+        takes: Names of the two parameters, for the error.
 
     Raises:
         UserError: The function does not accept two arguments.

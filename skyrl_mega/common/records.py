@@ -23,8 +23,11 @@ ALLOWED = "allowed: an existing file, .jsonl, .json or .parquet"
 def records(file: Path) -> Iterator[Any]:
     """Yields every row of a `.parquet`, `.json` (a list) or JSON-lines file; only a `.json` file is loaded as a whole.
 
+    A row of a parquet file is a dict, a row of the other formats any JSON value. Every other suffix is read as JSON
+    lines.
+
     Raises:
-        UserError: The file does not exist, or the content does not match the suffix.
+        UserError: The file does not exist or cannot be read, or a row is not of the suffix's format.
     """
     try:
         if file.suffix == ".parquet":
@@ -45,7 +48,7 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatch]:
-    """Yields a file's rows in batches of at most `most` rows and of bounded size.
+    """Yields a file's rows in batches of at most `most` rows and about `BYTES_AT_ONCE` encoded bytes.
 
     Arrow supports at most 2 GiB of text per batch in a nested column; a file may exceed this with few rows. The size
     stated in a file is the encoded size, and repeated text is encoded only once. Therefore a batch found to be too

@@ -34,12 +34,17 @@ class Retries:
     longest_pause_s: float
     """Pauses double from the first to the longest; the client waits for a random part of a pause, at least half."""
     attempts: float = math.inf
+    """Maximum number of attempts, including the first."""
     total_s: float = math.inf
     """Seconds for all attempts and pauses."""
 
 
 class NoAnswer(Exception):
-    """No attempt of a request got an answer. The text is the cause of the last attempt's failure."""
+    """Failure of every attempt of a request. The text is the cause of the last attempt's failure.
+
+    Attributes:
+        attempts: Number of attempts.
+    """
 
     def __init__(self, cause: str, attempts: int) -> None:
         super().__init__(cause)
@@ -49,7 +54,9 @@ class NoAnswer(Exception):
 async def ask_again(
     http: httpx.AsyncClient, verb: str, url: str, body: Any, timeout_s: float, *, retries: Retries
 ) -> tuple[httpx.Response, bytes]:
-    """Sends a request until a reply has another status than `RETRIED`; returns the response and the bytes of the reply.
+    """Sends a request and returns the response and the bytes of the reply, whatever the status of the reply.
+
+    Retries after a status in `RETRIED`, a lost connection or a timeout, with growing pauses.
 
     Args:
         http: Client with the connections.
@@ -84,7 +91,10 @@ async def ask_again(
 
 
 def error_text(response: httpx.Response, data: bytes) -> str:
-    """Returns the error message of a reply on a single line."""
+    """Returns the error message of a reply as a single line of at most 300 characters.
+
+    Uses `error.message` of a JSON reply, else the start of the reply's text.
+    """
     try:
         body = parse_json(data)
         error = body.get("error", body)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 from skyrl_mega.common.errors import UserError
 
 MOST_BYTES = 256 * 2**20
+"""Default maximum size of a file, and maximum length of a line, in bytes."""
 LONGEST_INTEGER = 1023
 """Maximum bits of a whole number; a longer number exceeds every float, and JSON itself has no limit."""
 DEEPEST = 100
@@ -56,7 +57,7 @@ def parse_json(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEP
 
 
 def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
-    """Returns the JSON value at `start` of a text (whitespace is skipped) and the end position.
+    """Returns the JSON value at index `start` of a text (whitespace is skipped) and the index after the value.
 
     Raises:
         Malformed: No value begins there, or `parse_json` would reject the value.
@@ -213,7 +214,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def error_reason(error: Exception) -> str:
-    """Returns the reason of a failed read or write."""
+    """Returns the reason of a failed read for an error message: `is missing`, or `cannot be read (reason)`."""
     if isinstance(error, FileNotFoundError):
         return "is missing"
     return f"cannot be read ({getattr(error, 'strerror', None) or error})"

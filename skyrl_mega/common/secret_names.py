@@ -85,7 +85,15 @@ SHOWN = re.compile(r"(?P<plain>(?:(?!: | is not known|;).)+)")
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Returns True if the words of a setting's key, or of a key above, name a secret."""
+    """Returns True if a setting must be masked, by the words of its key or of a group above, such as `auth.value`.
+
+    Returns False for booleans, empty text, mappings and lists. A number must be masked only if a word such as
+    `password` (`HIDE_NUMBERS`) ends its key or a group's name.
+
+    Args:
+        key: Dotted key of the setting.
+        value: The setting's value.
+    """
     for prefix in NAMES:
         if key.startswith(prefix):
             name, _, rest = key.removeprefix(prefix).partition(".")
@@ -117,7 +125,7 @@ def hide_in_text(text: str) -> str:
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yields start and end of each value in a text after the name of a secret."""
+    """Yields start and end index of each secret in a text: the value after a name, as in `api_key=…` or `--token …`."""
     position = 0
     while pair := PAIR.search(text, position):
         position = pair.end("name")
@@ -129,14 +137,14 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_option(word: Any) -> bool:
-    """Returns True if a word of a command is an option with a secret as value, the next word."""
+    """Returns True if a word of a command is an option, such as `--api-key`, followed by a secret as next word."""
     return (
         isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _has_secret_name(word.lstrip("-"))
     )
 
 
 def names_secret(name: str) -> bool:
-    """Returns True if an environment variable has the name of a secret."""
+    """Returns True if an environment variable with this name usually contains a secret, such as `HF_TOKEN`."""
     return _has_secret_name(name) or _words(name) == ["key"]
 
 

@@ -38,7 +38,9 @@ _literal: set[str] = set()
 
 
 def note_literal(given: Iterable[tuple[str, Any]]) -> None:
-    """Remembers the secrets literally present in settings, before any error can repeat them.
+    """Remembers the secrets literally present in settings, before any error can repeat them; forgets earlier ones.
+
+    `hidden` and `masked` then replace these secrets in every text.
 
     Args:
         given: Dotted keys and values as given, mappings and lists included.
@@ -51,7 +53,11 @@ def note_literal(given: Iterable[tuple[str, Any]]) -> None:
 
 
 def note(settings: Any) -> None:
-    """Remembers the secrets taken from the environment, before the settings are resolved."""
+    """Remembers the secrets taken from the environment, before the settings are resolved.
+
+    Args:
+        settings: Nested settings with interpolations such as `${oc.env:HF_TOKEN}` as written.
+    """
     for key, raw in leaves(settings):
         for name in ENV.findall(raw) if isinstance(raw, str) else ():
             value = os.environ.get(name)
@@ -61,7 +67,12 @@ def note(settings: Any) -> None:
 
 
 def note_resolved(settings: Any, resolved: Any) -> None:
-    """Remembers the text to write in place of resolved secrets, for the same settings."""
+    """Remembers the text as written of each setting with an interpolated secret; `masked` returns this text.
+
+    Args:
+        settings: Nested settings with interpolations as written.
+        resolved: The same settings with all interpolations replaced by values.
+    """
     _text_as_written.clear()
     values = dict(leaves(resolved))
     for key, raw in leaves(settings):
@@ -140,7 +151,7 @@ def hidden(text: str, short: bool = False) -> str:
 
 
 def all_hidden(value: Any) -> Any:
-    """Returns mappings and lists with `hidden` applied to every text."""
+    """Returns a copy of nested mappings and lists with `hidden` applied to every text value; keys stay."""
     if isinstance(value, Mapping):
         return {name: all_hidden(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -149,7 +160,12 @@ def all_hidden(value: Any) -> Any:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of every entry in mappings and lists."""
+    """Yields dotted key and value of every entry in nested mappings and lists; an index is a part of the key.
+
+    Args:
+        value: Mappings, lists and values.
+        key: Dotted key of `value`; empty for the root.
+    """
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from leaves(inner, _below(key, name))

@@ -12,6 +12,9 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str, most: int = 4000) -> str:
-    """Returns the text as a single line, shortened to at most `most` characters."""
+    """Returns the text as a single line for a terminal, shortened to at most `most` characters.
+
+    Joins lines and repeated spaces by a single space, and escapes control characters.
+    """
     text = printable(" ".join(text.split()))
     return text if len(text) <= most else text[: most - 1] + "…"

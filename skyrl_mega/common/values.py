@@ -41,7 +41,7 @@ class Rule:
 
     @property
     def numbers(self) -> bool:
-        """True for a list of whole numbers."""
+        """True for a list of whole numbers, as opposed to a list of text: `type` is list and `low` is given."""
         return self.type is list and self.low is not None
 
     def allows(self, value: Any) -> bool:
@@ -50,11 +50,15 @@ class Rule:
 
     @property
     def words(self) -> str:
-        """Description of the valid values."""
+        """Description of the valid values, such as `a number from 0 to 1 or null`."""
         return self._describe() + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:
-        """Returns the valid values, as part of an error message."""
+        """Returns the part of an error message after a rejected value, such as `allowed is a number from 0 to 1`.
+
+        Args:
+            value: The rejected value.
+        """
         if isinstance(value, Mapping) and self.type is dict:
             return f"allowed is {self.words} without NaN, infinity and broken text"
         beyond = isinstance(value, int | float) and LARGEST < abs(value) < math.inf and self.high is None
@@ -106,7 +110,7 @@ _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a line of YAML without secrets, control characters escaped, shortened if too long."""
+    """Returns a value as a line of YAML of at most `WIDEST` characters, without secrets and control characters."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:

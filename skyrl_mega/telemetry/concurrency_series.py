@@ -22,16 +22,22 @@ class ConcurrencySeries:
     times: Floats
     """Strictly increasing boundaries of the intervals, in seconds of the wall clock."""
     sums: Floats
-    """Integral of the count up to each boundary."""
+    """Integral of the count up to each boundary, in items × seconds, plus a constant; only differences have a meaning.
+    """
     busy: Floats
-    """Seconds with a count above 0 up to each boundary."""
+    """Seconds with a count above 0 up to each boundary, plus a constant; only differences have a meaning."""
 
     @classmethod
     def from_intervals(
         cls, times: Sequence[float] | Floats, counts: Sequence[float] | Floats, shares: Sequence[float] | Floats
     ) -> Self:
-        """Builds a series from the mean count and the busy share of each interval; both are shorter than
-        `times` by 1."""
+        """Returns a series built from intervals.
+
+        Args:
+            times: n + 1 boundaries, strictly increasing, in seconds of the wall clock.
+            counts: n mean counts, for each interval.
+            shares: n busy shares from 0 to 1: the part of each interval with a count above 0.
+        """
         edges = np.asarray(times, dtype=np.float64)
         lengths = np.diff(edges)
         sums, busy = (np.concatenate([[0.0], np.cumsum(np.asarray(each) * lengths)]) for each in (counts, shares))
@@ -58,12 +64,12 @@ class ConcurrencySeries:
         return np.clip(np.diff(self.busy) / self.lengths, 0.0, 1.0)
 
     def at(self, times: Sequence[float] | Floats) -> Self:
-        """Returns the series resampled at these boundaries."""
+        """Returns the series with `times` as boundaries; outside the present range the count is 0."""
         edges = np.asarray(times, dtype=np.float64)
         return type(self)(edges, np.interp(edges, self.times, self.sums), np.interp(edges, self.times, self.busy))
 
     def between(self, start: float, end: float) -> Self:
-        """Returns the part of the series between two times."""
+        """Returns the series from `start` to `end`, cut or extended by count 0 to exactly this range."""
         inside = self.times[(self.times > start) & (self.times < end)]
         return self.at(np.concatenate([[start], inside, [end]]))
 
@@ -79,7 +85,10 @@ class ConcurrencySeries:
         return type(self)(self.times[last], self.sums[last], self.busy[last])
 
     def followed_by(self, later: Sequence[ConcurrencySeries]) -> Self:
-        """Appends later series in order; the count in the gaps is 0."""
+        """Returns this series joined with later series, given in order; the count in the gaps is 0.
+
+        If a later series overlaps the time already covered, the overlapping part is dropped.
+        """
         times, sums, busy = [self.times], [self.sums], [self.busy]
         end, total, worked = self.times[-1], self.sums[-1], self.busy[-1]
         for part in later:
@@ -107,7 +116,7 @@ class ConcurrencySeries:
         return type(self).from_intervals(edges, first.counts + second.counts, shares)
 
     def total(self, start: float, end: float) -> float:
-        """Returns the integral of the count between two times."""
+        """Returns the integral of the count between two times, in items × seconds."""
         return float(np.diff(np.interp([start, end], self.times, self.sums))[0])
 
     def busy_s(self, start: float, end: float) -> float:

@@ -54,27 +54,29 @@ PLACES = (
 
 @dataclass
 class Phase:
-    """A running phase."""
+    """A running phase of a run, such as `generate`, with its progress."""
 
     name: str
     total: int | None
+    """Number of items; None if unknown."""
     console: Console
     task: TaskID | None = None
     """Live progress line of the phase on a terminal."""
     start: float = field(default_factory=lambda: time.monotonic())
     done: int = 0
+    """Number of finished items."""
     detail: str = ""
     """Present activity, shown after the name."""
     last_line_s: float = field(default_factory=lambda: time.monotonic())
     """Time of the last plain line."""
 
     def update(self, done: int) -> None:
-        """Reports the number of finished items out of `total`."""
+        """Sets the number of finished items out of `total` and shows the progress."""
         self.done = done
         self.console._on_progress(self)
 
     def describe(self, detail: str) -> None:
-        """Reports the present activity of the phase."""
+        """Sets `detail`, the present activity, and shows the progress."""
         self.detail = detail
         self.console._on_progress(self)
 
@@ -117,7 +119,7 @@ class Console:
         self._ended_by = ended_by
 
     def log_to(self, path: Path) -> None:
-        """Copies all further plain lines to the file `path`, in append mode."""
+        """Appends all further plain lines, with date and time, to the file `path`; creates its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", buffering=1)
         self._stack.callback(_close, self._log)
@@ -129,7 +131,10 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Opens a named phase of the run; prints its progress and duration.
+        """Opens a named phase of the run for the duration of the block and yields the phase.
+
+        Prints and logs the first start of each name, progress at most every `QUIET_S` seconds, and the duration or
+        failure of a phase of at least `WORTH_A_LINE_S` seconds. An exception of the block passes through.
 
         Args:
             name: Name of the phase.
@@ -146,30 +151,42 @@ class Console:
         self._leave(phase, "done in")
 
     def say(self, text: str) -> None:
-        """Prints and logs a line; terminal control characters are escaped and secrets hidden. Records an `Event`."""
+        """Prints and logs a line; terminal control characters are escaped and secrets hidden.
+
+        If `text` is an `Event`, also appends the event to `events.jsonl` and the JSON output (`record`).
+        """
         shown = printable(hidden(text), keep="\n\t")
         self._print(shown)
         self._write_log(shown)
         self.record(text)
 
     def show_secret(self, text: str, instead: str) -> None:
-        """Prints a line with a secret, only on a terminal; other people may read a file or a pipe and receive
-        `instead`, as does the log."""
+        """Prints a line with a secret if the output is a terminal, else `instead`; the log always gets `instead`.
+
+        Other people may read the log, or the file or pipe behind the output.
+        """
         self._print(printable(text if self._out.is_terminal else instead))
         self._write_log(instead)
 
     def note(self, text: str) -> None:
-        """Writes a line to the run's log only. Records an `Event`."""
+        """Writes a line, with secrets hidden, to the run's log only; an `Event` is also recorded (`record`)."""
         self._write_log(hidden(text))
         self.record(text)
 
     def progress(self, text: str) -> None:
-        """Logs a line, and prints the line unless a live line shows the progress."""
+        """Logs a line of progress with secrets hidden; prints it too if the output is not a terminal.
+
+        A terminal shows the same progress as a live line.
+        """
         with self._lock:
             self._plain_line(hidden(text))
 
     def record(self, text: str) -> None:
-        """Writes an event to `events.jsonl` and to the JSON output; ignores plain text."""
+        """Appends an `Event` to `events.jsonl` and the JSON output, if these are open; prints no line.
+
+        Does nothing for text other than an `Event`. A `step` event goes only to `events.jsonl`: `step` writes the
+        metrics of the step to the JSON output.
+        """
         if not isinstance(text, Event):
             return
         if text.kind in ("step", "resumed"):
@@ -182,7 +199,8 @@ class Console:
             self._emit({"event": text.kind, **row})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the table row of a step, and a header every `HEADER_EVERY` rows."""
+        """Prints, logs and records the table row of a step, with a header every `HEADER_EVERY` rows; writes all metrics
+        to the JSON output."""
         if self._rows % HEADER_EVERY == 0:
             self._print(table.header(), style="bold")
             self._write_log(table.header())
@@ -191,7 +209,7 @@ class Console:
         self._emit({"step": step, **finite(metrics)})
 
     def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Prints the end of a run: scores before → after, and the paths of all results.
+        """Prints the end of a run: its duration, each score before → after, and the paths of all results.
 
         Args:
             folder: The run's folder.
@@ -213,7 +231,7 @@ class Console:
         self._emit({"done": True, "before": dict(before), "after": dict(after), "places": places})
 
     def close(self) -> None:
-        """Ends the live line and closes the log."""
+        """Ends the live line and closes the files of `log_to` and `events_to`."""
         self._stop_live()
         self._stack.close()
         self._log = None

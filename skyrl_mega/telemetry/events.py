@@ -40,11 +40,14 @@ COMMON = ("time", "kind", "after_step", "text")
 class Event(str):
     """A line for people, with its facts: `say(Event("actor_lost", "engine-1 crashed …", actor="engine-1", rank=1))`.
 
-    Being text, it goes wherever a line goes; `telemetry.console` also writes its facts to `events.jsonl`.
+    A subclass of `str`, accepted by every function for lines; `telemetry.console` also writes the facts to
+    `events.jsonl`.
     """
 
     kind: str
+    """Kind of the event, from the table at the top of this file."""
     facts: dict[str, Any]
+    """JSON values by field name: the fields of the kind."""
 
     def __new__(cls, kind: str, text: str, **facts: Any) -> Event:
         """Returns the line `text`; `facts` are JSON values."""
@@ -62,8 +65,9 @@ class EventLine:
     kind: str
     text: str
     after_step: int
-    """The last step that was finished at that time."""
+    """Number of the last step finished before the event; 0 before the first."""
     facts: dict[str, Any]
+    """Fields of the kind: all fields of the line but `COMMON`."""
 
 
 def row(event: Event, after_step: int) -> dict[str, Any]:
@@ -77,7 +81,9 @@ def row(event: Event, after_step: int) -> dict[str, Any]:
 
 
 def read(folder: Path) -> list[EventLine]:
-    """Returns the events of a run's folder in order, none without the file. Lines that a kill cut off are left out.
+    """Returns the events in `events.jsonl` of a run's folder, in the order of the file.
+
+    Returns an empty list if the file does not exist, and skips incomplete and malformed lines.
 
     Raises:
         UserError: The file cannot be read.

@@ -15,12 +15,13 @@ PEAK_OF_RSS = "5"
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes, or numbers of events, since the previous reading."""
+    """Memory in bytes, and numbers of allocator events. Peaks and numbers cover the time since the previous reading."""
 
     peak: int
-    """Peak of the process: on CUDA, memory allocated by torch; on a CPU, the resident set."""
+    """Peak of the process: on CUDA, GPU memory allocated by torch; on a CPU, the resident set, or the present resident
+    set if the system does not allow to reset its peak."""
     node: int
-    """Node memory currently not available to new programs."""
+    """Host memory of the node now in use by all programs: total minus available."""
     reserved: int | None = None
     """CUDA: peak of the memory reserved by torch's allocator, cached blocks included."""
     device: int | None = None
@@ -28,7 +29,7 @@ class MemoryReading:
     retries: int | None = None
     """CUDA: number of allocations that failed at first, so the allocator waited for the GPU and freed cached blocks."""
     allocations: int | None = None
-    """CUDA: number of memory requests to the driver; each waits for the GPU."""
+    """CUDA: number of memory requests to the CUDA driver; each waits for the GPU."""
 
 
 class MemoryMeter:
@@ -44,7 +45,7 @@ class MemoryMeter:
         self._events = (0, 0)
 
     def read(self) -> MemoryReading:
-        """Returns the values since the previous reading and resets the peaks."""
+        """Returns the memory use since the previous call and resets the peaks of this process."""
         node = self._node()
         if not self.cuda:
             return MemoryReading(self._resident(), node)

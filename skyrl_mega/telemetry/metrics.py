@@ -15,7 +15,7 @@ FIX = "remove that row, or give another run"
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns plain floats, with None for NaN and infinity (JSON cannot represent them)."""
+    """Returns the metrics as Python floats, with None in place of NaN and infinity, which JSON cannot represent."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -53,7 +53,7 @@ def _row(line: bytes | str) -> dict[str, float | None]:
 
 
 def step_of(line: str) -> float:
-    """Returns the step of a row; infinity for an incomplete row."""
+    """Returns the step of a row of `metrics.jsonl`; infinity for an incomplete or malformed row."""
     try:
         return float(_row(line)["step"] or 0)
     except Malformed:

@@ -51,12 +51,14 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 @contextmanager
 def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
-    """Yields `<run.directory>/<run.name>` with `config.yaml` and `logs/`, locked until the context ends.
+    """Creates and yields `<run.directory>/<run.name>` with `config.yaml` and `logs/`, locked until the context ends.
 
-    Results of a run without a checkpoint to resume from are moved to `earlier/`, and `say` prints the new path.
+    If the folder has metrics but no checkpoint, earlier results are moved to a new folder in `earlier/`, and `say`
+    prints the new path.
 
     Raises:
-        UserError: The folder cannot be created, is in use by another run, or holds a run that must not be resumed.
+        UserError: The folder cannot be created, is in use by another run, has checkpoints while `checkpoint.resume` is
+            false, or has a `config.yaml` written or edited by hand.
     """
     folder = Path(config.run.directory) / config.run.name
     try:
@@ -161,9 +163,9 @@ def _digest(text: str) -> str:
 
 
 def is_at_work(folder: Path) -> bool:
-    """Returns True if a process of this machine holds the lock of a run's folder.
+    """Returns True if a run in a process of this machine holds the lock of a run's folder; False without `/proc`.
 
-    Reads the kernel's list: trying the lock could fail the start of a run.
+    Reads the kernel's list of locks, because trying the lock could fail the start of a run.
     """
     try:
         inode = f":{(folder / '.lock').stat().st_ino}"

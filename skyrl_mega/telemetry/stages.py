@@ -32,13 +32,14 @@ class Stage:
     count: int
     """Number of actors."""
     start: float
+    """Start by `time.monotonic`, in seconds."""
     waiting: tuple[str, ...] = ()
     """Names of the actors not ready."""
     counted: bool = False
     """True once `waiting` is known."""
 
     def wait_for(self, actors: Sequence[str]) -> None:
-        """Sets the actors not ready."""
+        """Sets the names of the actors that are not ready yet."""
         self.waiting, self.counted = tuple(actors), True
 
     def text(self) -> str:
@@ -63,7 +64,10 @@ class Stages:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a stage of the driver: a phase of the console, showing the stages of the groups of actors."""
+        """Opens a stage of the driver: a phase of the console whose live line shows all open stages of actors.
+
+        Records the events `stage` and, if the block succeeds, `stage_done`. Does nothing without a console.
+        """
         if self._console is None:
             yield
             return
@@ -79,7 +83,9 @@ class Stages:
 
     @contextmanager
     def stage(self, actors: str, name: str, count: int) -> Iterator[Callable[[Sequence[str]], None]]:
-        """Opens a stage of a group of actors; yields a function for reporting the actors not ready.
+        """Opens a stage of a group of actors; yields a function that takes the names of the actors not ready yet.
+
+        Records the events `stage` and, if the block succeeds, `stage_done`; a long stage also prints a line at its end.
 
         Args:
             actors: Name of the group.
@@ -112,7 +118,7 @@ class Stages:
         self._console.record(Event("stage_done", f"{actors}: {name}", **facts, seconds=seconds))
 
     def text(self) -> str:
-        """Returns the present stages as text; empty without any."""
+        """Returns the open stages of all groups of actors as one line; empty if no stage is open."""
         with self._lock:
             return " · ".join(stage.text() for stage in self._open)
 

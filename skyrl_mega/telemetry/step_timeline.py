@@ -27,6 +27,7 @@ MAX_INTERVALS, MIN_INTERVALS = 12_000, 64
 MAX_BYTES = 2**26
 """Maximum size of a decompressed file."""
 MAX_SECONDS = 1e8
+"""Maximum length of a step in a file."""
 NAME = re.compile(r"[a-z_]{1,40}")
 """Allowed names of phases."""
 POLICY = ("logprobs", "train", "sync", "residency")
@@ -57,7 +58,12 @@ class StepTimeline:
     """Maximum number of concurrent environment calls."""
 
     def idle(self) -> dict[str, float]:
-        """Returns the `idle/*` metrics: idle shares of the step's time, from 0 to 1."""
+        """Returns the metrics of idle time, each a share from 0 to 1 of the step's duration.
+
+        `idle/engines`: mean share in which an engine has no request and is not being updated. `idle/policy`: share
+        without a phase of the policy. `idle/environments`: mean share of unused environment slots. `idle/bottleneck`:
+        the smaller of engines and policy.
+        """
         seconds = self.end - self.start
         updated = _within(self.phases, UPDATED, self.start, self.end)
         worked = [_worked(engine, self.start, self.end, updated) for engine in self.engines]
@@ -69,11 +75,11 @@ class StepTimeline:
 
     @property
     def synced(self) -> float | None:
-        """Time at which the engines held the step's weights; None for a step without a sync."""
+        """End of the step's last weight sync, in seconds of the wall clock; None for a step without a sync."""
         return max((span.end for span in self.phases if span.name == "sync"), default=None)
 
     def dumps(self) -> bytes:
-        """Returns the content of the step's file."""
+        """Returns the content of the step's file for `loads`: compressed JSON with rounded times and coarser series."""
         most = max(MIN_INTERVALS, MAX_INTERVALS // (len(self.engines) + 1))
         tree = {
             "step": self.step,
@@ -181,7 +187,10 @@ def _worked(engine: ConcurrencySeries, start: float, end: float, updated: Sequen
 def engine_series(
     by_engine: Mapping[int, ConcurrencySeries], count: int, start: float, end: float
 ) -> list[ConcurrencySeries]:
-    """Returns the series of engines 0 to `count` - 1 between two times; an engine without requests counts as 0."""
+    """Returns a series for each of the engines 0 to `count` - 1, from `start` to `end`.
+
+    An engine missing in `by_engine` gets a series with count 0.
+    """
     return [
         by_engine[engine].between(start, end) if engine in by_engine else ConcurrencySeries.empty(start, end)
         for engine in range(count)

@@ -15,6 +15,7 @@ class TableColumn:
     metric: str
     """Metric name, or `eval/*/mean` for the mean over evaluation sets; shown only if every set reports the metric."""
     width: int = 8
+    """Characters of a cell, without the space before it."""
 
 
 COLUMNS = (
@@ -32,6 +33,7 @@ COLUMNS = (
     TableColumn("sync", "time/sync", 7),
 )
 ABSENT = "·"
+"""Text of a missing number."""
 
 
 def header() -> str:
@@ -45,8 +47,7 @@ def row(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a number in at most seven characters: three decimals, or an exponent for very small and very large
-    values."""
+    """Returns a number in at most seven characters, such as `0.123`, `4567` or `1e-05`; `ABSENT` for None."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):

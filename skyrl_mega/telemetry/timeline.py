@@ -24,7 +24,7 @@ MAX_POINTS = 2048
 
 
 class Counter:
-    """Records a count that goes up and down.
+    """A count that goes up and down, recorded as a series over time.
 
     Args:
         start: Start time in seconds of any monotonic clock.
@@ -39,12 +39,17 @@ class Counter:
         self.times, self.sums, self.busy = [start], [0.0], [0.0]
 
     def add(self, change: int, now: float) -> None:
-        """Changes the count by `change` from `now` on."""
+        """Adds `change` to the count from time `now` on, by the clock of `start`."""
         self._reach(now)
         self.count += change
 
     def take(self, now: float, zero: float) -> ConcurrencySeries:
-        """Returns the series since the last call, with `zero` added to all times, and starts a new series."""
+        """Returns the series from the last call to `now` and starts a new series; the count stays.
+
+        Args:
+            now: Present time by the clock of `start`.
+            zero: Seconds added to all times, to convert this clock to the wall clock.
+        """
         self._reach(now)
         series = ConcurrencySeries(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
         self._begin(now)
@@ -121,7 +126,7 @@ class Timeline:
         """Process -> its reports, in order."""
 
     def requests(self, engine: int, change: int) -> None:
-        """Changes the number of running requests of an engine."""
+        """Adds `change`, +1 or -1 for a start or an end, to the number of running requests of an engine."""
         with self._lock:
             now = self.clock()
             counter = self._engines.get(engine)
@@ -130,16 +135,16 @@ class Timeline:
             counter.add(change, now)
 
     def calls(self, change: int) -> None:
-        """Changes the number of running environment calls."""
+        """Adds `change`, +1 or -1 for a start or an end, to the number of running environment calls."""
         with self._lock:
             self._environments.add(change, self.clock())
 
     def merge(self, other: ActivityReport, process: object = None) -> None:
-        """Adds a report from another process to the counts of this process. Must be called before `take`.
+        """Keeps a report from another process; the next `take` adds its counts to those of this process.
 
         Args:
-            other: Report that follows the process's previous report.
-            process: Identifies the process.
+            other: Report of the time after the process's previous report.
+            process: Identifies the process; reports of the same process are joined in time, not added.
         """
         with self._lock:
             reports = self._others.setdefault(process, [])
@@ -148,7 +153,10 @@ class Timeline:
                 self._others[process] = [_joined(reports)]
 
     def take(self) -> ActivityReport:
-        """Returns and forgets everything recorded since the last call; running requests and calls remain counted."""
+        """Returns and forgets everything recorded since the last call, with the reports given to `merge`.
+
+        Requests and calls still running remain counted.
+        """
         with self._lock:
             now, start = self.clock(), self._since
             zero = time.time() - now

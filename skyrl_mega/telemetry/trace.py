@@ -39,7 +39,7 @@ class Span:
 
 
 def is_trace(file: Path) -> bool:
-    """Returns True if the file was written by `TraceWriter`."""
+    """Returns True if the file starts like a file of `TraceWriter`; False if it differs or cannot be read."""
     try:
         with gzip.open(file) as opened:
             return opened.read(len(_HEAD)) == _HEAD
@@ -48,12 +48,12 @@ def is_trace(file: Path) -> bool:
 
 
 def day(clock: float) -> float:
-    """Converts a time of `time.perf_counter` to the wall clock."""
+    """Converts a time of this process's `time.perf_counter` to seconds of the wall clock (`time.time`)."""
     return clock + (time.time() - time.perf_counter())
 
 
 class TraceWriter:
-    """Writes a trace event by event. A context manager; the file appears only when complete.
+    """Writer of a trace, event by event. A context manager; the file appears when the block ends without an error.
 
     Args:
         file: Output path; ends in `.json.gz`.
@@ -109,7 +109,13 @@ class TraceWriter:
             )
 
     def count(self, pid: int, what: str, points: Iterable[tuple[float, float]]) -> None:
-        """Writes a counter of a process as a step function: (seconds of the wall clock, value from then on)."""
+        """Writes a counter of a process as a step function.
+
+        Args:
+            pid: Track number of the process.
+            what: Name of the counter.
+            points: Seconds of the wall clock, and the value from then on.
+        """
         for time_s, value in points:
             ts = round((time_s - self.zero) * 1e6, 3)
             self.event({"ph": "C", "name": what, "pid": pid, "tid": 0, "ts": ts, "args": {what: round(value, 3)}})
@@ -133,7 +139,7 @@ def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def named(pid: int, name: str) -> list[dict[str, Any]]:
-    """Returns the events for the name and position of a track."""
+    """Returns the two trace events that give track `pid` its name and its position, ordered by `pid`."""
     meta = {"ph": "M", "pid": pid, "tid": 0}
     return [
         {**meta, "name": "process_name", "args": {"name": name}},
@@ -142,7 +148,8 @@ def named(pid: int, name: str) -> list[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> Iterable[tuple[int, Span]]:
-    """Yields each span with the lowest row free at its start; spans in a row never overlap."""
+    """Yields (row, span) in order of start: the lowest row, from 0, free at the span's start. Spans in a row never
+    overlap."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):

@@ -39,7 +39,10 @@ class Guarded:
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queues a call of a method of the tracker; a returned line is shown to the user."""
+        """Queues a call of a method of the tracker for its thread; a line returned by the method is shown to the user.
+
+        Drops the call if the tracker is off or `MAX_QUEUED` calls are waiting, which turns the tracker off.
+        """
         if self._thread.ident is None:
             self._thread.start()
         if self._calls.qsize() < MAX_QUEUED:
@@ -48,7 +51,11 @@ class Guarded:
             self._turn_off(f"{MAX_QUEUED} calls wait for it")
 
     def close(self, failed: bool = False) -> None:
-        """Ends the tracker within `CLOSE_S` seconds; calls that still fail or hang are abandoned."""
+        """Finishes queued calls, closes the tracker and waits at most `CLOSE_S` seconds; then abandons the tracker.
+
+        Args:
+            failed: True if the run failed; passed to the tracker's `close`.
+        """
         if self._thread.ident is None:
             return
         self._failed = failed
@@ -100,5 +107,5 @@ class Guarded:
 
 
 def one_line(error: Exception) -> str:
-    """Returns an error's type and text in a line of at most 500 characters, without secrets."""
+    """Returns type and text of an error as one line of at most 500 characters, without secrets."""
     return str(masked(f"{type(error).__name__}: {' '.join(str(error).split())}"))[:500]

@@ -56,10 +56,10 @@ def unknown(name: str) -> str:
 
 
 def resolve(path: str) -> Any:
-    """Returns the class behind an import path.
+    """Imports and returns the tracker class behind an import path.
 
     Raises:
-        UserError: The path leads nowhere, or to something other than a tracker.
+        UserError: The path cannot be imported, or is not a class with the methods of a tracker.
     """
     cls = imports.load(path, "telemetry.trackers")
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
@@ -99,7 +99,10 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def unused_notes(config: TelemetryConfig) -> list[str]:
-    """Returns notes about non-default options of trackers that are off. A recipe may contain such options."""
+    """Returns a note for each non-default option in `telemetry.options` of a tracker not in `telemetry.trackers`.
+
+    Such an option is not an error, because a recipe may contain options of a tracker that the user turns off.
+    """
     notes = []
     for name in sorted({*config.options} - {*listed_trackers(config), ALWAYS}):
         cls = resolve(TRACKERS[name])
@@ -114,7 +117,7 @@ def unused_notes(config: TelemetryConfig) -> list[str]:
 
 
 def check_ready(config: TelemetryConfig) -> None:
-    """Lets every tracker of the run check for the required package and API key.
+    """Calls `check_ready` of every tracker of the run, to look for the required packages and API keys.
 
     Raises:
         UserError: A package or key is missing; the message names the fix.

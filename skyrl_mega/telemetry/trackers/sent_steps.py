@@ -55,7 +55,7 @@ class SentSteps:
             raise
 
     def skipped_text(self, resumed_step: int | None) -> str:
-        """Returns a message about steps to be repeated and skipped; empty if there are none.
+        """Returns the end of a line for the user about the steps to be repeated and skipped; empty if there are none.
 
         Args:
             resumed_step: Last step of the checkpoint; None for a run from the beginning.
