@@ -23,7 +23,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def expandable(environ: Mapping[str, str]) -> bool:
-    """Returns True if segments are expandable in a policy process with these environment variables."""
+    """Returns True if segments are expandable in a policy process started with these environment variables.
+
+    Without a setting by the user, the run's default applies, and the result is True.
+    """
     return _expandable(next((environ[name] for name in VARIABLES if environ.get(name)), SETTINGS))
 
 

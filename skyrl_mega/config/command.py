@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Ends the command after `--help`."""
+        """Raises an exception that ends the command after `--help`; prints nothing and ignores `message`."""
         raise _HelpPrinted(status)
 
     def error(self, message: str) -> NoReturn:
@@ -92,13 +92,15 @@ class _HelpPrinted(SystemExit):
 
 
 def guarded(run: Callable[[], int], as_json: bool = False) -> int:
-    """Runs a command and returns the exit code.
+    """Runs a command, prints its error as lines on standard error, and returns the exit code.
 
-    A closed standard output, as with `| head`, is not an error.
+    The code is WRONG_INPUT (2) after a `UserError` or a file that cannot be read or written; FAULT (1) after a disk
+    fault or `sys.exit` in user code; DONE (0) after `--help` or if the reader of standard output closed, as with
+    `| head`; otherwise the result of `run`. Other exceptions pass through.
 
     Args:
-        run: The command; a `UserError` is printed as a line, with exit code WRONG_INPUT.
-        as_json: True to print the error line on standard output too, as JSON.
+        run: The command.
+        as_json: True to print a `UserError` on standard output too, as JSON.
     """
     _open_streams()
     try:
@@ -121,7 +123,7 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
 
 
 def print_error(line: str) -> None:
-    """Writes a line to standard error, if the stream is still open."""
+    """Writes a line to standard error; does nothing if the stream is closed."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -136,17 +138,17 @@ def discard_output(stream: IO[str]) -> None:
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """Returns the argparse `type` for a whole number in a range."""
+    """Returns the argparse `type` for a whole number from `low` to `high`, both included."""
     return partial(_number, Rule(int, low=low, high=high))
 
 
 def real(low: float, high: float) -> Callable[[str], float]:
-    """Returns the argparse `type` for a number in a range."""
+    """Returns the argparse `type` for a number from `low` to `high`, both included."""
     return partial(_number, Rule(float, low=low, high=high))
 
 
 def path_of(text: str) -> Path:
-    """Converts an option's text to a path; the argparse `type` of files and folders.
+    """Converts an option's text to a path; the argparse `type` of files and folders. The path need not exist.
 
     Raises:
         ArgumentTypeError: The text is empty, or it or a name in it is too long for a path.
@@ -157,7 +159,7 @@ def path_of(text: str) -> Path:
 
 
 def enter(directory: str) -> None:
-    """Makes the folder of `--directory` the current one.
+    """Changes the working directory of this process to the folder given by `--directory`.
 
     Raises:
         UserError: The folder cannot be entered.

@@ -35,27 +35,30 @@ def evaluation_concurrency(config: Config, endpoint: bool) -> int:
 
 
 def policy_ranks(config: Config) -> int:
-    """Returns the number of policy processes."""
+    """Returns the number of policy ranks: `policy.ranks`, or all GPUs of the cluster if null."""
     return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node
 
 
 def reference_ranks(config: Config) -> int:
-    """Returns the number of processes of a reference with a separate layout; 0 without such a reference."""
+    """Returns the number of reference ranks on separate GPUs: `reference.ranks`, or as many as the policy if null.
+
+    Returns 0 without `reference.layout`: a reference then shares the policy's ranks.
+    """
     return (config.reference.ranks or policy_ranks(config)) if config.reference.layout else 0
 
 
 def has_critic(config: Config) -> bool:
-    """Returns True if advantages use a critic's values."""
+    """Returns True if the advantage estimator needs a critic, as gae does."""
     return config.algorithm.advantage_traits.critic
 
 
 def critic_ranks(config: Config) -> int:
-    """Returns the number of critic processes; 0 without a critic."""
+    """Returns the number of critic ranks: `critic.ranks`, or as many as the policy if null; 0 without a critic."""
     return (config.critic.ranks or policy_ranks(config)) if has_critic(config) else 0
 
 
 def critic_layout(config: Config) -> LayoutConfig:
-    """Returns the critic's parallel layout."""
+    """Returns the critic's parallel layout: `critic.layout`, or the policy's layout if null."""
     return config.critic.layout or config.policy.layout
 
 
@@ -90,7 +93,7 @@ def planned_device(config: Config) -> str:
 
 
 def overlaps(policy: PolicyConfig, device: str) -> bool:
-    """Returns True if a policy on this device (`cpu` or `cuda`) overlaps communication with computation."""
+    """Returns True if the policy overlaps communication with computation: `policy.overlap`, or on CUDA if null."""
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
@@ -135,7 +138,7 @@ def gpus_needed(config: Config) -> int:
 
 
 def idle_gpus_note(config: Config) -> str | None:
-    """Returns a note about unused GPUs in a run on CUDA; None if all are used."""
+    """Returns a note for the user about GPUs without work, assuming a run on CUDA; None if all GPUs are used."""
     engines, policy = config.rollout.engines * engine_ranks(config.rollout), policy_ranks(config)
     total = config.cluster.nodes * config.cluster.gpus_per_node
     engines_text = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
@@ -148,7 +151,7 @@ def idle_gpus_note(config: Config) -> str | None:
 
 
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
-    """Returns True if tokens may be sampled with older weights than the weights being trained."""
+    """Returns True if the policy may train on tokens sampled with older weights than its present weights."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
@@ -187,7 +190,7 @@ def cutoff_note(config: Config) -> str | None:
 
 
 def expert_parallel(rollout: RolloutConfig) -> bool:
-    """Returns True if engines distribute whole experts over workers."""
+    """Returns True if engines use expert parallelism: each worker has whole experts (`enable_expert_parallel`)."""
     return bool(rollout.options.get("enable_expert_parallel"))
 
 
@@ -197,12 +200,17 @@ def engine_data(rollout: RolloutConfig) -> int:
 
 
 def engine_ranks(rollout: RolloutConfig) -> int:
-    """Returns the number of workers per engine."""
+    """Returns the number of workers (GPUs) per engine: tensor parallel size × data-parallel replicas."""
     return rollout.tensor * engine_data(rollout)
 
 
 def eager(rollout: RolloutConfig, device: str) -> bool:
-    """Returns True if engines run without compilation and CUDA graphs. `auto` is planned as CUDA."""
+    """Returns True if engines run without compilation and CUDA graphs: `rollout.eager`, or on a CPU if null.
+
+    Args:
+        rollout: The settings.
+        device: `cpu`, `cuda` or `auto`; `auto` counts as CUDA.
+    """
     return device == "cpu" if rollout.eager is None else rollout.eager
 
 
@@ -243,12 +251,13 @@ def engine_precision(config: Config) -> str:
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Returns the maximum number of tokens after the prompt."""
+    """Returns the maximum number of tokens after the prompt, over all turns: `rollout.max_response_tokens`, or
+    `max_turns` × `sampling.max_tokens` if null."""
     return rollout.max_response_tokens or rollout.max_turns * rollout.sampling.max_tokens
 
 
 def length_limit(rollout: RolloutConfig) -> int:
-    """Returns the maximum number of tokens of a whole sequence."""
+    """Returns the maximum number of tokens per sequence: `rollout.max_length`, or prompt + response limit if null."""
     return rollout.max_length or rollout.max_prompt_tokens + response_limit(rollout)
 
 
@@ -293,5 +302,11 @@ def on_driver_node(environment: EnvironmentConfig) -> bool:
 
 
 def share_of(total: int, among: int, place: int) -> int:
-    """Returns the share of process `place` of `among` processes in a run-wide total; at least 1."""
+    """Returns the part of a run-wide total for one of several processes: an even division, but at least 1.
+
+    Args:
+        total: The run-wide number, such as threads.
+        among: Number of processes.
+        place: Index of the process, from 0; the first processes get the remainder.
+    """
     return max(1, total // among + (place < total % among))

@@ -28,6 +28,7 @@ class Key:
     type: Any
     """Type without None: int, float, bool, str, list, dict or a dataclass."""
     nullable: bool
+    """True if null is allowed."""
     default: Any
     metadata: dict[str, Any]
     """`allowed`, `low`, `high`, `empty`, `examples` (example text → meaning) from the schema."""
@@ -35,12 +36,12 @@ class Key:
 
     @cached_property
     def group(self) -> bool:
-        """True for a group of keys."""
+        """True if the key is a group of keys; False for a single setting."""
         return is_dataclass(self.type)
 
     @cached_property
     def rule(self) -> Rule:
-        """Rule of valid values; for a group, only nullability matters."""
+        """Rule for the value: type, range and allowed words; for a group, only nullability matters."""
         metadata = self.metadata
         return Rule(
             self.type if self.type in TYPES else dict,
@@ -53,7 +54,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """Description of the valid values."""
+        """Description of the valid values for the user, such as `a whole number from 1 to 100000 or null`."""
         if not self.group:
             return self.rule.words
         names = [field.name for field in fields(self.type)]
@@ -61,7 +62,11 @@ class Key:
         return words + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:
-        """Returns the valid values, as part of an error message."""
+        """Returns the part of an error message after a rejected value: the valid values, and examples if there are any.
+
+        Args:
+            value: The rejected value.
+        """
         return self.rule.refusal(value) + self._examples
 
     @property
@@ -99,12 +104,15 @@ def nearest(name: str) -> str | None:
 
 
 def names_in(group: str) -> list[str]:
-    """Returns the names allowed after `group.`; "" is the root."""
+    """Returns the last parts of all keys directly in a group, in schema order; "" is the root."""
     return [name.rpartition(".")[2] for name in keys() if name.rpartition(".")[0] == group]
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Returns field name → the docstring under the field, as a single line."""
+    """Returns field name → the docstring under the field, as a single line, from the source of a dataclass.
+
+    Fields without a docstring, and inherited fields, are left out.
+    """
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}

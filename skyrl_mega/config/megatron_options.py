@@ -116,11 +116,11 @@ DENIED: dict[str, dict[str, str | None]] = {
         (f"{CRITIC}.options", _optimizer(CRITIC)),
     )
 }
-"""Setting → field controlled by the run → the setting to use instead (None: no such setting)."""
+"""Setting with megatron-core options → refused option → the setting or advice to use instead (None: leave it out)."""
 
 
 def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields key and value of each setting with megatron-core options."""
+    """Yields key and value of each setting with megatron-core options; those of the critic only if given."""
     yield "policy.options", policy.options
     yield "policy.ddp_options", policy.ddp_options
     yield f"{OPTIMIZER}.options", policy.optimizer.options
@@ -129,10 +129,11 @@ def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterato
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Raises UserError for a field controlled by another setting or by the code.
+    """Checks the megatron-core options of policy and critic.
 
     Raises:
-        UserError: The field, and the setting to use instead.
+        UserError: An option is controlled by another setting or by the code (names the setting to use instead), or
+            options for recomputing activations contradict each other or `policy.recompute`.
     """
     for key, given in options(policy, critic):
         for name in given:
@@ -154,7 +155,7 @@ UNPLANNED = {
 
 
 def unplanned_notes(policy: PolicyConfig) -> list[str]:
-    """Returns notes about given options not included in the memory plan."""
+    """Returns a note for the user for each given option with an effect on memory missing in the memory plan."""
     given = policy.options
     return [
         f"policy.options.{name} = {shown(given[name])}: {note}" for name, note in UNPLANNED.items() if given.get(name)

@@ -49,7 +49,7 @@ def number(
 
 
 def whole(default: int | None, doc: str, *, low: int, high: int = 10**9) -> Option:
-    """Returns the declaration of a whole number; nullable if the default is None."""
+    """Returns the declaration of a whole number from `low` to `high` (included); nullable if the default is None."""
     return Option(default, Rule(int, default is None, low, high), doc)
 
 
@@ -69,7 +69,7 @@ def choice(*allowed: str, doc: str) -> Option:
 
 
 def texts(default: list[str], doc: str, *, choices: tuple[str, ...] = ()) -> Option:
-    """Returns the declaration of a list of text."""
+    """Returns the declaration of a list of non-empty texts; with `choices`, only these texts are allowed."""
     return Option(default, Rule(list, choices=choices, empty=False), doc)
 
 
@@ -79,12 +79,12 @@ def mapping(doc: str) -> Option:
 
 
 def group(inner: Mapping[str, Option], doc: str) -> Option:
-    """Returns the declaration of a group of options."""
+    """Returns the declaration of a group of options: a mapping with the options in `inner`, completed by defaults."""
     return Option({}, Rule(dict), doc, inner)
 
 
 def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[str, Any]:
-    """Returns all declared options, with defaults for missing values.
+    """Checks options given by the user and returns all declared options, with defaults for missing options.
 
     Args:
         key: Name of the setting with the options, for errors: `environment.options.math`.

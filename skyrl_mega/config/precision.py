@@ -15,16 +15,16 @@ from skyrl_mega.config.schema.fields import Refusals
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a recipe."""
+    """Requirements of an FP8 recipe (`policy.precision.recipe`)."""
 
     block: int
-    """Numbers per scale along a row; 1: a single scale per tensor."""
+    """Number of values that share a scale, along a row; 1 stands for a single scale per tensor."""
     width: int
-    """Required divisor of the weight widths of a rank, in Transformer Engine's matrix products."""
+    """Required divisor of the hidden size, and of the widths left to a rank, for Transformer Engine's products."""
     rows: int
     """Required divisor of the activation rows of a rank."""
     capability: tuple[tuple[int, int], tuple[int, int]]
-    """Lowest supported compute capability, and the next unsupported compute capability."""
+    """(Lowest supported compute capability, lowest unsupported compute capability above)."""
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables read by Transformer Engine at import."""
 
@@ -50,7 +50,7 @@ def needs(precision: PrecisionConfig) -> Needs | None:
 
 
 def row_multiple(precision: PrecisionConfig, spec: str) -> int:
-    """Returns the required divisor of a policy rank's token count, reached by padding.
+    """Returns the number to a multiple of which the tokens of a policy rank are padded; 1 for no padding.
 
     Args:
         precision: `policy.precision`.
@@ -61,15 +61,14 @@ def row_multiple(precision: PrecisionConfig, spec: str) -> int:
 
 
 def environment(precision: PrecisionConfig) -> dict[str, str]:
-    """Returns the environment variables of a rank on CUDA."""
+    """Returns the environment variables that the recipe needs in a policy rank on CUDA; empty without any."""
     requirements = needs(precision)
     return dict(requirements.environment) if requirements else {}
 
 
 @raising
 def check_precision(c: Config) -> Refusals:
-    """Rejects settings of `policy.precision` not supported by megatron-core or Transformer Engine, or without
-    effect."""
+    """Rejects settings of `policy.precision` without effect, or unsupported by megatron-core or Transformer Engine."""
     p = c.policy.precision
     for name in ("first_layers", "last_layers") if p.recipe == "model" else ():
         if getattr(p, name):
@@ -176,7 +175,7 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
 
 
 def fp8_notes(config: Config) -> Iterator[str]:
-    """Yields notes for a run on GPUs."""
+    """Yields notes for the user about FP8 in training, weight sync and engines, for a run on GPUs."""
     recipe, wire, size = config.policy.precision.recipe, config.weights.wire, config.cluster.gpu_memory_gib
     trains, serves = recipe != "model", fp8_weights(config.rollout)
     if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:

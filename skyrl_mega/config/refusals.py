@@ -1,4 +1,4 @@
-"""From refused settings to the error of the first one."""
+"""Conversion of refused settings (`Refusals`) to an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ P = ParamSpec("P")
 
 
 def raise_first(config: Config, refusals: Refusals) -> None:
-    """Raises for the first refused setting; the value is read from the settings, unless the refusal has one.
+    """Raises a UserError for the first refused setting; returns normally if nothing is refused.
+
+    Args:
+        config: The settings; the source of the value in the error, unless the refusal contains the value.
+        refusals: The refused settings.
 
     Raises:
         UserError: A setting is refused; names key, value, reason and fix.
@@ -26,7 +30,7 @@ def raise_first(config: Config, refusals: Refusals) -> None:
 
 
 def raising(rule: Callable[Concatenate[Config, P], Refusals]) -> Callable[Concatenate[Config, P], None]:
-    """Turns a generator of refusals into a check that raises UserError for the first."""
+    """Decorates a generator of refusals: the result raises a UserError for the first refusal, or returns None."""
 
     @wraps(rule)
     def check(config: Config, *args: P.args, **kwargs: P.kwargs) -> None:

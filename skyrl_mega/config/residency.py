@@ -13,6 +13,7 @@ ENGINE = ("engine_weights", "kv_cache")
 POLICY = ("parameters", "gradients", "optimizer")
 CRITIC = ("critic",)
 PARTS = (*ENGINE, *POLICY, *CRITIC)
+"""Parts of the state that can leave the device; valid values in `residency.keep`."""
 
 NEEDS = MappingProxyType(
     {
@@ -31,10 +32,15 @@ is not a separate part. A phase missing here needs no change: resident parts sta
 
 
 def kept(keep: Sequence[str] | None) -> frozenset[str]:
-    """Returns the parts to keep in every phase (`residency.keep`)."""
+    """Returns the parts to keep on the device in every phase: `residency.keep`, or all parts if None."""
     return frozenset(PARTS if keep is None else keep)
 
 
 def resident(phase: str, keep: Sequence[str] | None) -> frozenset[str]:
-    """Returns the parts on the device in a phase."""
+    """Returns the parts on the device in a phase: the parts needed there, and the kept parts.
+
+    Args:
+        phase: A key of `NEEDS`; other phases raise KeyError.
+        keep: `residency.keep`; None keeps all parts.
+    """
     return NEEDS[phase] | kept(keep)

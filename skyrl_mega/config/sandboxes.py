@@ -33,7 +33,11 @@ def default_total_mib(node_mib: float) -> int:
 
 
 def machine_mib(limit: Path = CGROUP) -> float:
-    """Returns the memory of this machine, or of this container, in MiB."""
+    """Returns the memory of this machine in MiB, or the container's limit if smaller.
+
+    Args:
+        limit: File with the container's limit in bytes; ignored if missing or unlimited.
+    """
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         sizes.append(int(limit.read_text()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# Texts of hints. Each follows a setting unknown here, and names the setting to use instead.
 _STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
 _GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
 _FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current or mxfp8 multiplies FP8, and model does not"

@@ -46,7 +46,7 @@ class VerbatimFiles(FileConfigSource):
         return "written"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file as Hydra does, and marks plain values for `restore_text`."""
+        """Reads a file like Hydra, and replaces numbers and booleans by marked text for `restore_text`."""
         read = super().load_config(config_path)
         read.config = _marked(read.config, Path(self.path, self._normalize_file_name(config_path)))
         return read
@@ -103,7 +103,10 @@ def _accepts(rule: Rule, text: str) -> bool:
 
 @contextmanager
 def hydra_config_from(*folders: Path) -> Iterator[None]:
-    """Makes Hydra compose from the files of `folders` inside the block; earlier folders take precedence."""
+    """Makes Hydra compose from the YAML files in `folders` inside the block, with values as written.
+
+    Earlier folders take precedence. Changes Hydra's global state, and restores it afterwards.
+    """
     Plugins.instance().register(VerbatimFiles)
     with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):
         where = create_config_search_path(f"{VerbatimFiles.scheme()}://{folders[0].absolute()}")

@@ -98,7 +98,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Checks every single value against the type and range of its key.
+    """Checks every value by itself, against type and range of its key; relations between settings are not checked.
 
     Raises:
         UserError: A value is not allowed.
@@ -129,7 +129,10 @@ def _members() -> dict[str, list[tuple[str, str]]]:
 
 @raising
 def check_paths(c: Config) -> Refusals:
-    """Rejects paths with a component longer than a file name may be: file systems raise an error for such a path."""
+    """Rejects settings with a path that has a name of more than `LONGEST_NAME` bytes between slashes.
+
+    File systems raise an error for such a path.
+    """
     paths_by_key = {
         "run.name": [c.run.name],
         "run.directory": [c.run.directory],

@@ -160,7 +160,9 @@ def _unsupported_ahead(c: Config) -> Refusals:
 
 
 def has_correction(a: AlgorithmConfig) -> bool:
-    """Returns True if the loss of every token accounts for the sampling weights, i.e. uses the engine's log-probs. A
-    loss of the user counts as such."""
+    """Returns True if the loss corrects for tokens sampled by other weights, by use of the engine's log-probs.
+
+    A user's own loss counts as corrected.
+    """
     user_loss = ":" in a.loss
     return user_loss or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"

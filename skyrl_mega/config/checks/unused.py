@@ -22,13 +22,20 @@ from skyrl_mega.config.schema.losses import LOSSES
 
 
 def check_unused(c: Config) -> None:
-    """Raises UserError for the first setting without effect."""
+    """Raises a UserError for the first non-default setting of `algorithm` without effect under the other settings.
+
+    Settings that usually come from a recipe are reported by `unused_notes` instead.
+    """
     if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
         raise error
 
 
 def unused_notes(c: Config) -> list[str]:
-    """Returns notes about settings without effect from a recipe, and about settings ignored by the planner."""
+    """Returns notes for the user about settings without effect, and about options missing in the memory plan.
+
+    Settings without effect here are settings of a loss or an estimator not in use, which often come from a recipe, and
+    evaluation settings without evaluation data.
+    """
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
     return [*map(str, algorithm), *_without_prompts(c), *unplanned_notes(c.policy)]
 

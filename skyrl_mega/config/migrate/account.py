@@ -1,4 +1,4 @@
-"""Account of a migration: what happened to every setting."""
+"""Account of a migration: the outcome for every setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 KINDS = ("taken", "changed", "dropped", "unknown", "added")
 """taken: the same value under our name. changed: another unit, value or several settings. dropped: no counterpart, or
-not needed. unknown: the other program's table lacks the key. added: settings that nothing given asked for."""
+not needed. unknown: the other program's table lacks the key. added: our settings without a given setting behind them,
+such as the other program's defaults."""
 
 
 @dataclass(frozen=True)
@@ -17,28 +18,33 @@ class AccountRow:
     """A setting of the other program, or an added setting of ours."""
 
     kind: str
-    """One of `KINDS`."""
+    """Outcome: an entry of `KINDS`."""
     theirs: str
     """Key of the other program; for an added setting, the origin: `verl's default`, `data set`, `layout`."""
     value: Any = None
+    """Given value of `theirs`; None for an added setting."""
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """Our settings that follow; empty for a dropped or unknown key."""
+    """Resulting settings of this project with values; empty for a dropped or unknown key."""
     why: str = ""
+    """Reason of the outcome, for the user; may be empty."""
     look: bool = False
     """True for an unknown key, and for a dropped value that changes training."""
 
 
 @dataclass
 class Migration:
-    """Our settings and the account of how they came about."""
+    """Result of a migration: settings of this project, and the account of every given or added setting."""
 
     program: str
+    """Name of the other program, as in `other_programs/table.yaml`."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Our settings by dotted key, without our defaults."""
+    """Settings of this project by dotted key, without defaults."""
     rows: list[AccountRow] = field(default_factory=list)
+    """The account: a row per given or added setting."""
     assumptions: list[str] = field(default_factory=list)
+    """Sentences for the user about values assumed because the input does not contain them."""
     open_layout: bool = False
-    """True if the other program cut the model by FSDP or ZeRO, so `policy.layout` has to be chosen."""
+    """True if the other program sharded the model by FSDP or ZeRO: the caller must choose `policy.layout`."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -48,13 +54,19 @@ class Migration:
 
     @property
     def without_reward(self) -> bool:
-        """True if only the rows of the data could name an environment."""
+        """True if the settings name no environment and no reward function; the rows of the data then must."""
         prepared = "--env" in str(self.settings.get("data.prepare", ""))
         names = ("environment.default", "environment.reward_function", "environment.classes")
         return not prepared and not any(self.settings.get(key) and key.startswith(names) for key in self.settings)
 
     def add(self, origin: str, settings: Mapping[str, Any], why: str = "") -> None:
-        """Adds settings that nothing given asked for; settings already present stay."""
+        """Adds those of `settings` that are absent so far, with a row of kind `added`; present settings stay.
+
+        Args:
+            origin: Origin of the settings for the account, such as `data set: GSM8K`.
+            settings: Settings of this project by dotted key.
+            why: Reason for the account.
+        """
         new = {key: value for key, value in settings.items() if key not in self.settings}
         self.settings |= new
         if new:

@@ -1,4 +1,4 @@
-"""Conversions by name, as `translation.yaml` names them."""
+"""Table of all conversions, by their name in `translation.yaml`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXTUAL = (
     "legacy_mean", "constant_mean", "trl_micro_batches", "evaluation_tokens", "engines", "at_least", "clip",
     "router_loss", "trl_importance", "rl_steps", "schedule",
 )  # fmt: skip
-"""Conversions that need other settings, applied after all others."""
+"""Conversions with a result that depends on other settings; applied after the remaining conversions."""
 
 
 CONVERSIONS: Mapping[str, Callable[[Any, Sequence[str], Any, TranslationState], Result]] = {
@@ -68,4 +68,4 @@ CONVERSIONS: Mapping[str, Callable[[Any, Sequence[str], Any, TranslationState], 
     "constant_mean": convert.constant_mean,
     "trl_micro_batches": convert.trl_micro_batches,
 }
-"""Name in `translation.yaml` → conversion. `figures` is not here: `figures.py` counts batches and GPUs."""
+"""Name in `translation.yaml` → conversion. The name `figures` is absent: `figures.py` computes batches and GPUs."""

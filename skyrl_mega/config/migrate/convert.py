@@ -1,10 +1,10 @@
 """Conversions of a value from the units of another program into settings of this project.
 
-Each function takes the value, our settings of the entry, the argument of `translation.yaml` and the translation so far.
-It returns our settings and the reason for a changed value.
+Each conversion takes the other program's value, the keys of our settings (`here`), the argument from `translation.yaml`
+and the translation so far. It returns our settings with values, and the reason for a changed value (may be empty).
 
 Raises:
-    Dropped: The value has no counterpart; the text says why.
+    Dropped: The value has no counterpart; the text is the reason.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ Result = tuple[Settings, str]
 
 
 class Dropped(Exception):
-    """A value without a counterpart; the text says why."""
+    """A value without a counterpart; the text is the reason, for the account.
+
+    Args:
+        why: The reason; if empty, the note of the key in the table is used.
+        look: True if dropping the value changes training, so the user must decide.
+    """
 
     def __init__(self, why: str, *, look: bool = False) -> None:
-        """Stores the reason; `look` marks a value that changes training, so its user has to decide."""
         super().__init__(why)
         self.look = look
 
 
 def fitted(key: str, value: Any) -> Any:
-    """Returns a value in the type of one of our settings.
+    """Returns a value converted to the type of our setting `key`; unchanged for a key of a free-form mapping.
 
     Raises:
-        Dropped: The setting does not allow the value.
+        Dropped: The setting does not allow the value; `look` is set, except for null.
     """
     known = keys().get(key)
     if known is None:  # below a mapping such as rollout.options
@@ -80,92 +84,122 @@ def _numeric(value: Any) -> float:
 
 
 def same(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to every setting of the entry."""
+    """Copies the value to every setting in `here`."""
     return {key: fitted(key, value) for key in here}, ""
 
 
 def none(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value; the argument is the reason, without it the table's note."""
+    """Drops every value: always raises `Dropped`, with `argument` as reason (None: the note in the table)."""
     raise Dropped(argument or "")
 
 
 def first(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to the first setting alone."""
+    """Copies the value to the first setting in `here` and ignores the remaining settings."""
     return {here[0]: fitted(here[0], value)}, ""
 
 
 def positive(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0; drops other values, which mean "not set" there."""
+    """Copies a value above 0 to every setting in `here`.
+
+    Raises:
+        Dropped: The value is null, negative or 0: "not set" in the other program.
+    """
     if value is None or _numeric(value) <= 0:
         raise Dropped(f"{shown(value)} is not set there")
     return same(value, here, argument, state)
 
 
 def items(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the entries of a list, one to each setting; drops lists of another length."""
+    """Copies entry i of a list to setting i of `here`.
+
+    Raises:
+        Dropped: The value is no list of this length.
+    """
     if not isinstance(value, list | tuple) or len(value) != len(here):
         raise Dropped(f"a list of {len(here)} values is expected")
     return {key: fitted(key, entry) for key, entry in zip(here, value, strict=True)}, "one setting each"
 
 
 def also(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value to the entry's settings and to those of the argument."""
+    """Copies a limit of tokens per turn to every setting in `here` and in `argument`, a list of our keys."""
     return {key: fitted(key, value) for key in (*here, *argument)}, "the limit of all turns, and of a single turn"
 
 
 def set_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is on; drops it if off."""
+    """Returns the settings in `argument` if the value is on.
+
+    Raises:
+        Dropped: The value is false, null, 0 or empty.
+    """
     if value in (False, None, 0, ""):
         raise Dropped("off there, and off unless given")
     return dict(argument), "on there"
 
 
 def with_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the value and sets further settings."""
+    """Copies the value to every setting in `here`, and adds the settings in `argument`."""
     return {**same(value, here, None, state)[0], **argument}, "with the settings that make it the same"
 
 
 def positive_with(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value above 0 to the first setting and sets further settings; drops other values."""
+    """Copies a value above 0 to the first setting in `here`, and adds the settings in `argument`.
+
+    Raises:
+        Dropped: The value is null, negative or 0.
+    """
     return {**positive(value, here[:1], None, state)[0], **argument}, "with the settings that make it the same"
 
 
 def positive_set(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is above 0; drops other values."""
+    """Returns the settings in `argument` if the value is true or above 0; for the export of a model at the end.
+
+    Raises:
+        Dropped: The value is null, negative or 0.
+    """
     positive(1 if value is True else value, (), None, state)
     return dict(argument), "at the end of the run; of any checkpoint: python -m skyrl_mega.export"
 
 
 def above_1(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is above 1; drops other values."""
+    """Returns the settings in `argument` if the value, an expert parallel size, is above 1.
+
+    Raises:
+        Dropped: The value is at most 1, or no number.
+    """
     if _numeric(value) <= 1:
         raise Dropped("1 is off")
     return dict(argument), "over all GPUs of an engine"
 
 
 def when_off(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets fixed values if the value is off; drops it if on."""
+    """Returns the settings in `argument` if the value is off: false, null, 0 or empty.
+
+    Raises:
+        Dropped: The value is on, as by default here.
+    """
     if value:
         raise Dropped("on there, and here")
     return dict(argument), "off there"
 
 
 def switch(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the first setting to null (0 if it allows no null) if the switch is off; if on, the keys under the switch
-    have the value."""
+    """Sets the first setting in `here` to null, or to 0 if null is not allowed, if the switch is off.
+
+    Returns no settings if the switch is on: another key of the program has the value.
+    """
     if value:
         return {}, f"{here[0]} says so: above 0 is on"
     return {here[0]: None if keys()[here[0]].nullable else 0}, "off"
 
 
 def dtype(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a type of numbers by its long or short name."""
+    """Copies a number type by our name: `bf16` becomes `bfloat16`, `fp32` becomes `float32`."""
     names = {"bf16": "bfloat16", "fp32": "float32", "torch.bfloat16": "bfloat16", "float": "float32"}
     return same(names.get(str(value), value), here, None, state)
 
 
 def model(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a path; a name of the Hugging Face hub becomes a folder of the models."""
+    """Copies a model's path to every setting in `here`; a name on the Hugging Face hub becomes a folder in `MODELS`."""
     text = str(value)
     if text.count("/") == 1 and not text.startswith((".", "/", "~", "$")):
         path = f"{MODELS}/{text.rpartition('/')[2]}"
@@ -190,12 +224,16 @@ def reference(value: Any, here: Sequence[str], argument: Any, state: Translation
 
 
 def home(text: str) -> str:
-    """Returns a path with `~` replaced by the variable HOME, read when the run starts."""
+    """Returns a path with a leading `~` replaced by a reference to the environment variable HOME."""
     return "${oc.env:HOME}" + text[1:] if text == "~" or text.startswith("~/") else text
 
 
 def files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the paths of data files as a list."""
+    """Copies the paths of data files, a text or a list, to the first setting in `here` as a list.
+
+    Raises:
+        Dropped: An entry is no text.
+    """
     paths = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, str) for entry in paths):
         raise Dropped("a list of files is expected")
@@ -203,13 +241,17 @@ def files(value: Any, here: Sequence[str], argument: Any, state: TranslationStat
 
 
 def named_files(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the paths of `NAME FILE NAME FILE …`."""
+    """Copies the paths in a list NAME, FILE, NAME, FILE, … to the first setting in `here`, without the names."""
     paths = value[1::2] if isinstance(value, list) else [value]
     return files(paths, here, None, state)[0], "a row's data_source names its set"
 
 
 def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds the known trackers to the default list; drops a list with unknown ones, or with none beside the default."""
+    """Sets the list of trackers: our defaults plus the given trackers known here.
+
+    Raises:
+        Dropped: A tracker is unknown, or the list adds nothing to our defaults.
+    """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if unknown := [name for name in names if name not in (*TRACKERS, "console", "none", "all")]:
         raise Dropped(f"{', '.join(unknown)} is no tracker here: {', '.join(TRACKERS)}, or your own class")
@@ -220,21 +262,32 @@ def trackers(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def tracker(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds a tracker if the value is on; drops it if off."""
+    """Sets the list of trackers to our defaults plus the tracker named by `argument`, if the value is on.
+
+    Raises:
+        Dropped: The value is off.
+    """
     if not value:
         raise Dropped("off there, and off unless given")
     return trackers(argument, here, None, state)
 
 
 def tracker_option(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets an option of the tracker wandb; drops it if the run does not have this tracker."""
+    """Copies the value to the wandb option named by `argument`.
+
+    Raises:
+        Dropped: The translated run does not use the tracker wandb.
+    """
     if "wandb" not in state.ours("telemetry.trackers"):
         raise Dropped("of Weights & Biases, which the run does not use")
     return {f"telemetry.options.wandb.{argument}": value}, "an option of the tracker wandb"
 
 
 def sequences(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the tokens of so many sequences of full length, at most 8,192 or one sequence, whichever is more."""
+    """Converts a number of sequences per micro-batch to tokens: number × maximum sequence length.
+
+    The result is at most 8,192 tokens, or a single sequence if longer.
+    """
     length = longest(state)
     tokens = int(_numeric(value)) * length
     limit = max(8192, length)
@@ -244,14 +297,17 @@ def sequences(value: Any, here: Sequence[str], argument: Any, state: Translation
 
 
 def longest(state: TranslationState) -> int:
-    """Returns the limit of a whole sequence in tokens."""
+    """Returns the maximum number of tokens of a sequence, prompt and response, by the translation so far."""
     response = state.ours("rollout.max_response_tokens")
     response = response or state.ours("rollout.max_turns") * state.ours("rollout.sampling.max_tokens")
     return int(state.ours("rollout.max_length") or state.ours("rollout.max_prompt_tokens") + response)
 
 
 def divided_by(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Divides by a number or by one of our settings."""
+    """Divides the value by `argument`, a number or the key of our setting; the result is at least 1.
+
+    For a setting that is a whole number, the result is rounded up.
+    """
     divisor = argument if isinstance(argument, int) else state.ours(argument)
     quotient = _numeric(value) / divisor
     whole = keys()[here[0]].type is int
@@ -260,28 +316,33 @@ def divided_by(value: Any, here: Sequence[str], argument: Any, state: Translatio
 
 
 def divides(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Divides one of our settings by the value."""
+    """Sets the first setting in `here` to our setting `argument` divided by the value, rounded up to at least 1."""
     return {here[0]: _whole(state.ours(argument) / max(1, _numeric(value)), here[0])}, f"{argument} / {shown(value)}"
 
 
 def times(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies by a number or by one of our settings."""
+    """Multiplies the value by `argument`, a number or the key of our setting."""
     factor = argument if isinstance(argument, int) else state.ours(argument)
     return {key: fitted(key, _numeric(value) * factor) for key in here}, f"{shown(value)} × {shown(factor)}"
 
 
 def plus(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Adds a number."""
+    """Adds the number `argument` to the value, for example to count turns of the policy instead of observations."""
     return {key: fitted(key, int(_numeric(value)) + argument) for key in here}, "turns of the policy: one more"
 
 
 def round_up(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Rounds up to a whole number."""
+    """Rounds the value up to a whole number."""
     return {here[0]: math.ceil(_numeric(value))}, "a whole number of weight syncs"
 
 
 def input_limit(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the limit before a turn; a last turn may then write its whole answer."""
+    """Copies the maximum number of tokens before a turn, and sets the limits of sequence and response so that a last
+    turn may still generate `max_tokens`.
+
+    Raises:
+        Dropped: The value is null.
+    """
     if value is None:
         raise Dropped("not set there")
     most = int(_numeric(value)) + state.ours("rollout.sampling.max_tokens")
@@ -290,14 +351,17 @@ def input_limit(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def legacy_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the mean of micro-batches' token means, with SkyRL's samples per micro-batch (1 if not given)."""
+    """Sets `loss_mean` to micro_batches, with SkyRL's samples per micro-batch (1 if not given); ignores the value."""
     samples = state.theirs("trainer.micro_train_batch_size_per_gpu") or 1
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of micro-batches of {samples}"
 
 
 def constant_mean(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the sum over a sequence's tokens divided by a length: of the argument's key, or of the longest response."""
+    """Sets `loss_mean` to constant; ignores the value.
+
+    The divisor is the value of the other program's key `argument`, or otherwise our maximum response length.
+    """
     length = state.theirs(argument) if argument else None
     length = length or state.ours("rollout.max_response_tokens") or state.ours("rollout.sampling.max_tokens")
     ours = {"algorithm.loss_mean": "constant", "algorithm.loss_mean_length": int(length)}
@@ -305,28 +369,35 @@ def constant_mean(value: Any, here: Sequence[str], argument: Any, state: Transla
 
 
 def trl_micro_batches(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets the token mean of each device's batch."""
+    """Sets `loss_mean` to micro_batches, with TRL's batch per device as samples (8 if not given); ignores the value."""
     samples = state.theirs("per_device_train_batch_size") or 8
     ours = {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
     return ours, f"the token mean of batches of {samples}"
 
 
 def engines(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies the number of engines by a value above 1; drops other values."""
+    """Multiplies `rollout.engines` by the value, a number of replicas per engine.
+
+    Raises:
+        Dropped: The value is at most 1.
+    """
     if _numeric(value) <= 1:
         raise Dropped("1 is no replica")
     return {"rollout.engines": state.ours("rollout.engines") * int(value)}, "as many more engines"
 
 
 def at_least(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Raises a limit of training to the limit of evaluation."""
+    """Raises every setting in `here`, a limit for training, to the value, the limit for evaluation, if smaller."""
     return {
         key: max(int(_numeric(value)), state.ours(key) or 0) for key in here
     }, "one limit for training and evaluation"
 
 
 def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the answer limit of evaluation; a longer answer than in training raises the limit of whole responses."""
+    """Copies the maximum number of tokens per turn in evaluations to the first setting in `here`.
+
+    A value above our maximum response length also raises this maximum.
+    """
     ours = {here[0]: fitted(here[0], value)}
     limit = state.ours("rollout.max_response_tokens")
     limit = limit or state.ours("rollout.max_turns") * state.ours("rollout.sampling.max_tokens")
@@ -337,7 +408,13 @@ def evaluation_tokens(value: Any, here: Sequence[str], argument: Any, state: Tra
 
 
 def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a clip range to the settings of the loss in use; `argument` is subtracted for CISPO."""
+    """Copies a clip bound to the settings of the loss in use, such as `algorithm.gspo.clip_low`.
+
+    `argument` is subtracted for cispo, if the other program states the bound of the weight itself.
+
+    Raises:
+        Dropped: The value has no effect in SkyRL's cispo.
+    """
     loss = state.ours("algorithm.loss")
     if loss == "cispo" and state.program == "SkyRL":
         raise Dropped("without effect there: its cispo has cispo_eps_clip_low and cispo_eps_clip_high")
@@ -348,35 +425,35 @@ def clip(value: Any, here: Sequence[str], argument: Any, state: TranslationState
 
 
 def fusion(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value: a fusion is used wherever it is right, unless left out of `policy.fusions`."""
+    """Drops every value: always raises `Dropped`, because fusions are on by default where results do not change."""
     raise Dropped("used wherever it is right" if value else "list the others in policy.fusions to turn it off")
 
 
 def context(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops every value: 1 is no cut, and a larger size of FSDP's sequence parallelism is left to the layout."""
+    """Drops every value, a sequence parallel size of FSDP: always raises `Dropped`, as the layout replaces it."""
     if _numeric(value) <= 1:
         raise Dropped("1 is no cut")
     raise Dropped("chosen with the layout: Megatron's tensor parallelism cuts weights and, between layers, sequences")
 
 
 def without_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a text without an ending that is added here."""
+    """Copies a text without the ending `argument`, because this project appends the ending itself."""
     text = str(value).removesuffix(argument)
     return {here[0]: text}, f"{argument} is added here" if text != value else ""
 
 
 def list_(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies a value as a list."""
+    """Copies the value to the first setting in `here` as a list; a single value becomes a list of one text."""
     return {here[0]: fitted(here[0], value if isinstance(value, list) else [str(value)])}, ""
 
 
 def router_loss(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Drops the auxiliary loss, which TRL applies only to a mixture of experts that outputs router logits."""
+    """Drops the auxiliary loss: always raises `Dropped`, because TRL applies it only with `output_router_logits`."""
     raise Dropped("TRL applies it only where output_router_logits is on; give policy.moe.aux_loss for it")
 
 
 def trl_importance(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the bound of the importance weight, and of the mask where TRL masks whole sequences."""
+    """Copies TRL's bound of the importance weight; if TRL masks whole sequences, also to `rejection.high`."""
     bound = fitted("algorithm.importance_cap", value)
     ours = {"algorithm.importance_cap": bound}
     if str(state.theirs("vllm_importance_sampling_mode")).startswith("sequence_mask"):

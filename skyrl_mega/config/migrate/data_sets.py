@@ -1,4 +1,4 @@
-"""Data sets that `python -m skyrl_mega.data` converts, recognized by their names."""
+"""Settings for data sets known to `python -m skyrl_mega.data`, recognized by file or data set name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from skyrl_mega.common.values import shown
 from skyrl_mega.config.migrate.state import TranslationState
 
 ALGEBRA = ("deepscaler", "math", "accuracy_reward", "reasoning_accuracy_reward")
-"""Graders of other programs that compare a final answer as mathematics."""
+"""Graders of other programs with a mathematical comparison of the final answer."""
 
 
 def choose(t: TranslationState) -> None:
-    """Adds the conversion of a known data set, its environment, and settings for a run without evaluation."""
+    """Adds settings for the given training data to the translation: conversion and environment of a known data set.
+
+    Rows of an unknown data set stay as they are, or become a note for the user. Without evaluation data, also turns
+    evaluation off.
+    """
     files = t.migration.settings.get("data.train") or []
     first = files[0] if files else ""
     known = next((add for name, add in KNOWN.items() if name in first.casefold() and t.program != "SkyRL"), None)
@@ -104,4 +108,4 @@ KNOWN: dict[str, Callable[[TranslationState, str], None]] = {
     "dapo_math": _math,
     "gsm8k": _gsm8k,
 }
-"""Part of a file's or data set's name → the function that adds its settings."""
+"""Part of a file or data set name → function to add the settings of this data set."""

@@ -1,4 +1,4 @@
-"""Values of shell words, from variables alone: no command is run and no file is read."""
+"""Expansion of shell words by the script's variables; no command is run and no file is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_mega.common.errors import UserError
 from skyrl_mega.config.migrate.shell_words import Assignment, Word, WordPiece, changed_names, tokens
 
 ENVIRONMENT = "${{oc.env:{}}}"
-"""Text that our configuration replaces by a variable of the environment when the run starts."""
+"""Format of a reference to an environment variable in our configuration, resolved at the start of a run."""
 _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*])(?P<all>\[[@*]\])?(?:(?P<operation>:?[-=+?]|%%?|\#\#?)(?P<operand>.*))?", re.DOTALL
 )
@@ -29,9 +29,9 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 LARGEST = 10**15
 """Largest number in the arithmetic of a script."""
 LONGEST = 2**24
-"""Maximum characters of all values that a script puts in words."""
+"""Maximum number of characters of all expanded values of a script together."""
 LONGEST_TRIMMED = 10_000
-"""Maximum characters of a value that `${X%pattern}` shortens."""
+"""Maximum number of characters of a value shortened by `${X%pattern}`."""
 DEEPEST = 50
 """Maximum depth of expansions inside of expansions."""
 LONGEST_LIST = 10_000
@@ -39,17 +39,18 @@ LONGEST_LIST = 10_000
 
 
 class Unresolved(Exception):
-    """A value that only a running shell knows; the text says why."""
+    """A value unknown without running the shell script; the text is the reason."""
 
 
 class Unset(str):
-    """The empty value of a variable that the script removed; its defaults hold, the environment's value does not."""
+    """Value of a variable removed by the script: empty, and replaced by a default such as `${X:-1}` or `${X-1}`."""
 
 
 class Unknown(str):
-    """A word as written, in an array whose other words are known; `reason` says why the word is unknown."""
+    """A word with an unknown value, as written."""
 
     reason: str
+    """Reason why the value is unknown."""
 
     def __new__(cls, source: str, reason: str) -> Unknown:
         """Returns the word with the reason."""
@@ -64,15 +65,16 @@ Value = str | list[str] | Unresolved
 
 @dataclass
 class Variables:
-    """Variables assigned so far, and the assumptions made about the environment."""
+    """Variables of a shell script, assigned while reading, with the assumptions about the environment."""
 
     values: dict[str, Value] = field(default_factory=dict)
+    """Name → value of each variable assigned so far."""
     folder: str = "."
     """Folder of the script, for the usual expression with `BASH_SOURCE`."""
     absent: set[str] = field(default_factory=set)
-    """Variables with a default in the script, taken because the environment may lack the variable."""
+    """Variables with a default in the script (`${X:-1}`) that was used, assuming the environment does not set them."""
     environment: set[str] = field(default_factory=set)
-    """Variables that only the environment has; our file reads them when the run starts."""
+    """Variables used but not assigned; our configuration reads their values from the environment of the run."""
     arguments: list[str] | None = None
     """Arguments of the function being read; None outside of functions."""
     steps: int = 0
@@ -80,15 +82,15 @@ class Variables:
     sourced: int = 0
     """Scripts read with `source` so far."""
     spent: int = 0
-    """Characters of all values that were put in words so far."""
+    """Number of characters of all values expanded so far."""
     depth: int = 0
-    """Depth of the expansion being read."""
+    """Depth of nested expansions at the moment."""
     missing: set[str] = field(default_factory=set)
-    """Scripts read by the script that are not here."""
+    """Paths of scripts read by `source` but absent on this machine."""
 
     @property
     def assumptions(self) -> list[str]:
-        """Sentences about the environment of the script."""
+        """Sentences for the user about assumed defaults, environment variables and missing files; empty without any."""
         lines = {
             "the script's defaults hold, as if the environment lacked": self.absent,
             "read from the environment when the run starts:": self.environment,
@@ -97,10 +99,11 @@ class Variables:
         return [f"{text} {', '.join(sorted(names))}" for text, names in lines.items() if names]
 
     def words(self, word: Word) -> list[str]:
-        """Returns the words that a word stands for, after variables are replaced and unquoted values split.
+        """Expands a word as a shell does: replaces variables and splits unquoted values; returns any number of words.
 
         Raises:
-            Unresolved: The word needs a running shell.
+            Unresolved: The value depends on a command or on an unknown variable.
+            UserError: The script's values exceed `LONGEST` characters.
         """
         results, lists = list[str](), False
         for piece in word.pieces:
@@ -118,33 +121,33 @@ class Variables:
         return [] if lists and results == [""] else results  # "$@" and "${ARRAY[@]}" without entries are no word
 
     def known_words(self, word: Word) -> list[str]:
-        """Returns the words that a word stands for; an unknown word as written, marked by `Unknown`."""
+        """Expands a word like `words`; a word with an unknown value becomes a single `Unknown`."""
         try:
             return self.words(word)
         except Unresolved as reason:
             return [Unknown(word.source, str(reason))]
 
     def text(self, word: Word) -> str:
-        """Returns a word as one text, as on the right of an assignment.
+        """Expands a word to a single text without splitting, as on the right of an assignment.
 
         Raises:
-            Unresolved: The word needs a running shell.
+            Unresolved: The value depends on a command or on an unknown variable.
         """
         values = (self._piece(piece) for piece in word.pieces)
         return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
 
     def quoted(self, source: str) -> str:
-        """Returns a text between double quotes with variables replaced.
+        """Expands a text as if between double quotes; quotes around the text are removed first.
 
         Raises:
-            Unresolved: The text needs a running shell.
+            Unresolved: The value depends on a command or on an unknown variable.
         """
         bare = source[1:-1] if len(source) > 1 and source[0] == source[-1] and source[0] in "'\"" else source
         token = next(tokens('"' + bare.replace('"', '\\"') + '"'), None)
         return self.text(token) if isinstance(token, Word) else ""
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets or extends a variable; an unknown value is kept as the reason."""
+        """Sets or extends a variable in `values`; for an unknown value, stores the `Unresolved` with the reason."""
         name = assignment.name
         before = self.values.get(name, "")
         try:
@@ -225,10 +228,11 @@ class Variables:
         return ENVIRONMENT.format(name)
 
     def arithmetic(self, source: str) -> int:
-        """Returns the value of `$((source))`.
+        """Evaluates `$((source))` with whole numbers.
 
         Raises:
-            Unresolved: The expression has other operations than + - * / %, or an unknown variable.
+            Unresolved: The expression has other operations than + - * / %, an unknown variable, or an assignment; the
+                assigned variables then become unknown.
         """
         if names := changed_names(source):
             self.values.update({name: Unresolved(f"{name} is set by arithmetic of the shell") for name in names})

@@ -1,4 +1,4 @@
-"""Counts of GPUs, engines, batches and steps, from several settings of the other program."""
+"""Numbers of GPUs, engines, batches and steps, computed from several settings of the other program."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from skyrl_mega.config.migrate.convert import sequences
 from skyrl_mega.config.migrate.state import TranslationState
 
 PROCESSES = 8
-"""Assumed processes of TRL where the launcher's number is not given: one node of 8 GPUs."""
+"""Assumed number of TRL's processes if the launcher's option is not given: a node of 8 GPUs."""
 START_SECONDS = 1800
 """Time limit for the start on several nodes, as in `configs/cluster/`."""
 STEPS_DECIDE = {"slime": ("--num-rollout", "--num-epoch"), "TRL": ("max_steps", "num_train_epochs")}
-"""Program → its number of steps, and its number of epochs, which has no effect beside the steps."""
+"""Program → (key of the number of steps, key of the number of epochs). Given steps make the epochs ineffective."""
 ENDLESS = 1_000_000
-"""Passes over the data that no run completes."""
+"""Number of epochs out of reach of every run, so `run.steps` ends the run."""
 
 
 def batches(t: TranslationState) -> None:
-    """Translates TRL's batch sizes and steps, which depend on the number of processes."""
+    """Translates TRL's batch sizes, GPUs and steps into the translation `t`; does nothing for other programs.
+
+    Adds settings, rows of the account and assumptions. Sizes unknown without running the script keep our defaults.
+    """
     if t.program != "TRL":
         return
     processes = _processes(t)
@@ -172,7 +175,10 @@ def _product(*factors: int | None) -> int | None:
 
 
 def steps_decide(t: TranslationState) -> None:
-    """Lets a given number of steps alone end the run, as TRL and slime repeat the data until then."""
+    """Sets `run.epochs` to `ENDLESS` if TRL's or slime's number of steps is given, so `run.steps` alone ends the run.
+
+    TRL and slime repeat the data until this number of steps. Does nothing in other cases.
+    """
     steps, epochs = STEPS_DECIDE.get(t.program, ("", ""))
     if steps not in t.given or not t.migration.settings.get("run.steps"):
         return
@@ -188,7 +194,10 @@ def steps_decide(t: TranslationState) -> None:
 
 
 def cluster(t: TranslationState) -> None:
-    """Adds engines, the policy's ranks and all nodes of the run, and says if the layout has to be chosen."""
+    """Adds settings of GPUs to the translation: engines, policy ranks, nodes, residency; sets `open_layout`.
+
+    With shared GPUs, engines fill the policy's GPUs; otherwise the nodes also cover the GPUs of the engines.
+    """
     migration = t.migration
     nodes, gpus, tensor = t.ours("cluster.nodes"), t.ours("cluster.gpus_per_node"), t.ours("rollout.tensor")
     policy = nodes * gpus

@@ -1,4 +1,5 @@
-"""KL terms of another program: of the loss or in the reward. A run has one here, so one is taken whole."""
+"""KL terms of other programs, in the loss and in the reward. A run of this project supports a single KL term, so only
+one of both is translated, with all its settings."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 @dataclass(frozen=True)
 class Term:
-    """Keys of a KL term."""
+    """The keys of another program for its KL term in the loss, or in the reward."""
 
     switch: str
-    """Key that turns the term on; the coefficient if there is no switch."""
+    """Key to turn the term on; equal to `coefficient` in a program without a switch."""
     coefficient: str
+    """Key of the factor."""
     keys: tuple[str, ...]
-    """Keys that belong to this term alone."""
+    """Keys without a use in the other term."""
 
     def on(self, t: TranslationState) -> bool:
-        """Returns True if the term changes training; an unknown coefficient counts as above 0."""
+        """Returns True if the given settings turn the term on, with a coefficient other than 0 or an unknown one."""
         unknown = self.coefficient in t.given and bool(t.given[self.coefficient].unresolved)
         return bool(t.theirs(self.switch)) and (unknown or t.theirs(self.coefficient) not in (None, 0))
 
@@ -53,11 +55,11 @@ TERMS = {
         Term(f"{SKYRL}.use_kl_in_reward", f"{SKYRL}.kl_loss_coef", (f"{SKYRL}.use_kl_in_reward",)),
     ),
 }
-"""Program → the term of the loss, and the term in the reward."""
+"""Program → (term in the loss, term in the reward)."""
 
 
 def left_out(t: TranslationState, key: str) -> str:
-    """Returns why a key of a KL term is left out: the other term is taken. Empty for every other key."""
+    """Returns the reason to drop a key of a KL term, because the other term is translated; empty for other keys."""
     if t.program not in TERMS:
         return ""
     loss, reward = TERMS[t.program]

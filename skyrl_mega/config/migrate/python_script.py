@@ -12,22 +12,24 @@ from skyrl_mega.config.migrate.given import Given
 from skyrl_mega.config.migrate.shell import script_text
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "PPOConfig", "ModelConfig", "ScriptArguments")
-"""Classes whose keywords are settings."""
+"""Configuration classes of TRL and its scripts; their keyword arguments are settings."""
 INSTANCES = ("training_args", "config", "args", "grpo_config")
-"""Usual names of a configuration whose fields are set later."""
+"""Usual variable names of a configuration; assignments to their attributes are settings."""
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer")
 TRAINER_KEYWORDS = {"model": "model_name_or_path", "reward_funcs": "reward_funcs"}
 """Keyword of a trainer → the setting of the command line with the same meaning."""
 DATA_KEYWORDS = {"train_dataset": "dataset_name", "eval_dataset": "eval_dataset_name"}
+"""Keyword of a trainer with a data set → the setting with the name of the data set."""
 
 
 def read(path: Path) -> tuple[list[Given], str]:
-    """Returns the settings of a script, and its docstring if that shows a command with options.
+    """Returns the settings in a script that uses TRL, and a docstring of the script with an example command.
 
-    Settings are the keywords of `GRPOConfig` and of `GRPOTrainer`, fields set later, and the training data set.
+    Settings are keywords of `GRPOConfig` and `GRPOTrainer` (and of their variants for RLOO and PPO), fields set later,
+    and the data sets. The docstring is empty if it shows no options. The script is parsed, not run.
 
     Raises:
-        UserError: The script is no Python, or has neither of the two.
+        UserError: The file is no Python, or has neither settings nor an example command.
     """
     try:
         tree = ast.parse(script_text(path))

@@ -25,10 +25,10 @@ from skyrl_mega.config.other_programs.table import programs
 
 SUFFIXES = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".yaml": "yaml", ".yml": "yaml"}
 HYDRA = ("SkyRL", "verl")
-"""Programs with `key=value` arguments; the others have `--option value`."""
+"""Programs with `key=value` arguments; slime and TRL take `--option value`."""
 LAUNCHER_PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 MOST_VALUES = 100_000
-"""Maximum values of a YAML file."""
+"""Maximum number of values in a YAML file."""
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
 _HYDRA = re.compile(r"(?:\+\+|\+)?(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -36,7 +36,9 @@ _NEGATIVE = re.compile(r"-\.?\d")
 
 
 def read(program: str, words: Sequence[str]) -> GivenSettings:
-    """Returns the settings of an input: a file, arguments, or a file followed by arguments that replace its settings.
+    """Returns the other program's settings from a file, from arguments, or from a file followed by arguments.
+
+    Arguments after a file are later settings and replace those of the file. Nothing is run.
 
     Args:
         program: SkyRL, verl, slime or TRL.
@@ -173,7 +175,7 @@ def _option(program: str, name: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Returns the value of a text as Hydra reads it: numbers such as 1e-6, true, null, lists; else the text."""
+    """Returns the value of a text as parsed by Hydra: numbers such as 1e-6, true, null, lists; otherwise the text."""
     stripped = text.strip()
     if _NUMBER.fullmatch(stripped):
         number = stripped.replace("_", "")

@@ -9,16 +9,20 @@ from skyrl_mega.config.migrate.convert import Dropped, Result
 from skyrl_mega.config.migrate.state import TranslationState
 
 BUILT_IN = ("gsm8k", "gsm8k_multi_turn", "aime", "search", "text2sql", "multiply", "lcb", "math")
-"""Environments with the same name in SkyRL or slime."""
+"""Built-in environments with the same name in SkyRL or slime."""
 TRL_FORM = (
     "TRL's form runs as it is, but completions are always messages here: a function for text prompts has to read "
     "completions[0][0]['content']"
 )
-"""Note on a reward function of TRL, which passes texts where the prompts of the data are texts."""
+"""Note for the account on a reward function of TRL: TRL passes plain text if the prompts of the data are plain text."""
 
 
 def environment(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the name of an environment that is built in; drops other names, which need a class."""
+    """Copies the name of a built-in environment.
+
+    Raises:
+        Dropped: The environment is not built in; the text says how to give its class.
+    """
     if value in BUILT_IN:
         return {here[0]: value}, ""
     name = str(value) if str(value).isidentifier() else "NAME"
@@ -29,7 +33,11 @@ def environment(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def verl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Joins the file and the name of a reward function."""
+    """Joins verl's settings for path and name of a reward function to `path:name`; ignores `value`.
+
+    Raises:
+        Dropped: No path is given.
+    """
     for prefix in ("custom_reward_function", "reward.custom_reward_function"):
         if file := state.theirs(f"{prefix}.path"):
             name = state.theirs(f"{prefix}.name") or "compute_score"
@@ -38,7 +46,11 @@ def verl_reward(value: Any, here: Sequence[str], argument: Any, state: Translati
 
 
 def trl_reward(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Copies the import path of a single reward function, or its file and name."""
+    """Converts TRL's `reward_funcs`, for a single reward function, to `module:function` or `file.py:function`.
+
+    Raises:
+        Dropped: Several functions, a reward model, or a function without a file; the text says how to proceed.
+    """
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if len(names) != 1:
         raise Dropped(_sum(names, state.theirs("reward_weights")), look=True)

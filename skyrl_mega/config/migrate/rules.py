@@ -15,40 +15,46 @@ from skyrl_mega.config.other_programs.table import Counterpart
 
 FILE = Path(__file__).with_name("translation.yaml")
 OFF = (None, False, 0, "", "no", "none", "adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused")
-"""Values of settings without a counterpart that leave training as it is here."""
+"""Values with which a setting without a counterpart makes no difference to training."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A named conversion of `convert.py` with its argument."""
+    """A conversion of a value, by name, with its argument."""
 
     name: str
+    """Name in `conversions.CONVERSIONS`, or `figures`."""
     argument: Any = None
+    """Second value from `translation.yaml`; the meaning depends on the conversion."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A setting whose value decides which other settings have an effect."""
+    """A setting of another program that turns other settings on, depending on its value."""
 
     default: Any
+    """The program's default of the switch."""
     turns_on: Mapping[str, tuple[str, ...]]
-    """Value, as YAML writes it → keys that have an effect with this value."""
+    """Value of the switch, as written in YAML → keys with an effect under this value."""
 
     @property
     def governed(self) -> set[str]:
-        """Keys that have an effect only with some value of the switch."""
+        """All keys in `turns_on`: without an effect under every other value of the switch."""
         return {key for keys in self.turns_on.values() for key in keys}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a program."""
+    """The translation rules of a program."""
 
     keys: Mapping[str, Conversion]
+    """Key of the program, or `key=value` for a single value → conversion."""
     switches: Mapping[str, Switch]
+    """Key of the program → switch."""
     defaults: Mapping[str, Any]
+    """Key of the program → its default, translated if the key is not given."""
     fixed: Mapping[str, Any]
-    """Our settings for behavior that no key of the program names."""
+    """Our settings, with values, for fixed behavior of the program."""
 
 
 @cache
@@ -65,12 +71,17 @@ def rules(program: str) -> Rules:
 
 @cache
 def notes() -> Mapping[str, Conversion]:
-    """Returns the conversion for each note of the table."""
+    """Returns note of an entry in `other_programs/table.yaml` → conversion for all keys with this note."""
     return {" ".join(note.split()): _conversion(value) for note, value in _file()["notes"].items()}
 
 
 def needs_look(note: str, value: Any) -> bool:
-    """True for a value that changes training and has no counterpart, by the note of its entry."""
+    """Returns True if dropping a value changes training, so the user must look at it.
+
+    Args:
+        note: Note of the key's entry in the table; `translation.yaml` lists the notes of such keys.
+        value: The value. A value that means "off" needs no look.
+    """
     off = value in OFF or value in ([], {}) or (isinstance(value, str) and value.casefold() in OFF)
     return not off and " ".join(note.split()) in _file()["look"]
 
@@ -78,14 +89,14 @@ def needs_look(note: str, value: Any) -> bool:
 def conversion(
     program: str, key: str, entry: Counterpart, value: Any = None, *, by_value: bool = False
 ) -> Conversion | None:
-    """Returns the conversion for the value of a key; None if neither the key nor the note of its entry has one.
+    """Returns the conversion for a key of another program; None if neither the key nor its note has a conversion.
 
     Args:
-        program: The program of the key.
+        program: The other program.
         key: The key.
         entry: The key's entry in the table.
-        value: The value of the key.
-        by_value: True to look for a conversion of this value alone.
+        value: The value of the key; used only with `by_value`.
+        by_value: True to return only a conversion listed for exactly this value (`key=value`).
     """
     text = value if isinstance(value, str) else shown(value)
     named = rules(program).keys

@@ -1,7 +1,7 @@
 """Conversions of learning rate schedules, from each program's unit to our optimizer steps.
 
-SkyRL, slime and TRL advance the scheduler after every optimizer step, as here. verl advances it once per RL step, of
-the policy and of the critic alike, however many mini-batches the step has.
+SkyRL, slime and TRL advance the scheduler after every optimizer step, as here. verl advances the schedulers of policy
+and critic once per RL step, regardless of the number of mini-batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from skyrl_mega.config.migrate.state import TranslationState
 
 
 def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies a share of the run by its optimizer steps."""
+    """Converts a share of the run, from 0 to 1, to optimizer steps of `here[0]`.
+
+    Raises:
+        Dropped: The value is no number, or the length of the run is unknown.
+    """
     if value is None:
         raise Dropped("not set there")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -27,7 +31,11 @@ def share_of_steps(value: Any, here: Sequence[str], argument: Any, state: Transl
 
 
 def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Multiplies RL steps by the optimizer steps of each; null and negative values mean "not set" there."""
+    """Converts a number of RL steps to optimizer steps, for every setting in `here`.
+
+    Raises:
+        Dropped: The value is null or negative, which means "not set" in the other program.
+    """
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise Dropped(f"{shown(value)} is not set there")
     updates = updates_per_step(state, here[0])
@@ -36,13 +44,21 @@ def rl_steps(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def to_the_end(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets a schedule that decays until the end of the run."""
+    """Sets the policy's schedule to `value`, with a decay until the end of the run.
+
+    Raises:
+        Dropped: The length of the run is unknown.
+    """
     steps = optimizer_steps(state, "policy.optimizer.schedule and policy.optimizer.decay_steps")
     return {"policy.optimizer.schedule": value, "policy.optimizer.decay_steps": steps}, "decays over the whole run"
 
 
 def schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationState) -> Result:
-    """Sets a schedule; a decay lasts until the end of the run unless one of the argument's keys gives its end."""
+    """Sets the schedule `here[0]` to `value`, and `decay_steps` to the end of the run.
+
+    `decay_steps` is left out for a constant schedule, for a run of unknown length, and if a key in `argument` gives the
+    end of the decay in the other program.
+    """
     ours = {here[0]: fitted(here[0], value)}
     end = here[0].rpartition(".")[0] + ".decay_steps"
     if value == "constant" or any(state.theirs(key) is not None for key in argument):
@@ -53,7 +69,15 @@ def schedule(value: Any, here: Sequence[str], argument: Any, state: TranslationS
 
 
 def optimizer_steps(state: TranslationState, key: str) -> int:
-    """Returns the optimizer steps of the whole run; raises Dropped if only the data decides the number."""
+    """Returns the number of optimizer steps in the whole run, of the policy or of the critic.
+
+    Args:
+        state: The translation so far.
+        key: Our setting to be computed; a key of the group `critic` counts the critic's steps. Named in the error.
+
+    Raises:
+        Dropped: `run.steps` is not set: the number depends on the size of the data.
+    """
     steps = state.ours("run.steps")
     if steps is None:
         why = f"only the data says how many optimizer steps the run has; give {key} once you know"
@@ -62,7 +86,8 @@ def optimizer_steps(state: TranslationState, key: str) -> int:
 
 
 def updates_per_step(state: TranslationState, key: str) -> int:
-    """Returns the optimizer steps of an RL step, of the policy or, for a key of the critic, of the critic."""
+    """Returns the number of optimizer steps per RL step: of the critic for a key of the group `critic`, else of the
+    policy."""
     prompts = state.ours("data.prompts_per_step")
     mini_batches = math.ceil(prompts / (state.ours("data.mini_batch_prompts") or prompts))
     return int(mini_batches * state.ours("critic.epochs" if key.startswith("critic.") else "data.epochs_per_step"))

@@ -1,4 +1,5 @@
-"""Commands of a shell script with their variables replaced. Nothing is run: conditions are read, loops are not."""
+"""Commands of a shell script, with variables replaced. Nothing is run: simple conditions are evaluated, loops are
+skipped, and the variables set in loops become unknown."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ DEEPEST = 5
 DEEPEST_CALL = 20
 """Maximum depth of functions that call each other."""
 MOST_STEPS = 20_000
-"""Maximum commands of a script and its functions."""
+"""Maximum number of commands read in a script, counting a function's commands at every call."""
 MOST_SOURCED = 100
 """Maximum number of scripts read with `source`."""
 _ENDS = {"\n", ";", ";;", "&", "|", "&&", "||"}
 _READING = ("read", "mapfile", "readarray", "getopts")
-"""Commands that set the variables named by their words."""
+"""Commands with variables as arguments, set from input."""
 _ASSIGNING = ("export", "declare", "local", "readonly", "typeset")
 _LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
@@ -37,9 +38,11 @@ class Argument:
     text: str
     """The word with variables replaced, or as written if `unresolved`."""
     unresolved: str = ""
+    """Reason why the value is unknown without running the script; empty for a known value."""
 
 
 Command = list[Argument]
+"""Program and arguments of a command."""
 
 
 @dataclass
@@ -54,11 +57,14 @@ class _Branch:
 
 @dataclass
 class Script:
-    """Reader of a script and of the scripts that it sources."""
+    """Reader of a shell script and of scripts read with `source`."""
 
     variables: Variables
+    """Variables of the script; changed while reading."""
     commands: list[Command] = field(default_factory=list)
+    """Commands read so far, without those of branches not taken."""
     depth: int = 0
+    """Number of enclosing scripts, for a script read with `source`."""
     functions: dict[str, list[tuple[list[Token], str]]] = field(default_factory=dict)
     """Commands of each function, read when the function is called."""
     _calls: int = 0
@@ -70,7 +76,11 @@ class Script:
     _skip_until: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
-        """Reads a script's text; appends its commands and sets its variables."""
+        """Reads the text of a script: appends to `commands`, and updates `variables` and `functions`.
+
+        Raises:
+            UserError: The script has too many commands, sourced scripts or characters in its values.
+        """
         self._read([*_separated(text)])
 
     def _read(self, commands: Sequence[tuple[list[Token], str]]) -> None:
@@ -277,10 +287,10 @@ def script_text(path: Path) -> str:
 
 
 def read(path: Path) -> Script:
-    """Returns the commands and variables of a script.
+    """Reads a script file and returns the reader with the script's commands and variables.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, or the script is too large.
     """
     script = Script(Variables(folder=str(path.parent)))
     script.read(script_text(path))

@@ -1,4 +1,4 @@
-"""Words and operators of a shell script, as plain values. Nothing is run."""
+"""Lexer of shell scripts: words, assignments and operators as plain values. Nothing is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Word:
     """A word of a command."""
 
     pieces: tuple[WordPiece, ...]
+    """Parts of the word, in order."""
     source: str
+    """The word as written."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,22 @@ class Assignment:
     value: Word | tuple[Word, ...]
     """A word, or the words of an array."""
     appends: bool
+    """True for `+=`."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A separator or a bracket between commands; `((…))` is one operator."""
+    """A separator, bracket or redirection sign between words; `((…))` is a single operator."""
 
     sign: str
+    """The operator as written."""
 
 
 Token = Word | Assignment | Operator
 
 
 def changed_names(expression: str) -> set[str]:
-    """Returns the variables that an arithmetic expression assigns: `N=4`, `N+=1`, `N++`."""
+    """Returns the names of the variables assigned by an arithmetic expression: `N` for `N=4`, `N+=1` or `N++`."""
     return {name for pair in _CHANGED.findall(expression) for name in pair if name}
 
 

@@ -24,11 +24,16 @@ MARK = "brought over by `python -m skyrl_mega.config migrate`."
 WIDEST = 56
 """Maximum characters of a column before the reason."""
 LEARNING = ("algorithm.", "policy.optimizer.", "rollout.sampling.", "data.")
-"""Groups whose remaining defaults the account lists."""
+"""Prefixes of keys; the account lists the defaults of unset keys with these prefixes."""
 
 
 def as_yaml(migration: Migration, source: str) -> str:
-    """Returns the settings as a configuration file with a comment about its origin; secrets are masked."""
+    """Returns the migrated settings as the text of a YAML configuration file, with secrets masked.
+
+    Args:
+        migration: The migration.
+        source: Description of the input, for the comment in the first line.
+    """
     tree: dict[str, Any] = {}
     order = {key: n for n, key in enumerate(keys())}
     for key in sorted(migration.settings, key=lambda name: order.get(name, len(order))):
@@ -59,7 +64,7 @@ _Dumper.add_representer(list, _list)
 
 
 def as_text(migration: Migration) -> str:
-    """Returns the account as a table for each kind of row, and the remaining defaults."""
+    """Returns the account as text: assumptions, a table per kind of row, remaining defaults, and a summary."""
     lines = [*_assumptions(migration)]
     for kind in KINDS:
         rows = [row for row in migration.rows if row.kind == kind]
@@ -93,7 +98,7 @@ def summary(migration: Migration) -> str:
 
 
 def as_values(migration: Migration) -> dict[str, Any]:
-    """Returns settings and account as plain values for JSON, with secrets masked."""
+    """Returns settings, account, counts, assumptions and remaining defaults as JSON values, with secrets masked."""
     rows = [
         {
             "kind": r.kind,
@@ -117,7 +122,10 @@ def as_values(migration: Migration) -> dict[str, Any]:
 
 
 def remaining(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our defaults that hold for learning, besides groups that are off."""
+    """Returns our defaults, other than empty ones, for settings of learning (`LEARNING`) absent from `settings`.
+
+    Settings in subgroups of `algorithm` other than `kl` are left out.
+    """
     return {
         name: key.default
         for name, key in keys().items()

@@ -21,12 +21,12 @@ from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.other_programs.table import Counterpart, programs
 
 KEEP = "residency.keep"
-"""Setting that several switches of other programs shorten."""
+"""Our setting changed by several switches of other programs; every switch may remove parts from the list."""
 NOT_NEEDED = "nothing here needs it; leave it out"
 
 
 def translate(reading: GivenSettings) -> Migration:
-    """Returns our settings for another program's, and a row for every setting that was given or added."""
+    """Translates another program's settings; returns our settings, with a row for every given or added setting."""
     translator = Translator(reading)
     for contextual in (False, True):
         translator.translate_given(contextual)
@@ -42,10 +42,14 @@ def translate(reading: GivenSettings) -> Migration:
 
 
 class Translator:
-    """The state of a translation: settings so far, and the key that each came from."""
+    """Translation in progress: implements `TranslationState` and translates settings by the tables.
+
+    Args:
+        reading: The input. Only the last value of a repeated key is translated; earlier values get a row `dropped`.
+    """
 
     def __init__(self, reading: GivenSettings) -> None:
-        """Sorts the given settings: the last of each key counts."""
+        """Indexes the given settings by key."""
         self.program, self.reading = reading.program, reading
         self.table, self.rules = programs()[reading.program], rules(reading.program)
         self.migration = Migration(reading.program, assumptions=list(reading.assumptions))
@@ -59,26 +63,41 @@ class Translator:
         """Our setting → the key that set it, and True if that key was given."""
 
     def ours(self, key: str) -> Any:
-        """Returns the value of one of our settings: translated so far, or our default; None for an unknown
-        key."""
+        """Returns the value of a setting of this project: translated so far, or our default; None for an unknown key.
+
+        Args:
+            key: Dotted key of this project.
+        """
         return self.migration.settings.get(key, keys()[key].default if key in keys() else None)
 
     def theirs(self, key: str) -> Any:
-        """Returns a key's value: given, or the program's default; None without either."""
+        """Returns the value of a key of the other program: given, or the program's default; None without either.
+
+        A given value that could not be read without a shell or Python counts as not given.
+        """
         if key in self.given and not self.given[key].unresolved:
             return self.given[key].value
         switch = self.rules.switches.get(key)
         return self.rules.defaults.get(key, switch.default if switch else None)
 
     def translate_given(self, contextual: bool) -> None:
-        """Translates the given settings that need other settings, or the settings that do not."""
+        """Translates given settings, and adds a row of the account for each.
+
+        Args:
+            contextual: False for the settings with a conversion by itself; True, in a second pass, for conversions that
+                depend on other settings (`CONTEXTUAL`).
+        """
         for given in sorted(self.given.values(), key=lambda given: self._order(given.key)):
             entry = lookup.find(self.table, given.key)
             if self._contextual(given.key, given.value, entry) == contextual:
                 self._translate(given, entry)
 
     def translate_defaults(self, contextual: bool) -> None:
-        """Applies the program's defaults for keys that are not given; a default that is ours too adds nothing."""
+        """Translates the other program's defaults of keys not given; a default equal to ours adds no setting.
+
+        Args:
+            contextual: As for `translate_given`.
+        """
         for key, value in self.rules.defaults.items():
             entry = lookup.find(self.table, key)
             if key in self.given or entry is None or self._contextual(key, value, entry) != contextual:
@@ -108,7 +127,7 @@ class Translator:
         return key not in settings and self.ours(key) != value
 
     def add_fixed(self) -> None:
-        """Adds what the program always does and no key of it says."""
+        """Adds our settings for fixed behavior of the other program (`Rules.fixed`), unless already set."""
         fixed = dict(self.rules.fixed)
         if not self.ours("algorithm.kl.coefficient"):
             fixed.pop("algorithm.kl.mean", None)
@@ -117,7 +136,16 @@ class Translator:
         self.migration.add(f"as {self.program} always does", fixed)
 
     def consume(self, key: str, kind: str, ours: Mapping[str, Any], why: str = "") -> None:
-        """Accounts for a given key outside of the table's translation; a key that is not given adds nothing."""
+        """Sets our settings for a given key, and adds the key's row to the account; does nothing if it is not given.
+
+        For keys with a translation from several settings, beside the table. Settings made by another given key stay.
+
+        Args:
+            key: Key of the other program.
+            kind: Outcome, from `account.KINDS`.
+            ours: Settings of this project with values.
+            why: Reason for the account.
+        """
         if key in self.given:
             rows = self.migration.rows  # a key outside of the table was called unknown before
             rows[:] = [row for row in rows if (row.kind, row.theirs) != ("unknown", key)]
@@ -125,7 +153,10 @@ class Translator:
             self._row(kind, key, self.given[key].value, ours, why)
 
     def order_rows(self) -> None:
-        """Sorts the rows: given settings in their order, then added settings, all with their final values."""
+        """Sorts the rows of the account in place: given settings in their order, then added settings.
+
+        Also updates rows to the final values of settings changed by several keys.
+        """
         place = {given.key: n for n, given in enumerate(self.reading.settings)}
         rows = sorted(self.migration.rows, key=lambda row: place.get(row.theirs, len(place)))
         self.migration.rows = [self._final(row) for row in rows]

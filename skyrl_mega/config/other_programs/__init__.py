@@ -1,5 +1,5 @@
-"""Settings of SkyRL, verl, slime and TRL and their counterparts here, for users who type one.
+"""Settings of SkyRL, verl, slime and TRL with their counterparts here, for error messages, migration and the manual.
 
-`table.yaml` holds them and `lookup` finds them. docs/migration.md and the names beside the settings of
-docs/configuration.md are generated from the table.
+`table.yaml` lists the counterparts and `lookup` searches the table. docs/migration.md, and the names of other programs
+in docs/configuration.md, are generated from the table.
 """

@@ -1,4 +1,4 @@
-"""Answers to users who type a setting of another program, and the names of our settings there."""
+"""Error lines for settings of other programs (SkyRL, verl, slime, TRL), and the names of our settings there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from skyrl_mega.config.keys import keys as settings
 from skyrl_mega.config.other_programs.table import Counterpart, Table, programs
 
 DECIDED: Mapping[str, Mapping[str, str | None]] = {"rollout.options": ENGINE_ARGUMENTS, **megatron_options.DENIED}
-"""Settings with free keys, and the keys that they refuse with the setting to use instead."""
+"""Setting with free-form keys → refused key → setting to use instead (None: no such setting)."""
 PAGE = "docs/migration.md"
 
 
 def answer(key: str, value: Any = None, typed: str = "") -> str | None:
-    """Returns one line that names the program of a key and our setting; None for a key of no other program.
+    """Returns an error line for a key of another program, with the program and our setting; None for other keys.
 
     Args:
-        key: The key as the user gave it: `trainer.epochs`, `--rollout-batch-size`.
-        value: Its value, as YAML reads it.
-        typed: The spelling that the user typed, if it differs from `key`.
+        key: Key of another program, such as `trainer.epochs` or `--rollout-batch-size`.
+        value: The key's value, as read from YAML.
+        typed: The user's spelling to show in the line, if it differs from `key`.
     """
     found = {program: entry for program, table in programs().items() if (entry := find(table, key))}
     if not found:
@@ -37,19 +37,22 @@ def answer(key: str, value: Any = None, typed: str = "") -> str | None:
 
 
 def with_page(line: str) -> str:
-    """Returns the line with a reference to the page of the tables."""
+    """Returns the line with a reference to `PAGE` appended, merged into a reference to another page at its end."""
     return line.removesuffix(")") + f", {PAGE})" if re.search(r"\(docs/[\w-]+\.md\)$", line) else f"{line} ({PAGE})"
 
 
 def counterpart(entry: Counterpart) -> str:
-    """Returns a phrase with our settings for another program's key, or with the reason for having none."""
+    """Returns a phrase for an error line: `it is …` with our settings, or `there is none: …` with the reason."""
     if not entry.here:
         return f"there is none: {entry.note}"
     return f"it is {' and '.join(entry.here)}" + (f": {entry.note}" if entry.note else "")
 
 
 def find(table: Table, key: str) -> Counterpart | None:
-    """Returns the entry of a key, or the entry of the nearest `.*` above it; None without either."""
+    """Returns the counterpart of a key from a program's table; None if the table does not cover the key.
+
+    Without an entry for the key itself, uses the nearest group entry: `group.*`, or `--prefix-*` for an option.
+    """
     if entry := table.get(key):
         return entry
     if key.startswith("--"):
@@ -64,7 +67,12 @@ def find(table: Table, key: str) -> Counterpart | None:
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the keys and values of a group, down to the keys that a table has an entry for."""
+    """Yields dotted key and value of the settings in a nested value; stops at keys with an entry in some table.
+
+    Args:
+        key: Key of the value.
+        value: A mapping, expanded unless a table has an entry for the whole group, or a plain value.
+    """
     whole = any(find(table, key) and not _keys_below(table, key) for table in programs().values())
     if isinstance(value, dict) and value and not whole:
         for name, inner in value.items():
@@ -74,7 +82,12 @@ def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def options(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Returns a line for every unknown option of a command line, if another program has one of them."""
+    """Returns an error line for every unknown option of a command line; empty if none belongs to another program.
+
+    Args:
+        words: Arguments of the command.
+        known: Options of the command, such as `--config`.
+    """
     lines, answered = [], False
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, assigned, value = word.partition("=")
@@ -89,16 +102,21 @@ def options(words: Sequence[str], known: Container[str]) -> list[str]:
 
 
 def keys(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Returns a line for every `key=value` of a command line that another program has and we do not."""
+    """Returns an error line for every `key=value` of a command line with a key of another program.
+
+    Args:
+        words: Arguments of the command.
+        known: Keys of this project, which are skipped.
+    """
     pairs = (word.lstrip("+").partition("=") for word in words if not word.startswith("-") and "=" in word)
     lines = (answer(key, value) for key, _, value in pairs if key not in known)
     return [line for line in lines if line]
 
 
 def names(setting: str) -> dict[str, str]:
-    """Returns the name of one of our settings in each program that has it.
+    """Returns program → the program's key for one of our settings; programs without such a key are left out.
 
-    A key that means exactly this setting, without a note, is preferred to the first one that leads to it.
+    Prefers a key with exactly the same meaning (no note, no further settings), otherwise the first key of the table.
     """
     found = {}
     for program, table in programs().items():
@@ -110,7 +128,7 @@ def names(setting: str) -> dict[str, str]:
 
 
 def foreign(key: str) -> bool:
-    """True if another program has a group of this name."""
+    """Returns True if the first part of a dotted key is the name of a group in another program, such as `trainer`."""
     top = key.partition(".")[0] + "."
     return any(theirs.startswith(top) for table in programs().values() for theirs in table)
 

@@ -8,7 +8,7 @@ MARK = "<!-- What follows is made by `python -m skyrl_mega.config.other_programs
 
 
 def tables() -> str:
-    """Returns a Markdown table for each program; keys without a setting here follow, a row for each answer."""
+    """Returns Markdown with two tables per program: keys with a counterpart here, and keys without, grouped by note."""
     return (
         "\n".join(line for program, table in programs().items() for line in ("", f"## {program}", "", *_rows(table)))
         + "\n"
@@ -16,7 +16,7 @@ def tables() -> str:
 
 
 def renewed(page: str) -> str:
-    """Returns the page with its tables generated again."""
+    """Returns the page's text with everything after `MARK` generated again; a page without `MARK` is unchanged."""
     top, mark, _ = page.partition(MARK)
     return f"{top}{MARK}\n{tables()}" if mark else page
 

@@ -12,7 +12,7 @@ import yaml
 
 FILE = Path(__file__).with_name("table.yaml")
 ALONE = "alone"
-"""The file's list of our settings that no other program has."""
+"""Key of `table.yaml` with the list of settings unique to this project."""
 
 
 @dataclass(frozen=True)
@@ -20,25 +20,25 @@ class Counterpart:
     """The counterpart of another program's key."""
 
     here: tuple[str, ...] = ()
-    """Our settings, as `group.key` or `group.key=value`. Empty if there is none."""
+    """Settings of this project, as `group.key` or `group.key=value`; empty without a counterpart."""
     note: str = ""
-    """How it differs, or what to do instead if there is none."""
+    """Difference between key and counterpart; without a counterpart, the reason or the remedy."""
     values: Mapping[str, Counterpart] = field(default_factory=dict)
-    """Values of their key, as YAML writes them, that have a counterpart of their own."""
+    """Value of the key, as written in YAML → counterpart of this value, if it differs from `here`."""
 
 
 Table = Mapping[str, Counterpart]
-"""A program's keys and their counterparts."""
+"""Key of a program → counterpart in this project."""
 
 
 @cache
 def programs() -> Mapping[str, Table]:
-    """Returns the table of each program, by its name."""
+    """Returns the tables of SkyRL, verl, slime and TRL, by program name; reads `table.yaml` once per process."""
     return {name: _table(entries) for name, entries in _file().items() if name != ALONE}
 
 
 def alone() -> list[str]:
-    """Returns our settings, and groups of settings, that no other program has."""
+    """Returns the settings, and groups of settings, unique to this project: without a counterpart elsewhere."""
     return list(_file()[ALONE])
 
 

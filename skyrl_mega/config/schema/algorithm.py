@@ -59,7 +59,7 @@ class KlConfig:
         return self.coefficient if self.where == "loss" else 0.0
 
     def refusals(self) -> Refusals:
-        """Yields settings of KL that have no effect where the penalty is, or a wrong gradient."""
+        """Yields refusals of KL settings without effect for the given `where`, or with a wrong gradient."""
         if self.where == "loss" and self.target is not None:
             fix = "give algorithm.kl.where=reward, or algorithm.kl.target=null"
             yield "algorithm.kl.target", "the coefficient of the loss's term is fixed", fix
@@ -193,16 +193,16 @@ class AlgorithmConfig:
 
     @property
     def advantage_traits(self) -> EstimatorTraits:
-        """Traits of the estimator."""
+        """Traits of the advantage estimator named by `advantage`; `OWN` for a user's own estimator."""
         return ESTIMATORS.get(self.advantage, OWN)
 
     @property
     def loss_traits(self) -> LossTraits:
-        """Traits of the loss."""
+        """Traits of the policy loss named by `loss`; `OWN_LOSS` for a user's own loss."""
         return LOSSES.get(self.loss, OWN_LOSS)
 
     def refusals(self) -> Refusals:
-        """Yields settings of advantages and losses that are incomplete, ignored or harmful to training."""
+        """Yields refusals of settings in this group that are incomplete, without effect or harmful to training."""
         for name, weight in self.reward_weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
                 yield f"algorithm.reward_weights.{name}", "allowed is a finite number", "", f"{weight!r}"

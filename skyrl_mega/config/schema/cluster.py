@@ -95,7 +95,7 @@ class ClusterConfig:
     """Time limit of each preflight request to a node in seconds."""
 
     def refusals(self) -> Refusals:
-        """Yields more NICs than GPUs."""
+        """Yields a refusal if `topology.nics_per_node` exceeds `gpus_per_node`."""
         nics = self.topology.nics_per_node
         if nics is not None and nics > self.gpus_per_node:
             yield (

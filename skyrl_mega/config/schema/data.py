@@ -35,7 +35,7 @@ class DataConfig:
     """Arguments of `python -m skyrl_mega.data` to create missing files."""
 
     def refusals(self) -> Refusals:
-        """Yields missing training data, and mini-batches of unequal sizes."""
+        """Yields a refusal if `train` is empty, or if `mini_batch_prompts` does not divide `prompts_per_step`."""
         if not self.train:
             yield "", "data.train is empty: allowed is a list of parquet files, data.train=[data/gsm8k/train.parquet]"
         if self.mini_batch_prompts and self.prompts_per_step % self.mini_batch_prompts:
@@ -44,7 +44,7 @@ class DataConfig:
 
     @property
     def one_update(self) -> bool:
-        """True if an RL step has a single optimizer step."""
+        """True if an RL step has a single optimizer step: one mini-batch and one epoch."""
         return self.mini_batch_prompts in (None, self.prompts_per_step) and self.epochs_per_step == 1
 
 
@@ -63,7 +63,7 @@ class WarmupConfig:
     """Peak learning rate of the warm-up; RL starts with a new optimizer state."""
 
     def refusals(self) -> Refusals:
-        """Yields a warm-up without demonstrations."""
+        """Yields a refusal if `steps` is above 0 and `files` is empty."""
         if self.steps and not self.files:
             why = "it needs warmup.files, parquet files with extra_info.demonstration; give some, or warmup.steps=0"
             yield "warmup.steps", why

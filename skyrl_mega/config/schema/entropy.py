@@ -32,7 +32,7 @@ class EntropyConfig:
     uses 0.2). The remaining tokens count as 0 in the mean and keep the KL and entropy terms. 1 uses all tokens."""
 
     def refusals(self) -> Refusals:
-        """Yields an adaptive bonus that cannot adapt, and a share without tokens."""
+        """Yields refusals of `top_share` 0, and of bounds or a step size with which the coefficient cannot adapt."""
         key = "algorithm.entropy"
         if self.top_share == 0:
             yield f"{key}.top_share", "no token would be learned from; allowed is more, to 1, which takes all"

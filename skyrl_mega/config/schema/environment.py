@@ -37,7 +37,7 @@ class RetrieverConfig:
     """Environment variable with the service's token, if the service requires a token."""
 
     def refusals(self) -> Refusals:
-        """Yields an address without scheme, host or valid port."""
+        """Yields a refusal if `url` has no scheme http or https, no host, or an invalid port."""
         if self.url is None:
             return
         try:
@@ -89,7 +89,7 @@ class EnvironmentConfig:
         return REWARD_FUNCTION if self.reward_function else self.default
 
     def refusals(self) -> Refusals:
-        """Yields a second environment for the same rows, and rollout workers without a slot or a thread."""
+        """Yields refusals of `default` beside `reward_function`, and of more `processes` than `slots` or `workers`."""
         if self.reward_function and self.default not in (None, REWARD_FUNCTION):
             yield "environment.default", "environment.reward_function judges these rows; leave one of the two out"
         for name, many in (("slots", self.slots), ("workers", self.workers)):

@@ -29,6 +29,6 @@ class EvaluationConfig:
     """Maximum number of tokens per turn; null uses rollout.sampling.max_tokens."""
 
     def refusals(self) -> Refusals:
-        """Yields a cut-off that leaves no token."""
+        """Yields a refusal if `top_p` is 0, which keeps no token."""
         if self.top_p == 0:
             yield "evaluation.top_p", "allowed is a number above 0 and at most 1"

@@ -15,18 +15,22 @@ empty value is not shown."""
 
 
 def one_of(*allowed: str, former: dict[bool, str] | None = None) -> Any:
-    """Returns a string field; the default is the first of `allowed`. `former`: the meanings of true and false, for a
-    setting that used to be a boolean."""
+    """Returns a dataclass field for a word from `allowed`; the first word is the default.
+
+    Args:
+        allowed: The allowed words.
+        former: Words for true and false, still accepted for a setting that used to be a boolean.
+    """
     return field(default=allowed[0], metadata={"allowed": allowed, "former": former or {}})
 
 
 def at_least(low: float, default: Any) -> Any:
-    """Returns a number field with lower bound `low`."""
+    """Returns a dataclass field for a number from `low` (included) on, with a default (may be None)."""
     return field(default=default, metadata={"low": low})
 
 
 def between(low: float, high: float, default: Any) -> Any:
-    """Returns a number field within the closed interval `[low, high]`."""
+    """Returns a dataclass field for a number from `low` to `high`, both included, with a default (may be None)."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -35,7 +39,12 @@ MOST = 100_000
 
 
 def duplicates(key: str, given: Sequence[str | int]) -> Refusals:
-    """Yields a refusal for each entry of a list setting that is there twice."""
+    """Yields a refusal for each repeated entry of a list setting.
+
+    Args:
+        key: The setting.
+        given: The entries.
+    """
     for entry in given:
         if given.count(entry) > 1:
             yield key, f"{entry} is there twice", "give it once"

@@ -66,7 +66,7 @@ class ClipCovConfig:
     """Upper bound of the covariance of advantage and log-prob of a dropped token."""
 
     def refusals(self) -> Refusals:
-        """Yields an empty range of covariances."""
+        """Yields a refusal if `low` is not below `high`."""
         if self.low >= self.high:
             yield "algorithm.clip_cov.low", f"allowed is a number below algorithm.clip_cov.high = {self.high:g}"
 

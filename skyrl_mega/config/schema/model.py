@@ -63,7 +63,7 @@ class ModelConfig:
     """Model to build if the directory is missing; an existing directory with other sizes is an error."""
 
     def refusals(self) -> Refusals:
-        """Yields a missing path, and impossible numbers of experts."""
+        """Yields a refusal if `path` is empty, and of impossible numbers of experts in `build`."""
         if not self.path:
             yield "", "model.path is not set: allowed is a Hugging Face directory (with model.build it is made there)"
         if self.build and self.build.architecture not in WITHOUT_EXPERTS:

@@ -76,7 +76,7 @@ class OptimizerConfig:
     fields."""
 
     def refusals(self, key: str) -> Refusals:
-        """Yields impossible schedules, learning rates and betas, and betas too large for bfloat16 moments.
+        """Yields refusals of incomplete schedules, `min_lr` above `lr`, and betas of 1 or too large for `moments`.
 
         Args:
             key: The group of these settings, such as `policy.optimizer`.

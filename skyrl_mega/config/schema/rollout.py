@@ -24,7 +24,7 @@ class SamplingConfig:
     """Strings that end a turn; kept in the output."""
 
     def refusals(self) -> Refusals:
-        """Yields cut-offs that leave no token."""
+        """Yields refusals of `top_k` 0 and `top_p` 0, which keep no token."""
         if self.top_k == 0:
             yield "rollout.sampling.top_k", "allowed is -1 (all) or at least 1"
         if self.top_p == 0:
@@ -99,7 +99,7 @@ class RolloutConfig:
     """Additional vLLM engine arguments, under vLLM's names."""
 
     def refusals(self) -> Refusals:
-        """Yields limits without room for a prompt or a turn."""
+        """Yields refusals of token limits that leave no space for a prompt of maximum length or for a turn."""
         if self.sampling.max_tokens > (self.max_response_tokens or self.sampling.max_tokens):
             why = f"allowed is at most rollout.max_response_tokens = {self.max_response_tokens}"
             yield "rollout.sampling.max_tokens", why

@@ -43,7 +43,7 @@ class RunConfig:
     without a signal have a probability of 1e-4. 0 counts steps only."""
 
     def refusals(self) -> Refusals:
-        """Yields a name that is no folder's name."""
+        """Yields a refusal if `name` is not a valid folder name."""
         if not re.fullmatch(r"[\w.+-]+", self.name) or not self.name.strip("."):
             yield "run.name", "allowed are letters, digits and . _ + -; use run.directory for folders"
 
@@ -73,7 +73,7 @@ class ProfileConfig:
     """Policy ranks with recorded operators and kernels; empty records only driver, engines and environments."""
 
     def refusals(self) -> Refusals:
-        """Yields steps or ranks given twice, and ranks without a step."""
+        """Yields refusals of repeated steps or ranks, and of non-default ranks without steps."""
         for name, given in (("steps", self.steps), ("ranks", self.ranks)):
             yield from duplicates(f"telemetry.profile.{name}", given)
         if not self.steps and self.ranks != (default := ProfileConfig().ranks):
@@ -109,7 +109,7 @@ class TelemetryConfig:
     """Steps and ranks recorded for a profiler's view."""
 
     def refusals(self) -> Refusals:
-        """Yields an address of the live page without a port, and a malformed address."""
+        """Yields refusals of a non-default `page_host` without `page`, and of a malformed `page_host`."""
         if self.page is None and self.page_host != TelemetryConfig.page_host:
             why = "no page is served; give telemetry.page=8265 too, or leave the address out"
             yield "telemetry.page_host", why

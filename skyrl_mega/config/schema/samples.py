@@ -39,7 +39,7 @@ class DynamicSamplingConfig:
     grpo_turns the rewards of answers turn by turn. A group has a signal if any of these differs."""
 
     def refusals(self) -> Refusals:
-        """Yields settings without effect, as nothing is sampled again."""
+        """Yields refusals of non-default settings without `enabled`, which have no effect."""
         for name in ("mode", "oversample", "tolerance", "reward"):
             value = getattr(self, name)
             if not self.enabled and value != getattr(DynamicSamplingConfig(), name):
@@ -62,7 +62,7 @@ class OverlongConfig:
     """Penalty at the limit."""
 
     def refusals(self) -> Refusals:
-        """Yields a filter's setting without the filter."""
+        """Yields a refusal of `filter_by` without `filter`."""
         if self.filter_by == "tokens" and not self.filter:
             fix = "give algorithm.overlong.filter=true, or leave it out"
             yield "algorithm.overlong.filter_by", "nothing is filtered", fix
