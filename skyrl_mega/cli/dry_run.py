@@ -46,7 +46,7 @@ from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
 
 def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[Mapping[str, Any], list[str]]:
-    """Checks the settings and returns the model's config.json, and the paths absent from this machine.
+    """Checks settings and inputs of a dry run; returns the model's config.json, and the paths absent from this machine.
 
     Args:
         config: The settings.
@@ -75,8 +75,9 @@ def values(
     data_notes: Sequence[str] = (),
     args: argparse.Namespace | None = None,
 ) -> dict[str, Any]:
-    """Returns the content of `--dry-run` in bytes and seconds; `sync` is None on a CPU, `seconds` and `time` are None
-    without rates (`cluster.rates_file`) there.
+    """Returns the content of `--dry-run --json`: placement, memory in bytes, sync, times in seconds and notes, by name.
+
+    `sync` is None on a CPU; `seconds` and `time` are None on a CPU without measured rates (`cluster.rates_file`).
 
     Args:
         config: The settings.

@@ -60,7 +60,7 @@ def text(v: Values) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: `1 rank`, `2 ranks`, `1,024 trajectories`."""
+    """Returns a number with its noun in singular or plural: `1 rank`, `2 ranks`, `1,024 trajectories`."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 

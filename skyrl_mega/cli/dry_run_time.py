@@ -33,18 +33,25 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of the estimate."""
+    """Inputs of the time estimate of a dry run."""
 
     config: Config
     """The settings with all rates."""
     rates: Sequence[Rate]
+    """The rates in use, with their sources and uncertainties."""
     decoder: Decoder
+    """The model."""
     parallel: ParallelDims
+    """The policy's grid."""
     sync: Mapping[str, Any]
     """Cost of the planned weight sync (`weights.plan.report.values`)."""
 
     def sync_seconds(self, config: Config) -> float:
-        """Returns the seconds of a later weight sync with the links of other settings."""
+        """Returns the seconds of a weight sync, other than the first, with the link bandwidths in `config`.
+
+        Args:
+            config: Settings with other values in `cluster.topology`; the transfer plan is that of this object.
+        """
         before, now = self.config.cluster.topology, config.cluster.topology
         links = (
             seconds * getattr(before, LINKS[kind]) / getattr(now, LINKS[kind])
@@ -54,7 +61,7 @@ class Inputs:
 
 
 def values(inputs: Inputs, args: argparse.Namespace | None) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns the seconds of a mean step, and everything about time.
+    """Returns the seconds of a mean step by phase, and all values about time for `--json` (`time` of a dry run).
 
     Args:
         inputs: The inputs.

@@ -22,9 +22,9 @@ them."""
 
 
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Writes the dry run's estimates of memory and times into a run's folder, for comparison in the report.
+    """Computes the dry run's estimates and writes them to `estimate.json` in a run's folder, for the report.
 
-    An error prints a note and does not stop the run.
+    If an estimate fails or the file cannot be written, prints a note instead of raising.
 
     Args:
         folder: The run's folder.
@@ -42,9 +42,9 @@ def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str
 
 
 def estimated(v: Mapping[str, Any]) -> dict[str, float]:
-    """Returns estimates by metric name from the plain values of a dry run (`dry_run.values`).
+    """Returns metric name → estimate, from the values of a dry run (`dry_run.values`); memory is in GiB.
 
-    Times are included on GPUs, and on a CPU with measured rates (`cluster.rates_file`).
+    Times and speeds are included on GPUs, and on a CPU with measured rates (`cluster.rates_file`).
     """
     metrics = _speed(v) if v["seconds"] else {}
     process = 0 if v["gpu_memory"] else PROCESS["cpu"]

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `python -m skyrl_mega.evaluate`.
+    """Runs `python -m skyrl_mega.evaluate`: samples missing answers, scores them, writes and prints the tables.
 
     Args:
         arguments: The command line without the program; None takes `sys.argv`.

@@ -15,10 +15,10 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Raises if router replay, expert kernels or a token dispatcher are set for a dense model.
+    """Rejects settings for experts (router replay, expert fusions, the deepep dispatcher) if the model is dense.
 
     Raises:
-        UserError: The model is dense.
+        UserError: Such a setting is given and the model has no experts.
     """
     moe, fusions = config.policy.moe, config.policy.fusions or []
     if RouteShape.of(architecture(hf).describe(hf)) is not None:
@@ -43,14 +43,14 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
-    """Raises if a token dispatcher is set although no layout spreads experts over ranks.
+    """Rejects the deepep dispatcher if the experts of some model are not spread over ranks.
 
     Args:
         config: The settings.
         grids: Grids of policy, reference and critic, by the key of the layout.
 
     Raises:
-        UserError: Every rank holds all experts.
+        UserError: With the deepep dispatcher, a layout puts all experts on every rank.
     """
     for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
         if grid.expert * grid.expert_tensor == 1:

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `python -m skyrl_mega.export`.
+    """Runs `python -m skyrl_mega.export`: writes a checkpoint of a run as a Hugging Face directory.
 
     Args:
         arguments: The command line without the program; None takes `sys.argv`.

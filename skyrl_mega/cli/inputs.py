@@ -132,11 +132,12 @@ def planned_inputs(
 
 
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks tokenizer, chat template and turn-ending tokens if the model's files exist, and that the template can
-    write tool calls of demonstrations.
+    """Checks tokenizer, chat template, turn-ending tokens, and the tool calls of demonstrations with this template.
+
+    Does nothing if the folder of the model has no tokenizer.
 
     Raises:
-        UserError: Any of these cannot be used.
+        UserError: The tokenizer or the template cannot be used.
     """
     path = Path(config.model.path)
     if not any(path.glob("tokenizer*")):
@@ -213,7 +214,9 @@ def _known(path: Path) -> Mapping[str, Any]:
 
 
 def prepare(config: Config, console: Console) -> Config:
-    """Decides the device, builds an absent model and prepares absent data. Call after `check_inputs`.
+    """Decides the device, builds an absent model (`model.build`) and creates absent data (`data.prepare`).
+
+    Call after `check_inputs`.
 
     Returns:
         The settings with `cluster.device` decided.
@@ -234,7 +237,10 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def make_data(config: Config, files: list[str], console: Console) -> bool:
-    """Runs `data.prepare` if any of the files is absent; returns True if run.
+    """Runs `data.prepare` if any of the files is absent.
+
+    Returns:
+        True if the preparation ran; False if it is not configured or no file is absent.
 
     Raises:
         UserError: An option or a source of `data.prepare` is wrong.
@@ -252,8 +258,9 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """Returns the model's config.json, of `model.path` or as `model.build` will write it; also checks the files of an
-    existing model.
+    """Returns the model's config.json: of `model.path`, or as `model.build` will write it if the path is absent.
+
+    Also checks the weight files of an existing model.
 
     Raises:
         UserError: The model is missing or its files are damaged.
@@ -271,10 +278,12 @@ def _note_unread(config: Config, hf: Mapping[str, Any], say: Callable[[str], Non
 
 
 def check_build(config: Config, hf: Mapping[str, Any]) -> None:
-    """Raises if an existing model differs from `model.build`, which a run would otherwise ignore.
+    """Checks that an existing model has the sizes in `model.build`; does nothing if `model.build` is null.
+
+    A run builds only a missing model, and would otherwise ignore `model.build`.
 
     Raises:
-        UserError: Names the setting, both values and the path.
+        UserError: The model differs; names the setting, both values and the path.
     """
     if config.model.build is None:
         return
@@ -298,8 +307,11 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_rewriting(config: Config) -> None:
-    """Raises a UserError if an environment replaces earlier messages of the conversation (`rewrites_history`) while
-    `rollout.step_wise` is off."""
+    """Rejects environments that replace earlier messages (`rewrites_history`) while `rollout.step_wise` is off.
+
+    Raises:
+        UserError: A trajectory of such an environment would be no single sequence of tokens.
+    """
     for name in filter(None, [*config.environment.classes, config.environment.default_name]):
         if config.rollout.step_wise == "off" and getattr(
             registry.resolve(name, config.environment), "rewrites_history", False
@@ -400,7 +412,9 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def with_device(config: Config, training: bool = True) -> Config:
-    """Decides `cluster.device = auto`, and the memory of a GPU.
+    """Returns the settings with `cluster.device` decided, and on CUDA `gpu_memory_gib` read from the GPU if null.
+
+    Also checks the number of GPUs and nodes, and settings that depend on the device.
 
     Args:
         config: The settings.

@@ -33,7 +33,7 @@ EPILOG = """\
 
 
 def parser() -> Parser:
-    """Creates the parser of the command's own options; everything else is the input."""
+    """Returns the argument parser for the options of `migrate` itself; all other arguments are the input."""
     p = Parser(
         prog="python -m skyrl_mega.config migrate",
         description="Writes the settings of another program's run as our YAML, and what happened to each setting.",
@@ -55,7 +55,14 @@ def _formatter() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `migrate`; the exit code is 0 if a file was written, even if the dry run refuses it."""
+    """Runs `python -m skyrl_mega.config migrate`.
+
+    Args:
+        arguments: The command line after `migrate`; None takes `sys.argv`.
+
+    Returns:
+        The exit code: 0 if the settings were translated, even if their dry run is refused; 2 for invalid input.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _run(words), "--json" in words)
 

@@ -1,4 +1,4 @@
-"""Completion of a migrated run: a layout for a model that FSDP cut, and the result of a dry run."""
+"""Completion of a migrated run: a parallel layout instead of FSDP, and the result of a dry run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.planner.candidates import changed
 
 TENSOR, PIPELINE, CONTEXT, EXPERT = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 8)
-"""Sizes that are tried for the layout."""
+"""Parallel sizes tried for the layout."""
 
 
 def complete(migration: Migration) -> str:
-    """Adds a layout if needed; returns the result of a dry run in one line.
+    """Adds a layout to the migration if it needs one (`open_layout`), and checks the result by a dry run.
 
-    A refusal is no error of the migration: the line names the setting that is impossible here.
+    Returns:
+        A line for the user that begins with `passes`, `layout and memory pass` (user code is not imported) or
+        `refused: ` with the error. A refusal raises no error.
     """
     try:
         config = composed(migration)
@@ -44,10 +46,10 @@ def complete(migration: Migration) -> str:
 
 
 def composed(migration: Migration) -> Config:
-    """Returns the settings as the launcher reads the written file.
+    """Returns the migrated settings as composed by the launcher, by way of a temporary file.
 
     Raises:
-        UserError: The launcher refuses the file.
+        UserError: The launcher refuses a setting.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "migrated.yaml"

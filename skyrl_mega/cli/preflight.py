@@ -15,13 +15,13 @@ from skyrl_mega.config.command import DONE, FAULT, Parser, enter, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `python -m skyrl_mega.preflight`.
+    """Runs `python -m skyrl_mega.preflight`: checks every node of the cluster and prints the report.
 
     Args:
         arguments: The command line without the program; None takes `sys.argv`.
 
     Returns:
-        The exit code: 0 all nodes are fit, 1 some are not, 2 invalid input.
+        The exit code: 0 all nodes are fit, 1 a node is unfit or the cluster cannot be reached, 2 invalid input.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     p = Parser(

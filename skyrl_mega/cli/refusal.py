@@ -56,10 +56,10 @@ def find_settings_error(config: Config, hf: Mapping[str, Any], *, planned: bool)
 
 
 def without_refused(result: SearchResult, hf: Mapping[str, Any]) -> SearchResult:
-    """Returns a search result without suggestions refused by checks outside the search.
+    """Returns a search result without the suggestions that `find_settings_error` rejects.
 
     Raises:
-        UserError: All suggestions are refused; the error of the first one.
+        UserError: All suggestions are rejected; the error of the first suggestion.
     """
     errors = [find_settings_error(suggestion.config, hf, planned=True) for suggestion in result.suggestions]
     kept = [suggestion for suggestion, error in zip(result.suggestions, errors, strict=True) if error is None]
@@ -69,10 +69,10 @@ def without_refused(result: SearchResult, hf: Mapping[str, Any]) -> SearchResult
 
 
 def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
-    """Returns the error extended by the nearest settings passing every check of `find_error`, by estimates without a
-    margin.
+    """Returns the error with a fix appended: the nearest settings that pass `find_error` with `strict`, if any.
 
-    Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
+    Searches other settings, which may take seconds. Returns the error unchanged if it is about a file, already names a
+    fix, or names none of the searched settings.
 
     Args:
         error: An error of these settings.

@@ -19,8 +19,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def trajectories(argv: Sequence[str]) -> None:
-    """Prints trajectories, or writes a page of them. Raises UserError if an option is wrong, or a path contains no
-    trajectories."""
+    """Prints trajectories as text, or writes an HTML page of them: the subcommand `trajectories`.
+
+    Args:
+        argv: The arguments after the subcommand.
+
+    Raises:
+        UserError: An option is wrong, or a path contains no trajectories.
+    """
     p = Parser(
         prog="python -m skyrl_mega.report trajectories",
         description="Shows what the policy did: as text, or with --html as a page for a browser.",
@@ -79,13 +85,15 @@ def trajectories(argv: Sequence[str]) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Writes the page of a run, or of several: the subcommand `run`.
+    """Prints summaries of runs and writes one HTML page about them: the subcommand `run`.
+
+    With `--serve`, serves a live page of a single run instead, until interrupted, and writes no file.
 
     Args:
         argv: The arguments after the subcommand.
 
     Raises:
-        UserError: A folder does not belong to a run, or the file cannot be written.
+        UserError: A folder does not belong to a run, options contradict each other, or the file cannot be written.
     """
     p = Parser(
         prog="python -m skyrl_mega.report run",
@@ -121,7 +129,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def timeline(argv: Sequence[str]) -> None:
-    """Prints the activity during some steps of a run, or writes a trace or a page: the subcommand `timeline`.
+    """Prints the activity during some steps of a run, or writes a trace or an HTML page: the subcommand `timeline`.
 
     Args:
         argv: The arguments after the subcommand.

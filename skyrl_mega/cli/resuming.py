@@ -36,7 +36,10 @@ SHOWN = 12
 
 
 def checkpoint_of(config: Config) -> Path | None:
-    """Returns the checkpoint from which a run with these settings resumes; None without one."""
+    """Returns the newest intact checkpoint of the run, from which it resumes.
+
+    Returns None without a checkpoint, or if `checkpoint.resume` is false.
+    """
     if not config.checkpoint.resume:
         return None
     return newest_intact(Path(config.run.directory) / config.run.name / "checkpoints")
@@ -102,13 +105,19 @@ def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
 
 
 def changes_text(changed: list[str]) -> str:
-    """Returns the changes on one line."""
+    """Returns the line for the user about changed settings: at most `SHOWN` changes, then the number of the rest."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"settings changed since the run was last started: {', '.join(changed[:SHOWN])}{more}"
 
 
 def nothing_left(config: Config) -> str | None:
-    """Returns a message if all steps are done and everything is written; None if work is left."""
+    """Returns a message for the user if the run to resume has no work left; None if there is work.
+
+    No work is left if all steps are done or all prompts are used, and the export, if configured, exists.
+
+    Raises:
+        UserError: The checkpoint's state.json is invalid.
+    """
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return None

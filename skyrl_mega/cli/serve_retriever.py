@@ -53,10 +53,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `python -m skyrl_mega.retriever run`; returns the exit code.
+    """Runs `python -m skyrl_mega.retriever run`: serves until SIGTERM, SIGINT or removal of the address file.
 
     Args:
         arguments: The command line after `run`.
+
+    Returns:
+        The exit code: 0 ended on request, 1 the service could not be kept alive.
 
     Raises:
         UserError: A setting, the data, the corpus or the index is invalid.

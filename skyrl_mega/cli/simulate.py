@@ -57,7 +57,11 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
 
 def check_playable(config: Config) -> None:
-    """Raises a UserError for settings that a simulation would play wrongly."""
+    """Rejects settings not supported by the simulation.
+
+    Raises:
+        UserError: The advantage estimator needs greedy answers, or engines have data-parallel replicas.
+    """
     if config.algorithm.advantage_traits.greedy:
         raise UserError(
             "--simulate does not play the greedy answers that engines write beside the samples, "
@@ -76,10 +80,12 @@ def check_playable(config: Config) -> None:
 
 @dataclass
 class Simulator:
-    """Simulates every choice with the same trajectories, and prints the number of each simulation."""
+    """Simulates every choice with the same trajectories, and prints a line before each simulation on standard error."""
 
     hf: Mapping[str, Any]
+    """The model's config.json."""
     workload: Workload
+    """The simulated trajectories."""
     before: Callable[[Choice], None] = lambda choice: None
     """Called before each simulation; an exception ends the comparison."""
     finished: list[SimulatedRow] = field(default_factory=list)
@@ -90,7 +96,7 @@ class Simulator:
     """Estimated number of all simulations; 0 if unknown."""
 
     def expect(self, more: int) -> None:
-        """Sets the estimated number of simulations still to come."""
+        """Sets `expected`: the simulations so far plus `more`."""
         self.expected = self.started + more
 
     def progress(self, choice: Choice) -> str:
@@ -100,7 +106,7 @@ class Simulator:
         return f"simulate {self.started}{total}: {simulate_text.describe(choice)} …"
 
     def row(self, choice: Choice) -> SimulatedRow:
-        """Simulates a choice and returns it with the outcome."""
+        """Simulates a choice, prints a progress line, and returns the choice with its outcome; adds to `finished`."""
         self.before(choice)
         print(self.progress(choice), file=sys.stderr, flush=True)
         config, _ = rates.planned(micro_tokens.with_micro_tokens(choice.config, self.hf))
@@ -111,7 +117,14 @@ class Simulator:
         return self.finished[-1]
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[SimulatedRow]:
-        """Simulates a mode in each suitable split."""
+        """Simulates a mode in each split that can run it; returns a row for each.
+
+        Args:
+            config: The given settings.
+            splits: Divisions of the GPUs, as changes of the settings.
+            mode: `asynchrony.mode`.
+            most: `asynchrony.max_staleness`.
+        """
         choices = (simulate_choices.choice(config, split, mode, most, self.hf) for split in splits)
         return [self.row(each) for each in choices if isinstance(each, Choice)]
 
@@ -166,7 +179,7 @@ def _compare(config: Config, given: Choice, simulator: Simulator) -> Comparison:
 
 
 def split_rows(config: Config, splits: Sequence[Change], simulator: Simulator) -> list[SimulatedRow]:
-    """Simulates all splits in the first mode of `EXPLORED` that can run; empty if there is no split."""
+    """Simulates all splits in the first mode of `EXPLORED` that can run in any split; empty if no mode can."""
     return next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)), [])
 
 

@@ -49,9 +49,11 @@ class Choice:
     """Valid settings to simulate."""
 
     mode: str
+    """Value of `asynchrony.mode`."""
     most: int
     """Value of `asynchrony.max_staleness`; 0 with `off`."""
     config: Config
+    """The complete settings."""
     change: Change
     """Difference from the given settings."""
     split: Change = field(default=(), compare=False)
@@ -63,18 +65,29 @@ class Refused:
     """Mode that cannot run with the settings, and the reason."""
 
     mode: str
+    """Value of `asynchrony.mode`."""
     most: int
+    """Value of `asynchrony.max_staleness`."""
     reason: str
+    """Error message of the settings with this mode."""
 
 
 def synchronous(config: Config) -> Choice:
-    """Returns the given settings without asynchrony."""
+    """Returns the given settings as a choice with `asynchrony.mode=off`; validity is not checked."""
     change = differing(config, _mode("off", 0))
     return Choice("off", 0, changed(config, change), change)
 
 
 def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
-    """Yields the given settings with their asynchrony, if any, then all modes in a split."""
+    """Yields the given settings with their asynchrony, if any, then each of `MODES` in a split.
+
+    Modes that cannot run are `Refused`.
+
+    Args:
+        config: The given settings.
+        split: Changes of settings that divide the GPUs.
+        hf: The model's config.json.
+    """
     mode, most = config.asynchrony.mode, config.asynchrony.max_staleness
     if mode != "off" and most > MOST_SIMULATED:
         yield Refused(mode, most, f"it would take too long: --simulate plays {MOST_SIMULATED} at most")
@@ -87,7 +100,9 @@ def modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choi
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | Refused:
-    """Returns a mode in a split, with an off-policy correction if needed, or the reason if invalid.
+    """Returns the settings with a mode in a split, or `Refused` with the reason if they are invalid or do not fit.
+
+    If the mode needs an off-policy correction, adds the first valid correction of `CORRECTIONS`.
 
     Args:
         config: The given settings.
@@ -141,7 +156,7 @@ def _splits_with(config: Config, change: Change, hf: Mapping[str, Any]) -> list[
 
 
 def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
-    """Explains why a split with engines on half of the GPUs does not fit; empty if it fits."""
+    """Returns the reason why a split with engines on half of the GPUs does not fit; empty if it fits."""
     engines = max(1, _gpus(config) // 2 // engine_ranks(config.rollout))
     half = next(_matching_splits(config, engines, ()), None)
     if half is None:
@@ -164,9 +179,10 @@ def _matching_splits(config: Config, engines: int, change: Change) -> Iterator[C
 def engines(
     config: Config, split: Change, hf: Mapping[str, Any], fractions: Sequence[float] | None = None
 ) -> list[Change]:
-    """Returns a split with other engines on the same GPUs: a variant for each tensor size that fits.
+    """Returns variants of a split with other engines on the same GPUs: at most one for each tensor parallel size.
 
-    Leaves out engines whose FP8 blocks would no longer match the policy's.
+    Each variant fits by `find_error` and differs from the given engines. Leaves out engines whose FP8 blocks would no
+    longer match the policy's.
 
     Args:
         config: The given settings.

@@ -51,12 +51,14 @@ class SimulatedRow:
     """Choice and simulated outcome."""
 
     choice: Choice
+    """The simulated settings."""
     outcome: Outcome
+    """Seconds of a step, waiting shares and staleness by the simulation."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All simulation results."""
+    """All results of `--simulate`."""
 
     config: Config
     """The given settings."""
@@ -69,6 +71,7 @@ class Comparison:
     shared_engines: Sequence[SimulatedRow]
     """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
+    """Modes that cannot run."""
     environment_s: float
     """Mean environment seconds per trajectory."""
     length: Length
@@ -76,7 +79,7 @@ class Comparison:
 
     @property
     def best(self) -> SimulatedRow:
-        """Returns the row to advise among rows within noise of the fastest.
+        """Row to recommend, among the rows at most `NOISE` slower than the fastest.
 
         Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
         """
@@ -89,29 +92,29 @@ class Comparison:
 
     @property
     def environments_bound(self) -> bool:
-        """Returns True if environment calls take nearly the whole step in every row."""
+        """True if environment calls take at least the share `DOMINANT` of the step in every row."""
         return all(row.outcome.calls_filled >= DOMINANT for row in self.all_rows)
 
     @property
     def all_rows(self) -> list[SimulatedRow]:
-        """Returns all simulated rows."""
+        """Simulated rows of all tables."""
         return [*self.rows, *self.shared_engines, *self.splits, *self.engine_sizes]
 
     @property
     def given(self) -> SimulatedRow | None:
-        """Returns the row of the given settings with asynchrony; None if synchronous or invalid."""
+        """Row of the given settings with their asynchrony; None if they are synchronous or cannot run."""
         if self.config.asynchrony.mode == "off":
             return None
         return next((row for row in self.rows if row.choice.config == self.config), None)
 
     @property
     def trajectories(self) -> int:
-        """Returns the number of trajectories simulated per step."""
+        """Number of trajectories simulated per step; may be less than in the run."""
         return prompts_played(self.config) * self.config.data.samples_per_prompt
 
 
 def measured_steps(most: int) -> int:
-    """Returns the number of steps to measure with `asynchrony.max_staleness` = `most`."""
+    """Returns the number of steps to simulate for a choice with `asynchrony.max_staleness` = `most`."""
     return max(STEPS, 2 * (most + 1))
 
 

@@ -18,7 +18,7 @@ from skyrl_mega.planner import rates, search
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
-    """Searches layouts, prints the report, and returns the exit code: 0 if a layout fits, else 2.
+    """Searches layouts for the settings' model, prints the report, and returns the exit code: 0 if one fits, else 2.
 
     Args:
         config: The settings.

@@ -36,7 +36,7 @@ class SearchProgress:
         """True after Ctrl-C."""
 
     def __call__(self, progress: SearchState) -> bool:
-        """Prints the progress if a line is due; returns False to end the search."""
+        """Prints the progress if a line is due; returns True to continue the search, False after Ctrl-C."""
         now = self._clock()
         if now >= self._next and not self.interrupted:
             self._next, self._printed = now + (TERMINAL_S if self._terminal else LINES_S), True
@@ -47,7 +47,10 @@ class SearchProgress:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Turns the first Ctrl-C inside the block into the end of the search; a second one ends the process."""
+        """Makes the first Ctrl-C inside the block set `interrupted`; a second Ctrl-C ends the process.
+
+        Outside the main thread, signals are left alone.
+        """
         if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
             yield
             return
@@ -66,7 +69,7 @@ class SearchProgress:
 
 
 def describe(progress: SearchState) -> str:
-    """Describes the progress in a line: settings tried, and the fastest layout."""
+    """Returns the progress as a line: number of settings tried, and the fastest layout so far."""
     tried = f"{progress.evaluated:,} settings tried for {progress.gpus} GPUs"
     if progress.best is None:
         return f"{tried}, none fits so far"

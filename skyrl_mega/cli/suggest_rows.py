@@ -31,9 +31,10 @@ LESS_HOST = 0.75
 
 @dataclass(frozen=True)
 class Row:
-    """Settings with their costs."""
+    """Settings with their costs in time and memory."""
 
     suggestion: Suggestion
+    """The settings with the estimates of the search."""
     free: int
     """Free bytes of the fullest GPU in the busiest phase: a shared GPU, or else a GPU of the policy."""
     warning: str
@@ -45,24 +46,27 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Returns the estimated seconds of a step."""
+        """Estimated seconds of a step."""
         return self.suggestion.seconds
 
     @property
     def gpus(self) -> int:
-        """Returns the number of GPUs of the allocation."""
+        """Number of GPUs of the allocation: nodes × GPUs per node."""
         cluster = self.suggestion.config.cluster
         return cluster.nodes * cluster.gpus_per_node
 
     def saved(self, given: Row | None) -> float | None:
-        """Returns the saved share of a step (negative if slower than `given`); None if the settings do not fit."""
+        """Returns the share of a step's time saved compared with `given`: 1 - seconds / given.seconds.
+
+        Negative if this row is slower; None if `given` is None.
+        """
         return None if given is None else 1 - self.seconds / given.seconds
 
     def covers(self, other: Row) -> bool:
-        """Returns True if `other`, with as many GPUs, needs no row of its own beside this row.
+        """Returns True if the table can omit `other`, a row for as many GPUs, because this row is about as good.
 
-        Then `other` is at most `TIE` (relative) faster, has less than `MORE_FREE` more free bytes, needs more than the
-        share `LESS_HOST` of this row's host memory, and avoids neither a warning nor partial blocks of this row.
+        That is, `other` is at most `TIE` (relative) faster, has less than `MORE_FREE` more free bytes, needs more than
+        the share `LESS_HOST` of this row's host memory, and avoids neither a warning nor partial blocks of this row.
         """
         return (
             self.seconds <= (1 + TIE) * other.seconds
@@ -86,7 +90,7 @@ class Rows:
 
 
 def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion], gpus: int) -> Rows:
-    """Returns the given settings and the distinct choices as rows.
+    """Returns the given settings and the distinct suggestions as rows of the table.
 
     Args:
         config: The given settings, with planned rates.
@@ -102,7 +106,13 @@ def rows(config: Config, hf: Mapping[str, Any], suggestions: Iterable[Suggestion
 
 
 def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: Decoder) -> list[Row]:
-    """Returns at most `SHOWN` rows: the first suggestion, then each that no earlier or known row covers."""
+    """Returns at most `SHOWN` rows: the first suggestion, then each suggestion not covered by an earlier or known row.
+
+    Args:
+        suggestions: Fitting layouts in the order of the search.
+        known: Rows already in the table, for comparison; not returned.
+        decoder: The model.
+    """
     choices: list[Row] = []
     for suggestion in suggestions:
         candidate = row(suggestion, decoder)
@@ -114,7 +124,7 @@ def distinct(suggestions: Iterable[Suggestion], known: Sequence[Row], decoder: D
 
 
 def row(suggestion: Suggestion, decoder: Decoder) -> Row:
-    """Returns settings with their costs."""
+    """Returns a suggestion as a row, with free GPU memory, host memory and warnings computed by the planner."""
     config, parallel = suggestion.config, suggestion.parallel
     _, reference = parallel_of(config)
     free = min(
@@ -129,13 +139,14 @@ def row(suggestion: Suggestion, decoder: Decoder) -> Row:
 
 
 def memory_warning(s: Suggestion, decoder: Decoder) -> str:
-    """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
+    """Returns the dry run's warning about memory on shared GPUs: `tight` if memory is missing by the estimates,
+    `close` if it may be missing within their margin, else an empty text."""
     unsafe = least_safe_phase(s.config, decoder, s.parallel)
     return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
 
 
 def as_suggestion(config: Config, hf: Mapping[str, Any], decoder: Decoder) -> Suggestion:
-    """Returns valid settings with the estimates of a suggestion."""
+    """Returns valid settings as a `Suggestion`, with micro-batch tokens decided and memory and time estimated."""
     config = micro_tokens.with_micro_tokens(config, hf)
     parallel, _ = parallel_of(config)
     peak = max(policy_memory(config, decoder, parallel, rank).peak for rank in stage_ranks(parallel).values())

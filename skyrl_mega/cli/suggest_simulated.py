@@ -22,7 +22,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Simulated:
-    """Rows with simulated seconds."""
+    """Rows of `--suggest` with simulated instead of estimated seconds."""
 
     rows: Sequence[tuple[str, Row]]
     """Label and row: synchronous rows by number, then an asynchronous mode in the fastest split, and in other splits
@@ -40,7 +40,9 @@ class _TimeOver(Exception):
 
 
 def simulated(hf: Mapping[str, Any], rows: Rows, args: argparse.Namespace, goes_on: Callable[[], bool]) -> Simulated:
-    """Simulates rows 0 and 1 and, in each split of the GPUs, an asynchronous mode.
+    """Simulates rows 0 (the given settings) and 1 of the search and, in each split of the GPUs, an asynchronous mode.
+
+    Ends after `SECONDS` of processor time; the note of the result then says so.
 
     Args:
         hf: The model's config.json.

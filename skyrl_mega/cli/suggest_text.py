@@ -55,16 +55,19 @@ class Report:
     """Content of `--suggest`."""
 
     search: SearchResult
+    """The layouts found."""
     rows: Rows
+    """Rows of the table."""
     config: Config
     """The given settings."""
     decoder: Decoder
+    """The model."""
     simulated: Simulated | None = None
     """Simulated rows; None after Ctrl-C or if nothing fits."""
 
 
 def text(report: Report) -> str:
-    """Returns the report for people."""
+    """Returns the report of `--suggest` as text for a terminal; without a fitting layout, the reason and a remedy."""
     search, choices = report.search, report.rows.choices
     if not search.suggestions:
         return "\n".join([_misfit_text(report), *(f"note: {note}" for note in notes(report.config))])
@@ -89,8 +92,10 @@ def text(report: Report) -> str:
 
 
 def cut_text(search: SearchResult) -> str:
-    """Returns the line on a search that was cut short: the reason, and the number of layouts that were not tried, by
-    policy ranks and tensor parallelism."""
+    """Returns the line about an incomplete search: the reason, and the numbers of untried layouts.
+
+    The numbers are grouped by policy ranks and tensor parallel size.
+    """
     reason = "by Ctrl-C" if search.stopped else f"after {SECONDS:.0f} s of a core, its limit"
     tensors: dict[int, Counter[int]] = {}
     for parallel in search.untried:
@@ -169,8 +174,13 @@ def _misfit_text(report: Report) -> str:
 
 
 def notes(given: Config, choices: Sequence[Row] = ()) -> list[str]:
-    """Returns notes on given settings unused by all layouts, and on suggested engines whose FP8 blocks differ from the
-    policy's."""
+    """Returns notes for the user about given settings left out of all layouts, and about engines with FP8 blocks other
+    than the policy's.
+
+    Args:
+        given: The given settings.
+        choices: Suggested rows, numbered from 1 in the notes.
+    """
     lines = [*filter(None, [dynamic.note(given)])]
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
@@ -310,6 +320,6 @@ def _keep(s: Suggestion) -> str:
 
 
 def layout(p: ParallelDims) -> str:
-    """Returns the sizes of a layout, without those of 1: `TP2 EP8 DP16`."""
+    """Returns the parallel sizes above 1 as text: `TP2 EP8 DP16`; `alone` for a single rank."""
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
     return shape(sizes | {"ETP": p.expert_tensor, "DP": p.data})

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `python -m skyrl_mega.launch`.
+    """Runs `python -m skyrl_mega.launch`: trains, or prints a dry run, suggestions or a simulation.
 
     Args:
         arguments: The command line without the program; None takes `sys.argv`.
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stoppable(run: Callable[[], int], as_json: bool) -> int:
-    """Runs a command that a signal may stop, with `command.guarded`.
+    """Runs a command with `command.guarded`, and turns a stop by a signal into exit code 75.
 
     Args:
         run: The command; returns its exit code.

@@ -26,7 +26,9 @@ from skyrl_mega.config.schema import Config
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Prints the transfer plan of a run's settings, from the settings and config.json alone: the subcommand `plan`.
+    """Prints cost and links of the weight sync planned for a run's settings: the subcommand `plan`.
+
+    Reads only the settings and the model's config.json; starts nothing.
 
     Args:
         argv: The arguments after the subcommand.
@@ -83,6 +85,9 @@ def check(argv: Sequence[str]) -> int:
 
 def logprobs(argv: Sequence[str]) -> int:
     """Starts policy and engines, answers some prompts, and compares the log-probs of every sampled token.
+
+    Args:
+        argv: The arguments after the subcommand `logprobs`.
 
     Returns:
         The exit code: 0 if all agree, 1 if they differ too much, or if an actor or the cluster failed.

@@ -46,7 +46,9 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
 
 @contextmanager
 def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Run]:
-    """Starts policy and engines like a run, with the weights of `model.path`, in a temporary folder.
+    """Starts policy and engines like a run, with the weights of `model.path`, and yields the run; ends it afterwards.
+
+    Uses a temporary run folder, without trackers, warm-up, resume or asynchrony.
 
     Args:
         file: Configuration file of the run.
@@ -74,7 +76,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
 
 
 def table(compared: Sequence[WeightComparison]) -> str:
-    """Returns a line per worker, then a line per differing parameter."""
+    """Returns the comparison as text: a line per engine worker, then a line per differing parameter."""
     lines = [f"{'engine':>6} {'worker':>6} {'parameters':>10} {'bytes':>16} {'different':>9}"]
     lines += [f"{c.engine:6} {c.worker:6} {c.parameters:10} {c.bytes:16,} {len(c.different):9}" for c in compared]
     for c in compared:

@@ -31,29 +31,36 @@ BEFORE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Differences of two sources of log-probs, over tokens present in both."""
+    """Differences of two sources of log-probs, in nats, over tokens present in both."""
 
     first: str
+    """Name of the first source, such as `engine`."""
     second: str
+    """Name of the second source."""
     tokens: int
+    """Number of compared tokens."""
     mean: float
-    """Nats; `mean`, `p99` and `most` are the mean, 99th percentile and maximum of the distance, `signed` is the mean of
-    first minus second."""
+    """Mean absolute difference."""
     p99: float
+    """99th percentile of the absolute difference."""
     most: float
+    """Maximum absolute difference."""
     signed: float
+    """Mean of first minus second."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """Token for which engine and policy differ most."""
+    """A token with one of the largest differences between engine and policy."""
 
     sample: int
+    """Index of the sample in the batch."""
     position: int
     """Position of the token in its sequence, prompt included."""
     text: str
     """The token and the text before it."""
     logprobs: dict[str, float]
+    """Source → log-prob of the token; NaN if the source has none."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,13 @@ class LogprobComparison:
     """Differences of log-probs, and the verdict."""
 
     pairs: list[Difference]
+    """Differences by pair of sources."""
     worst: list[Worst]
+    """Tokens with the largest difference between engine and policy, largest first."""
     verdict: str
+    """Sentence for the user: agreement, or the likely source of the difference."""
     agree: bool
-    """True if engine and policy differ by less than the run's alarm."""
+    """True if the mean difference of engine and policy is below the run's alarm (`health.mismatch.alarm_mean`)."""
 
 
 def compare(
@@ -114,7 +124,11 @@ def compare(
 
 
 def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
-    """Returns the differences of all informative pairs of sources; NaN marks missing log-probs."""
+    """Returns the differences for pairs of sources: engine, policy and transformers, and the engine with itself again.
+
+    Args:
+        logprobs: Source → log-probs, float [T], of the same tokens; NaN marks a missing log-prob.
+    """
     names = [(ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)]
     pairs = []
     for first, second in names:
@@ -137,7 +151,7 @@ def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
 
 
 def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[str, bool]:
-    """Returns the verdict as text, and whether engine and policy differ by less than the alarm.
+    """Returns the verdict as text, and True if the mean difference of engine and policy is below `alarm`.
 
     Args:
         pairs: Result of `pairs_of`.
@@ -192,7 +206,7 @@ def worst_of(
 
 
 def table(comparison: LogprobComparison) -> str:
-    """Returns the pairs, the worst tokens and the verdict as text."""
+    """Returns the comparison as text: a table of pairs, a table of the worst tokens, and the verdict."""
     lines = [f"{'':28} {'tokens':>7} {'mean':>9} {'p99':>9} {'max':>9} {'signed':>10}"]
     for p in comparison.pairs:
         name = f"{p.first} – {p.second}"
@@ -235,8 +249,14 @@ def _policy(run: Run) -> torch.Tensor:
 
 
 def aligned(batch: Sequences, again: Sequences) -> torch.Tensor:
-    """Returns the log-probs of the second answers, float64 [T], up to the first token differing from the first answer;
-    NaN from there."""
+    """Returns the engine's log-probs of the second answers at the tokens of the first answers, float64 [T].
+
+    From the first token of a sample that differs between both answers on, the values are NaN.
+
+    Args:
+        batch: The first answers, with T tokens.
+        again: Second answers to the same prompts, in the same order.
+    """
     values = torch.full((len(batch.tokens),), math.nan, dtype=torch.float64)
     start = second = 0
     for length, other in zip(batch.lengths.tolist(), again.lengths.tolist(), strict=False):

@@ -22,7 +22,7 @@ from skyrl_mega.simulation.workload import LogNormal, Recorded, Synthetic, Workl
 
 OPTIONS = ("tokens", "environment", "turns", "like")
 LEAST_SIGNAL = 0.01
-"""Smallest share of groups with a signal that an estimate counts with: a run without any would sample for ever."""
+"""Lower bound for the share of groups with a signal in estimates; with 0, sampling would never end."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Described:
     """Trajectories of a time estimate, and the source of their properties."""
 
     trajectories: Trajectories
+    """Lengths, environment seconds and share of groups with a signal."""
     lengths: str
     """`assumed`, or the option that gave the lengths."""
     environment: str | None
@@ -78,7 +79,9 @@ def described(config: Config, parallel: ParallelDims, args: argparse.Namespace |
 
 
 def signal_share(rows: Sequence[Mapping[str, float | None]], groups: int) -> float | None:
-    """Returns the share of sampled groups with a signal over the steps of a run; None if the run measured none.
+    """Returns the share of sampled groups with a signal over the steps of a run, from `LEAST_SIGNAL` to 1.
+
+    Returns None if no row has the metric `rollout/groups_differ`.
 
     Args:
         rows: The rows of the run's metrics.
