@@ -33,7 +33,7 @@ BODY = """<noscript><p>This page shows its trajectories with JavaScript, which i
 
 
 def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: None) -> str:
-    """Returns the HTML page of the trajectories, in the order given.
+    """Returns the HTML page for reading trajectories, in the order given; reads their tokens from the files.
 
     Args:
         records: The trajectories.
@@ -62,14 +62,15 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
 
 
 class Pieces:
-    """The page's table of [token id, text]; a token view refers to its rows. Text None means unknown."""
+    """Table of distinct (token id, text) pairs of a page; token views refer to rows of this table."""
 
     def __init__(self) -> None:
         self.table: list[tuple[int, str | None]] = []
+        """Rows of (token id, text); text None is shown as the number."""
         self._places: dict[tuple[int, str | None], int] = {}
 
     def place(self, id: int, text: str | None) -> int:
-        """Returns the row of a token in the table, adding new tokens."""
+        """Returns the row index of a token in the table; adds a new pair to the table."""
         key = (id, text)
         if key not in self._places:
             self._places[key] = len(self.table)

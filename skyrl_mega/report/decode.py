@@ -28,7 +28,7 @@ FIX = "bring back the file that the run had, or move it away: tokens are then sh
 
 
 class TokenDecoder:
-    """A decoder from tokens to the text of each token.
+    """Decoder of token ids to the text of each single token.
 
     Args:
         tokenizer: The tokenizer of `tokenizer.json`.
@@ -63,10 +63,13 @@ class TokenDecoder:
 
 
 def decoder_of(run: Path) -> TokenDecoder | None:
-    """Returns the decoder of a run's model, or None if the run's folder names no model or the model is absent.
+    """Returns the decoder of a run's model, from `tokenizer.json` in the run's `model.path`.
 
-    A relative `model.path` was relative to the directory in which the run was started: the current directory is
-    searched first, then each parent of the run's folder.
+    Returns None if the run's folder names no model, or the model or its `tokenizer.json` is absent. A relative
+    `model.path` is searched in the current directory first, then in each parent of the run's folder.
+
+    Raises:
+        UserError: `config.yaml` or `tokenizer.json` cannot be read.
     """
     config = run / "config.yaml"
     if not config.is_file():

@@ -47,7 +47,7 @@ def document(
     blocks: Mapping[str, Any] | None = None,
     served: bool = False,
 ) -> str:
-    """Returns the HTML page.
+    """Returns a self-contained HTML page: style, program and data inline.
 
     Args:
         title: Plain text.
@@ -90,7 +90,7 @@ def table(rows: Iterable[str], heads: Iterable[str] = (), style: str = "settings
 
 
 def save(file: Path, page: str) -> None:
-    """Writes a page atomically.
+    """Writes a page to a file, as a whole or not at all; replaces only an existing page of `document`.
 
     Raises:
         UserError: The folder is absent or not writable, or the existing file is not a page of `document`.
@@ -111,7 +111,7 @@ def _is_page(file: Path) -> bool:
 
 
 def pack(value: Any) -> str:
-    """Returns the value as compressed JSON in base64."""
+    """Returns a JSON value as text for a page: gzip-compressed JSON in base64."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # A lone surrogate cannot be written as UTF-8 and becomes "?".
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()

@@ -23,7 +23,7 @@ ALONE = ("memory/", "perf/")
 
 
 def read(folder: Path) -> dict[str, float]:
-    """Returns a run's estimate, or an empty mapping for a run without a file, such as an older run.
+    """Returns metric → estimate from `estimate.json` in a run's folder; empty without this file.
 
     Raises:
         UserError: The file cannot be read.
@@ -36,8 +36,14 @@ def read(folder: Path) -> dict[str, float]:
 
 
 def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:
-    """Yields (metric, estimated, measured), times first. The measured value is the median over the steps; an absent
-    value is None."""
+    """Yields (metric, estimated, measured) for times, memory and speed, times first; an absent value is None.
+
+    The measured value is the median over the steps from `FIRST` on.
+
+    Args:
+        run: The run.
+        expected: Metric → estimate (`read`).
+    """
     others = sorted({n for n in [*run.names, *expected] if n.startswith(ALONE)})
     for name in (*TIMES, *others):
         values = [(x, y) for x, y in zip(*run.series(name), strict=True) if y is not None]

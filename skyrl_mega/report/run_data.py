@@ -45,6 +45,7 @@ class FindingKind:
     """A kind of health finding of a run (docs/health.md)."""
 
     kind: str
+    """Name of the finding, as in `health/<kind>`."""
     steps: list[int]
     """Steps with the finding."""
     text: str
@@ -56,8 +57,11 @@ class Failures:
     """Failed trajectories of a run with the same cause."""
 
     status: str
+    """Status of the trajectories."""
     environment: str
+    """Name of the environment."""
     count: int
+    """Number of trajectories."""
     steps: list[int]
     """Steps with such failures."""
     example: str
@@ -66,9 +70,10 @@ class Failures:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run."""
+    """Content of a run's folder for reports; events are read on first use."""
 
     folder: Path
+    """The run's folder."""
     rows: list[dict[str, float | None]]
     """Rows of metrics.jsonl, in order; step 0 is the evaluation before the first step."""
     settings: dict[str, Any]
@@ -76,7 +81,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the run's folder."""
         return self.folder.absolute().name
 
     @cached_property
@@ -107,12 +112,12 @@ class RunData:
 
     @property
     def places(self) -> list[tuple[str, Path]]:
-        """Name and path of each file or folder in the run's folder."""
+        """Name and path of each known result (`console.PLACES`) present in the run's folder."""
         return [(name, self.folder / file) for name, file in PLACES if (self.folder / file).exists()]
 
     @property
     def checkpoints(self) -> list[tuple[Path, int]]:
-        """Complete checkpoints and sizes in bytes."""
+        """(Folder, size in bytes) of each complete checkpoint, in order of steps."""
         return [
             (folder, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
             for folder in checkpoints_in(self.folder / "checkpoints").values()
@@ -126,7 +131,7 @@ class RunData:
 
     @property
     def fault(self) -> RunFault | None:
-        """The last fault of the run, or None."""
+        """Last fault of the run; None for a run without a fault."""
         faults = [i for i, event in enumerate(self.events) if event.kind == "fault"]
         if not faults:
             return None
@@ -194,13 +199,13 @@ class RunData:
 
     @property
     def recovered(self) -> list[EventLine]:
-        """Crashes that the run recovered from: engines, rollout workers, trajectories, the retrieval service."""
+        """Events of crashes survived by the run: of engines, rollout workers, trajectories, the retrieval service."""
         lost = self.given_up
         return [event for event in self.events if event.kind in (*RECOVERED, GIVEN_UP) and event not in lost]
 
     @property
     def given_up(self) -> list[EventLine]:
-        """Crashes of engines and rollout workers that were not restarted."""
+        """Events of crashes of engines and rollout workers that were not restarted in the same start of the run."""
         return [
             event
             for i, event in enumerate(self.events)
@@ -220,10 +225,10 @@ def local_time(event: EventLine) -> str:
 
 
 def read(folder: Path) -> RunData:
-    """Reads a run's folder.
+    """Reads settings and metrics from a run's folder; secrets in the settings are masked.
 
     Raises:
-        UserError: The folder does not belong to a run.
+        UserError: The folder has no `config.yaml`, or a file cannot be read.
     """
     if not (folder / "config.yaml").is_file():
         what = "no config.yaml there" if folder.is_dir() else "no such folder"

@@ -28,10 +28,15 @@ class Selection:
     """Files to search, filter, order and limit of the wanted trajectories."""
 
     paths: Sequence[Path]
+    """Run folders, `trajectories/` folders or files."""
     query: Query
+    """The filter."""
     sort: str
+    """Key of `records.SORTS`."""
     descending: bool
+    """True to reverse the order."""
     limit: int | None
+    """Maximum number of trajectories; None uses the default of the output."""
 
 
 def as_text(selection: Selection, brief: bool) -> None:
@@ -77,8 +82,10 @@ def as_page(selection: Selection, file: Path) -> None:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Returns the number of trajectories, the statuses and the mean reward. ReMax's greedy answers are counted
-    separately."""
+    """Returns a line with the number of trajectories, the number of each status, and the mean reward.
+
+    ReMax's greedy answers are counted separately. Without trajectories, the line says so.
+    """
     samples = [r for r in records if r.sample != GREEDY]
     greedy = [r for r in records if r.sample == GREEDY]
     summaries = [_summary(of, kind) for of, kind in ((samples, "trajectories"), (greedy, "greedy answers")) if of]

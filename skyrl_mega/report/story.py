@@ -24,11 +24,14 @@ MARKS = 60
 
 @dataclass(frozen=True)
 class StageTime:
-    """A stage of a start."""
+    """A stage of a start, such as loading the model in the engines."""
 
     actors: str
+    """Group of actors, or `driver`."""
     stage: str
+    """Name of the stage."""
     count: int
+    """Number of actors; 0 for the driver."""
     seconds: float | None
     """Duration; None for a stage without an end."""
 
@@ -44,6 +47,7 @@ class RunStart:
     facts: Mapping[str, Any]
     """Fields of the event `started`."""
     hosts: list[str] = field(default_factory=list)
+    """Hosts of all actors; empty until they are placed."""
     resumed_after: int | None = None
     """The step from which the run resumed; None for a run from the beginning."""
     changes: list[str] = field(default_factory=list)
@@ -52,7 +56,7 @@ class RunStart:
 
     @property
     def gpu_hours(self) -> float:
-        """GPUs times hours from the start to the last event."""
+        """Number of GPUs × hours from the start to the last event; 0 on CPUs."""
         gpus = self.facts.get("gpus")
         return (gpus if isinstance(gpus, int) else 0) * (self.ended - self.began) / 3600
 
@@ -69,7 +73,7 @@ class StepMark:
 
 
 def starts(events: Sequence[EventLine]) -> list[RunStart]:
-    """Returns the starts of a run, in order; empty for a run without such events."""
+    """Returns the starts of a run, in order, from its events; empty without an event `started`."""
     all_starts: list[RunStart] = []
     changes: list[str] = []
     for event in events:
@@ -123,7 +127,8 @@ def _changed_facts(before: RunStart, after: RunStart) -> Iterator[str]:
 
 
 def marks(events: Sequence[EventLine]) -> list[StepMark]:
-    """Returns the marks of a run's plots, in order, one for each position."""
+    """Returns the marks of resumes and failures for plots over steps, in order; events at the same position share a
+    mark. At most `MARKS` marks are returned."""
     by_step: dict[float, StepMark] = {}
     for start in starts(events):
         if start.resumed_after is not None:
@@ -147,7 +152,10 @@ def _add_mark(by_step: dict[float, StepMark], mark: StepMark) -> None:
 
 
 def lines(events: Sequence[EventLine]) -> list[tuple[str, str, str]]:
-    """Returns (local time, step, text) of the events in the list of a run's events; empty if only a start is known."""
+    """Returns (local time, step, text) of each event in the list of a run's events (`TOLD`).
+
+    The step is a text such as `after 3`, or empty. Returns an empty list if there is nothing but a single start.
+    """
     told = [event for event in events if event.kind in TOLD]
     if all(event.kind == "started" for event in told[:1]) and len(told) <= 1:
         return []
@@ -161,7 +169,7 @@ def lines(events: Sequence[EventLine]) -> list[tuple[str, str, str]]:
 
 
 def stages_text(start: RunStart) -> str:
-    """Returns the seconds of a start by group of actors, such as `driver: read data 1.0 s, start ray 4.0 s`."""
+    """Returns the durations of a start's stages, a line per group: `driver: read data 1.0 s, start ray 4.0 s`."""
     by_actors: dict[str, list[str]] = {}
     for stage in start.stages:
         seconds = "did not end" if stage.seconds is None else duration(stage.seconds)
@@ -170,7 +178,7 @@ def stages_text(start: RunStart) -> str:
 
 
 def local_time(seconds: float) -> str:
-    """Returns local time, such as `2026-01-31 18:05:09`."""
+    """Returns a time in seconds since 1970 as local time, such as `2026-01-31 18:05:09`."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # a damaged file

@@ -30,11 +30,13 @@ POLICY, JUDGED, FAILED = "green", "bright_black", "bold red"
 
 @dataclass(frozen=True)
 class FigureColumn:
-    """A figure in a trajectory's line."""
+    """A column in the lines of trajectories."""
 
     title: str
     show: Callable[[Record], str]
+    """Returns the cell of a trajectory."""
     left: bool = False
+    """True to align cells to the left."""
 
 
 COLUMNS = (
@@ -68,11 +70,11 @@ class View:
         self._widths = [max([len(column.title), *(len(column.show(r)) for r in records)]) for column in self._columns]
 
     def titles(self) -> None:
-        """Prints the names of the columns."""
+        """Prints a line with the titles of the columns."""
         self._line(self._row([column.title for column in self._columns]), "bright_black")
 
     def figures(self, record: Record) -> None:
-        """Prints the line of a trajectory."""
+        """Prints the line of a trajectory: step, reward, status, lengths and times, without its messages."""
         text = Text()
         for i, (column, cell) in enumerate(zip(self._columns, self._cells(record), strict=True)):
             text.append("  " if i else "")
@@ -141,7 +143,10 @@ class View:
 
 
 def tool_text(tool: Mapping[str, Any]) -> str:
-    """Returns a tool in a line, such as `search(query: string, topk: integer): Searches the corpus.`"""
+    """Returns a tool of a chat template as a line: `search(query: string, topk: integer): Searches the corpus.`
+
+    An unknown format is returned as JSON.
+    """
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return json.dumps(tool, ensure_ascii=False)

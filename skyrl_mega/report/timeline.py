@@ -26,11 +26,11 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def read(run: Path, steps: tuple[float, float] | None = None, last: float = math.inf) -> list[StepTimeline]:
-    """Returns the timelines of a run's steps, in order; empty without timelines.
+    """Reads and returns the timelines of a run's steps, in order; empty without timelines.
 
     Args:
         run: Folder of the run.
-        steps: First and last wanted step; None means the newest steps.
+        steps: First and last wanted step, both included; None means the newest `NEWEST` steps.
         last: Last valid step: later files are left from before a resume.
 
     Raises:
@@ -43,11 +43,11 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
 
 
 def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
-    """Returns the timelines of the requested steps.
+    """Reads and returns the timelines of the requested steps; like `read`, but raises if there are none.
 
     Args:
         run: Folder of the run.
-        steps: First and last wanted step; None means the newest steps.
+        steps: First and last wanted step, both included; None means the newest `NEWEST` steps.
 
     Raises:
         UserError: None of the steps has a timeline, or a file cannot be read.
@@ -64,8 +64,11 @@ def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
 
 
 def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
-    """Yields lines: for each step the idle shares, and the activity of driver, policy, engines and environments over
-    time."""
+    """Yields lines for a terminal: for each step the idle shares, and rows with the activity over time.
+
+    The rows are driver, policy, engines and environments, with `COLUMNS` characters. The last line explains the letters
+    of phases.
+    """
     letters = _letters(steps)
     for step in steps:
         idle = {name.removeprefix("idle/"): f"{share:.0%}" for name, share in step.idle().items()}

@@ -21,12 +21,12 @@ TOKEN = re.compile(r"[\w-]{43}")
 
 
 def token_of(folder: Path) -> str:
-    """Returns the token of a run from `page.token`; writes the file if needed.
+    """Returns the access token of a run's page from `page.token`; without this file, creates a token and the file.
 
     A resumed run keeps the token, so an open page reconnects. A token readable by other users is replaced.
 
     Raises:
-        UserError: The file is not a token of this user, or cannot be written.
+        UserError: The file is no token written by this user, or cannot be written.
     """
     file = folder / FILE
     try:
@@ -68,7 +68,7 @@ class Guard:
         self.token, self.cookie = token, f"skyrl_mega_page_{port}"
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Returns True if the headers contain the token."""
+        """Returns True if a request's headers contain the token: as bearer token or cookie."""
         authorization = headers.get(b"authorization", b"")
         if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
             return True
@@ -79,7 +79,7 @@ class Guard:
         return cookie is not None and self._is_token(cookie.value)
 
     def admits_query(self, query: bytes) -> bool:
-        """Returns True if the query of the address contains the token."""
+        """Returns True if the query of a request's address contains the token (`?token=`)."""
         try:
             values = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
         except ValueError:  # too many fields
@@ -95,14 +95,14 @@ class Guard:
 
 
 class Allowance:
-    """A token bucket of requests: filled with `rate` requests per second, up to `burst`."""
+    """A rate limit (token bucket): `rate` requests per second, and up to `burst` requests at once."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self.rate, self.burst = rate, burst
         self._left, self._at = burst, time.monotonic()
 
     def take(self) -> bool:
-        """Returns True if another request is allowed now."""
+        """Returns True and counts a request if the limit allows another request now; else returns False."""
         now = time.monotonic()
         self._left = min(self.burst, self._left + (now - self._at) * self.rate)
         self._at = now

@@ -16,7 +16,9 @@ from skyrl_mega.telemetry.run_dir import is_at_work
 
 
 def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
-    """Serves the page of a run until Ctrl-C or SIGTERM, and prints the address, on a terminal with the token.
+    """Serves the live page of a run in this process until Ctrl-C or SIGTERM; prints the address.
+
+    On a terminal the printed address contains the token. Lowers the priority of this process.
 
     Args:
         folder: The run's folder.
@@ -24,7 +26,7 @@ def serve_until_interrupted(folder: Path, host: str, port: int) -> None:
         port: Port to bind; 0 takes a free one.
 
     Raises:
-        UserError: The folder does not belong to a run, the address cannot be bound, or the token cannot be kept.
+        UserError: The folder does not belong to a run, the address cannot be bound, or the token cannot be stored.
     """
     run_data.read(folder)
     token = token_of(folder)

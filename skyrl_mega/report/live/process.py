@@ -25,10 +25,10 @@ STOP_S = 8.0
 
 @contextmanager
 def live_page(config: TelemetryConfig, folder: Path, console: Console) -> Iterator[None]:
-    """Serves the page of a run inside the block; without `telemetry.page` does nothing.
+    """Serves the live page of a run, in a process of its own, for the duration of the block.
 
-    A busy port is only a note: a port must not end a resumed run. The serving process also ends if this process is
-    killed: it reads a pipe held by this process alone.
+    Does nothing without `telemetry.page`. If the port is busy, only prints a note, so that a resumed run continues. The
+    serving process also ends if this process is killed, because it waits on a pipe from this process.
 
     Args:
         config: Port and address.
@@ -82,7 +82,7 @@ def _started(host: str, port: int, folder: Path, console: Console) -> subprocess
 
 
 def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
-    """Returns a bound socket.
+    """Returns a TCP socket bound to an address and listening.
 
     Args:
         host: Address or name of this machine.
@@ -113,14 +113,19 @@ def bound(host: str, port: int, patience_s: float = 0.0) -> socket.socket:
 
 
 def address(host: str, listening: socket.socket) -> str:
-    """Returns the URL of a page without the token."""
+    """Returns the URL of a page, without the token; for a socket on all interfaces, with the name of this machine.
+
+    Args:
+        host: Address to which the socket is bound.
+        listening: The bound socket; gives the port.
+    """
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only this machine reaches the address."""
+    """Returns True if an address is a loopback address, reachable only from this machine; False for other names."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name

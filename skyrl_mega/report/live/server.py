@@ -59,11 +59,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class LivePage:
-    """The web application.
+    """The web application (ASGI) of the live page.
 
     Args:
-        follower: The snapshots.
-        guard: The check of the token.
+        follower: Renders the content.
+        guard: Checks the token.
     """
 
     def __init__(self, follower: Follower, guard: Guard) -> None:
@@ -74,7 +74,7 @@ class LivePage:
         """Time of the last request with the token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Answers an HTTP request (ASGI): 401 without the token, 429 above the rate limit; ignores other protocols."""
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
@@ -100,7 +100,7 @@ class LivePage:
 
     @property
     def places(self) -> Mapping[str, Callable[[Send, Mapping[bytes, bytes]], Awaitable[None]]]:
-        """The reply function of each path."""
+        """Path → function that sends the reply."""
         return {"/": self._page, "/state.json": self._state, "/metrics": self._metrics}
 
     async def _page(self, send: Send, headers: Mapping[bytes, bytes]) -> None:
@@ -186,14 +186,16 @@ async def _either(serving: asyncio.Task[None], ending: threading.Event, seconds:
 
 
 def yield_to_the_run() -> None:
-    """Gives this process the lowest priority, also in a lack of memory."""
+    """Gives this process the lowest CPU priority, and makes it the first to be killed if memory runs out."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     with suppress(OSError):  # no /proc, or a stricter value
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main(folder: Path, descriptor: int) -> None:
-    """Serves until standard input ends; see the head of this file.
+    """Serves the live page of a run as a child process of the run, until standard input ends.
+
+    Standard input begins with a line with the token.
 
     A byte on standard input announces the end of the run, and viewers may still fetch the last state. The end of
     standard input alone means the death of the driver, and this process ends at once.

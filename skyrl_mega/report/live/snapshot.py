@@ -28,17 +28,21 @@ class Snapshot:
     """The replies of the page, as bytes."""
 
     version: str
-    """Differs between any two snapshots, also of two processes."""
+    """Unique text of this snapshot, also across processes."""
     page: bytes
+    """HTML of the report, UTF-8."""
     zipped_page: bytes
+    """`page` compressed by gzip."""
     metrics: bytes
+    """Reply for Prometheus."""
     state: RunState
+    """Progress and alarms."""
     seconds: float
     """CPU seconds of rendering."""
 
 
 class Follower:
-    """Renders the folder of a run again after changes.
+    """Renders a run's folder to snapshots, again after each change of its files.
 
     Args:
         folder: The run's folder.
@@ -56,8 +60,10 @@ class Follower:
         self._count = 0
 
     def look(self) -> None:
-        """Renders a new snapshot after a change of a file. An unreadable folder keeps the last snapshot and sets
-        `problem`."""
+        """Checks the folder for changes, and if any renders a new snapshot into `newest`.
+
+        Never raises for an unreadable folder: `newest` then stays, and `problem` has the reason.
+        """
         self.running = self._is_running()
         seen = self.running, tuple(map(_stamp, (self.folder / name for name in WATCHED)))
         if seen == self._seen:

@@ -31,6 +31,7 @@ class Alarm:
     """A finding, a fault or a silence, for the top of the page."""
 
     kind: str
+    """`fault`, `silent`, `actor_given_up`, or the name of a finding."""
     text: str
     level: str
     """`bad` for a fault or a standstill, `warn` for a finding of the newest step, `past` for an earlier finding."""
@@ -52,15 +53,19 @@ class RunState:
     news_at: float
     """Time of the last event, or of the newest start, in seconds since 1970."""
     usual_s: float | None
-    """Median seconds of the newest steps."""
+    """Median seconds of the newest `USUAL_STEPS` steps; None before the first step."""
     longest_s: float | None
-    """Seconds of the longest step."""
+    """Seconds of the longest step; None before the first step."""
     running: bool
     """False after the end of the run."""
     alarms: tuple[Alarm, ...]
 
     def at(self, now: float) -> dict[str, Any]:
-        """Returns the state as JSON values at a time in seconds since 1970."""
+        """Returns the content of `/state.json`: the state as JSON values, with an alarm added if the run is silent.
+
+        Args:
+            now: Present time in seconds since 1970.
+        """
         age_s = max(0.0, now - self.news_at)
         alarms = [*self.alarms]
         if self.running and self.phase != "fault" and age_s > self._patience_s:
@@ -84,7 +89,7 @@ class RunState:
 
 
 def state_of(run: RunData, running: bool) -> RunState:
-    """Returns the state of a run.
+    """Returns progress and alarms of a run.
 
     Args:
         run: The run.
