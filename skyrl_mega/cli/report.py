@@ -19,14 +19,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def trajectories(argv: Sequence[str]) -> None:
-    """Prints trajectories as text, or writes an HTML page of them: the subcommand `trajectories`.
+    """Prints trajectories as text, or writes an HTML page of them: the subcommand `trajectories`, with its arguments.
 
-    Args:
-        argv: The arguments after the subcommand.
-
-    Raises:
-        UserError: An option is wrong, or a path contains no trajectories.
-    """
+    Raises UserError if an option is wrong, or a path contains no trajectories."""
     p = Parser(
         prog="python -m skyrl_mega.report trajectories",
         description="Shows what the policy did: as text, or with --html as a page for a browser.",
