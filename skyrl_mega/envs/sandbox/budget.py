@@ -18,7 +18,9 @@ from skyrl_mega.envs.sandbox import folders
 
 MIB = 2**20
 ROOT = Path("/sys/fs/cgroup")
+"""Mount point of cgroups."""
 CGROUP_FILE = Path("/proc/self/cgroup")
+"""File naming this process's cgroup."""
 
 
 class Budget:
@@ -59,7 +61,7 @@ class Budget:
             self._used.pop(command, None)
 
     def count(self) -> None:
-        """Counts a command that was ended for exceeding the limit."""
+        """Adds 1 to `ended`, the number of commands ended for exceeding the limit."""
         with self._lock:
             self.ended += 1
 
@@ -74,14 +76,14 @@ class Budget:
         return 0
 
     def close(self) -> None:
-        """Removes the cgroup."""
+        """Removes the cgroup, unless still in use."""
         if self.group is not None:
             with contextlib.suppress(OSError):  # still in use: the next start removes the group
                 self.group.rmdir()
 
 
 def shared(name: str, total_mib: float) -> Budget:
-    """Returns this process's memory limit for an environment, shared by all sandboxes of the same name.
+    """Returns this process's `Budget` for an environment, shared by all sandboxes of the same name and limit.
 
     Args:
         name: Name of the environment.
@@ -102,8 +104,8 @@ def divide(among: int) -> None:
 
 
 def add_ended(programs: int) -> None:
-    """Adds the number of commands that another process of the run has ended for exceeding the memory limit
-    `total_mib`."""
+    """Adds to the result of `ended` the number of commands that another process of the run has ended for exceeding the
+    memory limit `total_mib`."""
     global _ended_in_other_processes
     with _making:
         _ended_in_other_processes = (_ended_in_other_processes or 0) + programs

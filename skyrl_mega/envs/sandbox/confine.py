@@ -25,7 +25,7 @@ TRUNCATE_ABI = 3
 
 
 def enter_namespaces(request: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Leaves the host's namespaces, as root or as a plain user.
+    """Moves this process out of the host's namespaces, into those of the workspace or into new ones.
 
     Args:
         request: The order of `run.Sandbox`, with the namespaces of the workspace if any.

@@ -16,7 +16,8 @@ import kernel
 
 
 def main(folder: str, size: str, inodes: str) -> None:
-    """Mounts a temporary file system in a namespace of its own until standard input ends; prints `ready`, or the error.
+    """Mounts a temporary file system in a namespace of its own, prints `ready`, and waits until standard input ends;
+    prints the error instead if mounting fails.
 
     Args:
         folder: Folder to mount at.

@@ -31,14 +31,17 @@ _lock = threading.Lock()
 
 
 def make() -> str:
-    """Creates an empty folder and returns its path; mode 0711 lets other users pass through but not look inside."""
+    """Creates an empty folder and returns its path. The folder is removed at the end of this process.
+
+    Mode 0711 lets other users pass through but not look inside.
+    """
     path = tempfile.mkdtemp(dir=_process_folder())
     os.chmod(path, 0o711)
     return path
 
 
 def owner() -> str:
-    """Returns a name of this process, unique on the machine: pid and start time."""
+    """Returns a name of this process, unique on the machine: `<pid>-<start time>`."""
     return f"{os.getpid()}-{_start_time(os.getpid())}"
 
 
@@ -71,7 +74,7 @@ def _remove_at_exit(pid: int, folder: str) -> None:
 
 
 def sweep(root: str) -> None:
-    """Removes the leftovers of this user's dead processes from a folder."""
+    """Removes the folders that this user's dead processes left behind directly below the folder `root`."""
     for path in Path(root).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or removed concurrently
             info = path.lstat()

@@ -40,17 +40,18 @@ _ARCHS = {"x86_64": _Arch(155, 126, 308), "aarch64": _Arch(41, 91, 268)}
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """Calls prctl with one argument."""
+    """Calls prctl(2) with one argument; raises OSError if the kernel refuses."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def unshare(flags: int) -> None:
-    """Leaves the namespaces in `flags`; a new PID namespace begins with the next child."""
+    """Moves this process to new namespaces of the kinds in `flags` (CLONE_NEW…); a new PID namespace begins with the
+    next child. Raises OSError if the kernel refuses."""
     _checked(_libc.unshare(flags))
 
 
 def join(namespace: int, kind: int) -> None:
-    """Enters a namespace by its descriptor; `kind` is a CLONE_NEW flag.
+    """Moves this process to an existing namespace, given by its descriptor; `kind` is a CLONE_NEW flag.
 
     Raises:
         OSError: The kernel refuses.
@@ -59,14 +60,20 @@ def join(namespace: int, kind: int) -> None:
 
 
 def map_own_user(inside: int, uid: int, gid: int) -> None:
-    """Maps this process's user to `inside` in a new user namespace; no other user exists there."""
+    """Maps this process's user to the user ID `inside` in its new user namespace; no other user exists there.
+
+    Args:
+        inside: User and group ID inside the namespace.
+        uid: User ID outside.
+        gid: Group ID outside.
+    """
     for file, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
         with open(f"/proc/self/{file}", "w") as out:
             out.write(text)
 
 
 def drop_capabilities() -> None:
-    """Drops every capability permanently."""
+    """Drops every capability of this process permanently; raises OSError if the kernel refuses."""
     header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _checked(_libc.syscall(_arch().capset, header, data))
 
@@ -84,7 +91,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def read_only(target: str) -> None:
-    """Makes a mount read-only; existing flags are kept, since a user namespace may not drop them."""
+    """Makes the mount at `target` read-only; existing flags are kept, since a user namespace may not drop them."""
     present = os.statvfs(target).f_flag
     keep = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
     if present & ST_RELATIME:

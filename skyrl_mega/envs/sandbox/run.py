@@ -38,6 +38,7 @@ JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
 """Upper bound of every limit: a million seconds, MiB, processes."""
 INTERPRETER_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
+"""Parts of a Python installation that are readable inside."""
 KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a command after the kernel killed a process; a shell reports 128 + SIGKILL for a killed child."""
 GRACE_S = 10.0
@@ -50,6 +51,7 @@ NEEDS = {
     "processes": "user namespaces, or run as root, or Linux 6.12 with Landlock and seccomp",
     "limits": "Linux",
 }
+"""Confinement → requirements of the machine."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class CommandLimits:
     """Resource limits of one command."""
 
     wall_s: float = 10.0
+    """Seconds from start to end."""
     cpu_s: int = 10
     """CPU seconds of each process."""
     memory_mib: int = SANDBOX_MEMORY_MIB
@@ -70,12 +73,13 @@ class CommandLimits:
     disk_mib: int = SANDBOX_DISK_MIB
     """Size of the working folder, in MiB."""
     open_files: int = 128
+    """Number of open files of each process."""
     output_kib: int = 256
     """Size of stdout and stderr together, in KiB; a command that prints more is ended."""
 
 
 PID_NAMESPACE = "PID namespace"
-"""Name of the mechanism in `active`."""
+"""Name of this mechanism in `SandboxResult.active`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class SandboxResult:
     """Exit code; −N for signal N; None if the command was ended from outside or killed its own init."""
     stdout: str
     stderr: str
+    """Printed text; invalid UTF-8 is replaced. Cut after `output_kib` in total."""
     seconds: float
     """Wall-clock time."""
     active: Mapping[str, Sequence[str]]
@@ -133,6 +138,9 @@ class Sandbox:
 
     def check(self, key: str = "sandbox") -> None:
         """Checks the confinements and limits by running an empty program on this machine.
+
+        Args:
+            key: Name of the sandbox's setting, for errors.
 
         Raises:
             UserError: A required confinement is missing, the interpreter is unreachable inside, or the limits are too
@@ -189,12 +197,13 @@ class Sandbox:
             tree.remove(scratch)
 
     def workspace(self) -> Workspace:
-        """Creates a folder that keeps files between commands; `disk_mib` limits the content."""
+        """Creates a folder that keeps files between commands; `disk_mib` limits the content. The caller closes the
+        workspace."""
         return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
 
 
 def settings(default: CommandLimits) -> dict[str, Option]:
-    """Returns the options of a sandbox with these default limits."""
+    """Returns the declarations of a sandbox's options: `without`, and each limit with the default in `default`."""
     kinds = get_type_hints(CommandLimits)
     limits = {
         name: (whole(usual, "", low=1, high=MOST) if kinds[name] is int else number(usual, "", above=0, high=MOST))
@@ -214,7 +223,8 @@ def python(script: str = "main.py", *arguments: str) -> list[str]:
 
 @functools.cache
 def confinements(disabled: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Returns confinement → mechanisms on this machine. Determined by a trial, once per process.
+    """Returns confinement → mechanisms, for the confinements possible on this machine. A trial in the first call
+    decides; later calls return the same result.
 
     Args:
         disabled: Mechanisms not to use, for tests.

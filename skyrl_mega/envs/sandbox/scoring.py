@@ -17,20 +17,21 @@ class EndedCommand(Protocol):
 
     @property
     def exit(self) -> int | None:
-        """Exit code, −N for signal N."""
+        """Exit code, −N for signal N; None if unknown."""
 
 
 T = TypeVar("T", bound=EndedCommand)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a killed process, and of a shell whose child was killed."""
 TRIES = 3
+"""Default maximum number of tries."""
 PAUSE_S = 1.0
 """Seconds before a retry, so that the commands that hold the memory can end."""
 
 
 def run_with_retries(run: Callable[[float], T], seconds: float, max_tries: int = TRIES) -> T:
-    """Runs a command; retries if the command ended for memory shared with other commands, or by a SIGKILL that no limit
-    sent.
+    """Runs a command and returns the result of the last try. Retries if the command ended for memory shared with other
+    commands, or by a SIGKILL that no limit sent.
 
     A command that ends so on every try is at fault itself: otherwise a policy could have bad answers discarded.
 

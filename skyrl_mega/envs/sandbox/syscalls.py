@@ -29,6 +29,7 @@ LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH = 0, 4
 
 Line = tuple[int, int, int, int]
+"""An instruction of a filter: code, jump if true, jump if false, constant."""
 
 
 class _SyscallNumbers(NamedTuple):
@@ -126,7 +127,7 @@ def program(arch: _SyscallNumbers, shared: bool, counted: bool) -> list[Line]:
     """Returns the instructions of the seccomp filter.
 
     Args:
-        arch: System calls of the machine type.
+        arch: Numbers of the system calls on the machine type.
         shared: True to refuse also calls that reach other processes of the same user.
         counted: True to refuse also calls that escape the watching of disk use.
     """

@@ -29,7 +29,10 @@ class TreeSize(NamedTuple):
 
 
 def measure(folder: str, max_bytes: int, max_entries: int) -> TreeSize:
-    """Counts the content below a folder, while programs change it; stops above `max_bytes` or `max_entries`."""
+    """Returns the size of the content below a folder, which programs may change meanwhile.
+
+    Stops counting above `max_bytes` or `max_entries`, and at folders deeper than `DEEPEST`.
+    """
     total = entries = 0
     linked: set[int] = set()
     names: list[str] = []
@@ -68,7 +71,15 @@ def measure(folder: str, max_bytes: int, max_entries: int) -> TreeSize:
 
 
 def enter(name: str, parent: int | None = None) -> int:
-    """Returns a descriptor of a folder, never opened through a link; a folder locked by the owner is unlocked first."""
+    """Opens a folder and returns its descriptor, which the caller closes. Restores the owner's rights to the folder.
+
+    Args:
+        name: Path, never opened through a link; relative to `parent`, if given.
+        parent: Descriptor of a folder.
+
+    Raises:
+        OSError: The folder does not exist, is a link or a file, or is not accessible.
+    """
     try:
         fd = os.open(name, FOLDER, dir_fd=parent)
     except PermissionError:

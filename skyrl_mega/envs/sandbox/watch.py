@@ -47,7 +47,8 @@ class Watch:
         self._hidden_s, self._looked = 0.0, time.monotonic()
 
     def look(self) -> tuple[str | None, int]:
-        """Returns `disk` if the disk use is too large (else None), and the memory of all processes in bytes."""
+        """Measures now; returns `disk` if the disk use is too large (else None), and the memory of all processes in
+        bytes, 0 if memory is not measured. Sets `pause`."""
         start = time.process_time()
         try:
             tasks = list(_tasks())
@@ -99,7 +100,7 @@ class Watch:
 
 
 def descendants() -> Iterator[int]:
-    """Yields all descendants of this process, adopted orphans included."""
+    """Yields the process IDs of all descendants of this process, adopted orphans included."""
     pending = [os.getpid()]
     while pending:
         children = _children(pending.pop())

@@ -17,10 +17,12 @@ from skyrl_mega.envs.sandbox import folders, tree
 DISK = Path(__file__).with_name("disk.py")
 NAMESPACES = ("mnt", "user")
 BLOCK = 4096
+"""Bytes of disk per allowed file, folder or link."""
 
 
 def inodes(disk: int) -> int:
-    """Returns the maximum number of files, folders and links for a disk limit in bytes."""
+    """Returns the maximum number of files, folders and links for a disk limit in bytes: one per 4 KiB, at least
+    1024."""
     return max(1024, disk // BLOCK)
 
 
@@ -60,7 +62,7 @@ class Workspace:
         return Path(self.place if self._top is None else f"/proc/{os.getpid()}/fd/{self._top}")
 
     def used(self) -> tree.TreeSize:
-        """Returns the bytes and entries in use."""
+        """Returns the bytes and entries in use, measured now."""
         if self._top is not None:
             held = os.fstatvfs(self._top)
             return tree.TreeSize((held.f_blocks - held.f_bfree) * held.f_frsize, held.f_files - held.f_ffree, False)
