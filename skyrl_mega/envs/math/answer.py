@@ -23,14 +23,15 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def last_line(text: str) -> tuple[int, str] | None:
-    """Returns the position of the last `Answer: …` and the rest of the line; ignores case and surrounding `**`."""
+    """Returns the position of the last `Answer: …` and the rest of its line; None without such a line. Ignores case and
+    surrounding `**`."""
     lines = list(re.finditer(r"(?i)answer(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*([^\n]+)", text))
     return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 
 
 def dapo(text: str) -> str | None:
     """Returns the answer found by DAPO's published grader: the text after the last `Answer:`, up to the end of the line
-    or a `<`.
+    or a `<`; None without any.
     """
     matches = re.findall(r"(?i)answer\s*:\s*([^\n<]+)", text)
     return matches[-1] if matches else None

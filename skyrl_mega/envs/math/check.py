@@ -38,6 +38,7 @@ seconds.
 """
 
 START_S = 120.0
+"""Seconds for the start of an algebra process."""
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals sent by other processes; a worker's own crash shows another signal."""
 EXIT_S = 1.0
@@ -93,7 +94,20 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "", *, w
 
 
 def algebra(gold: str, answer: str, seconds: float, waiting: Waiting = nullcontext) -> tuple[bool, float]:
-    """Returns True if two expressions are equal, and the seconds taken; a late worker is stopped."""
+    """Compares two expressions by algebra in a separate process, after waiting for a free process.
+
+    Args:
+        gold: The right answer in LaTeX.
+        answer: The answer to check in LaTeX.
+        seconds: Time limit, without the wait.
+        waiting: Context of a wait for a free process.
+
+    Returns:
+        True if equal, else False (also if the algebra failed or exceeded the limit); and the seconds taken.
+
+    Raises:
+        CheckerFailed: The process was killed, or does not start.
+    """
     quick, patient = _process_pools()
     result, took = _ask_worker(quick, gold, answer, min(seconds, FIRST_TRY_S), waiting)
     if result == "late" and seconds > FIRST_TRY_S:
@@ -174,8 +188,9 @@ class MathWorker:
         return result
 
     def killed(self) -> bool:
-        """Returns True if the dead process was killed by another process. A policy's text may crash the process, but
-        only with other signals.
+        """Returns True if the process was killed by another process; waits up to 1 s for its end.
+
+        False for a crash by a policy's text, which ends the process by other signals.
         """
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -183,7 +198,7 @@ class MathWorker:
         return False
 
     def kill(self) -> None:
-        """Kills the process unconditionally."""
+        """Kills the process, if started; `ready` starts another."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -222,7 +237,7 @@ class MathWorker:
 
 
 def new_pool(size: int) -> Pool:
-    """Returns a pool of this number of workers."""
+    """Returns a pool of `size` workers, whose processes start on first use."""
     pool: Pool = queue.LifoQueue()
     for _ in range(size):
         pool.put(MathWorker())

@@ -14,8 +14,11 @@ AlgebraCheck = Callable[[str, str], bool]
 """Function that decides by algebra if two expressions are equal."""
 
 ORDERED = ("tuple", "ratio", "matrix", "relation")
+"""Kinds whose parts are compared in order."""
 UNORDERED = ("list", "union")
+"""Kinds whose parts are compared in any order."""
 MOST_PARTS = 64
+"""Maximum number of parts to compare; longer answers count as different."""
 
 
 def matches(gold: Reading, answer: Reading, ask: AlgebraCheck) -> bool:

@@ -18,6 +18,7 @@ TERMS = 128
 WIDTH = 300
 """Maximum product of terms and letters: greatest common divisors take longer with more variables."""
 DEGREE = 3000
+"""Maximum degree."""
 DEPTH = 20
 """Maximum nesting of brackets, fractions, roots and functions."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
@@ -25,7 +26,9 @@ ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
 BINOMIAL_K = 20
 """Largest k of a `\\binom{n}{k}` with letters."""
 FACTORIAL = 1000
+"""Largest n of a factorial."""
 SMALL = 10**18
+"""Largest numerator and denominator of a constant whose exact value is kept."""
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\d+|[^\s.]")
 NAMED = ("\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc", "\\arcsin", "\\arccos", "\\arctan", "\\sinh", "\\cosh",
@@ -46,8 +49,11 @@ class ExpressionSize:
     top: float = 1
     """Number of terms in the numerator."""
     bottom: float = 1
+    """Number of terms in the denominator."""
     bits: float = 0
+    """Number of bits of all numbers."""
     degree: float = 0
+    """Degree in all letters together."""
     value: Fraction | None = None
     """Exact value of a small constant."""
     rational: bool = False
@@ -55,7 +61,7 @@ class ExpressionSize:
 
 
 def too_expensive(text: str) -> bool:
-    """Returns True if an expression is too expensive for algebra, or unreadable."""
+    """Returns True if an expression in LaTeX exceeds a limit of this file, or is unreadable; computes nothing large."""
     try:
         reader = _Reader(TOKEN.findall(text))
         size = reader.sum(0)

@@ -52,7 +52,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     generated problems without files. Problems are unique, within and across the files.
 
     Raises:
-        UserError: The training problems are fewer than `--shots`.
+        UserError: The training problems are fewer than `--shots`, or a file is malformed.
     """
     if args.train_file is None and args.test_file is None:
         splits = dict(zip(("train", "test"), _small(np.random.default_rng([args.seed, 1])), strict=True))

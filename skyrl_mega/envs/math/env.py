@@ -60,7 +60,7 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but one answer, as text or a number (NaN is none), else None."""
+        """Returns None if the truth is a single answer, as text or a number other than NaN; else the reason."""
         if str(truth).strip().lower().lstrip("+-") == "nan":
             return "it is no number; allowed is an answer that can be right"
         return wrong_text(truth)
@@ -91,7 +91,11 @@ class MathEnv(BaseTextEnv):
         )
 
     def is_right(self, answer: str) -> bool:
-        """Returns True if an answer equals the ground truth."""
+        """Returns True if an answer equals the ground truth, by the rules of the option `answer`.
+
+        Raises:
+            InfrastructureFault: The algebra process was killed, or does not start.
+        """
         if self.options["answer"] == "dapo":
             return minerva.same(str(self.ground_truth), answer)
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
@@ -99,7 +103,8 @@ class MathEnv(BaseTextEnv):
 
 
 def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
-    """Returns the verdict of `check.same`, with waits for a process on the environment's clock.
+    """Returns True if an answer equals the gold answer (`check.same`). Waits for a process do not count as time of the
+    environment.
 
     Raises:
         InfrastructureFault: The process of the check was killed, or does not start.

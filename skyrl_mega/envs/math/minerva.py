@@ -37,12 +37,13 @@ RULES: tuple[tuple[str, str], ...] = (
 
 
 def same(gold: str, answer: str) -> bool:
-    """Returns True if the normal forms of two answers are equal."""
+    """Returns True if the normal forms (`normal`) of two answers are the same text."""
     return normal(gold) == normal(answer)
 
 
 def normal(answer: str) -> str:
-    """Returns the last side of a chain of equations, without articles, units, dollars, boxes and spaces."""
+    """Returns an answer's normal form by `RULES`: the text after the last `=`, without articles, units, dollars, boxes
+    and spaces; whole numbers also without commas."""
     text = answer.rpartition("=")[2]
     for pattern, put in RULES:
         text = re.sub(pattern, put, text)

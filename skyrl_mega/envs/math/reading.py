@@ -54,10 +54,12 @@ class Reading:
     symbol: str = ""
     """Symbol equated with the value, as in `x = 3`."""
     unit: str = ""
+    """Unit or counted noun after a number (`units.unit_of`); empty without any."""
 
 
 def read(answer: str) -> Reading | None:
-    """Parses an answer; None for an empty answer."""
+    """Parses an answer in LaTeX or plain text; returns None for an empty answer, and a reading of kind `opaque` for
+    unrecognized text."""
     text = tidy(answer)
     return _parse(text) if text else None
 

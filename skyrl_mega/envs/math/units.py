@@ -19,6 +19,7 @@ MEASURES = {
     "C": "celsius", "F": "fahrenheit", "am": "am", "pm": "pm",
     "mph": "mph", "unit": "unit", "watt": "watt", "volt": "volt", "acre": "acre",
 }  # fmt: skip
+"""Unit of measurement → further words for the unit."""
 MEASURE_OF_WORD = {word: name for name, words in MEASURES.items() for word in (name, *words.split())}
 COUNTED = frozenset(
     _words(
@@ -56,6 +57,7 @@ CONTRASTS = [
 """Groups of nouns that exclude each other. Others may count the same: kids and children, solutions and pairs."""
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Word → power of ten."""
 MEANING_CHANGES = frozenset(
     _words(
         "is are was not or and wrong at least most more less than about approximately around between to if "
@@ -91,7 +93,7 @@ def unit_of(words: str, *, marked: bool) -> str | None:
 
 
 def agree(one: str, other: str) -> bool:
-    """Returns True if two units may be the same.
+    """Returns True if two units, as returned by `unit_of` or empty, may be the same.
 
     A missing unit agrees with any unit, and plain degrees agree with degrees Celsius and Fahrenheit. A measure agrees
     with no other measure and no noun; two nouns agree unless listed in `CONTRASTS` as exclusive.

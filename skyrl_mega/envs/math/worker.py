@@ -25,7 +25,8 @@ MEMORY = 2**30
 
 
 class Late(BaseException):
-    """The time limit passed. Not an Exception: the library catches Exceptions in many places."""
+    """Signal that the time limit of a comparison passed. Not an Exception: the library catches Exceptions in many
+    places."""
 
 
 def main() -> None:
