@@ -76,6 +76,9 @@ class BaseTextEnv:
             env_config: `environment.options.<name>` of the configuration.
             extras: `reward_spec`, `extra_info`, `data_source` and every further column of the row, and the run's
                 `max_turns`.
+
+        Raises:
+            UserError: An option is not declared in `OPTIONS`, or has an invalid value.
         """
         self.env_config: Mapping[str, Any] = env_config or {}
         self.options: Mapping[str, Any] = filled(type(self).__name__, self.env_config, self.OPTIONS)
@@ -114,7 +117,7 @@ class BaseTextEnv:
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
         """Returns the reason why no answer can equal a row's `reward_spec.ground_truth`, and the allowed form; None if
-        an answer can.
+        an answer can. The default is None.
 
         Args:
             truth: The ground truth; not None.
@@ -126,7 +129,7 @@ class BaseTextEnv:
         """Returns the reason why no answer to a row can earn the reward (column, reason, allowed form); None if an
         answer can.
 
-        Called for every row before a run starts.
+        Called for every row before a run starts. The default applies `wrong_ground_truth`.
 
         Args:
             row: The row's columns without the prompt.
@@ -141,7 +144,7 @@ class BaseTextEnv:
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
         """Returns the longest duration of one step in seconds under the options' own limits.
 
-        The duration must be below `rollout.env_timeout_s`.
+        The duration must be below `rollout.env_timeout_s`. The default is 0.
 
         Args:
             options: Options accepted by `check_options`.
@@ -149,7 +152,10 @@ class BaseTextEnv:
         return 0.0
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the conversation; returns the first messages for the policy, and information for people."""
+        """Opens the conversation; returns the first messages for the policy, and information for people.
+
+        The default returns the row's prompt unchanged, and {}.
+        """
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -15,10 +15,11 @@ from skyrl_mega.envs.validate import BadOutput
 PACKAGE = Path(__file__).parents[1]
 ENVIRONMENTS = Path(__file__).parent
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+"""Folders of Python's own modules and of installed packages."""
 
 
 def fault_location(error: BaseException | None, name: str, config: EnvironmentConfig) -> str | None:
-    """Returns `my_env.py, line 12, in step: the line's text`, or None if the place is unknown.
+    """Returns the place of a fault as `my_env.py, line 12, in step: the line's text`; None if the place is unknown.
 
     The place is the innermost frame outside Python, installed packages and this package; for a built-in environment,
     the innermost frame in the environment's own folder. Without such a frame, or without an exception (a step timed out

@@ -25,7 +25,7 @@ class Pending:
         self._cancelled = False
 
     def run_here(self) -> None:
-        """Makes this object hold the coroutines of the current thread."""
+        """Makes later calls of `wait` in the current thread cancellable by `cancel` of this object."""
         _thread.pending = self
 
     def hold(self, future: Future[Any]) -> None:

@@ -47,15 +47,16 @@ CONTRACT_IMPORT = f"from skyrl_mega.envs import {', '.join(CONTRACT)}"
 
 
 def names(config: EnvironmentConfig) -> list[str]:
-    """Returns every allowed value of a row's `env_class`."""
+    """Returns every allowed value of a row's `env_class`, sorted: built-in environments, and the user's own."""
     return sorted({*BUILT_IN, *config.classes, *([REWARD_FUNCTION] if config.reward_function else [])})
 
 
 def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
-    """Returns the class behind a name; user classes and functions take precedence over built-in classes.
+    """Imports and returns the class of an environment name; user classes and functions take precedence over built-in
+    classes. A class for SkyRL or a reward function is wrapped in an adapter class.
 
     Raises:
-        UserError: The name is unknown, or the import path leads nowhere.
+        UserError: The name is unknown, the import path leads nowhere, or the object is no environment.
     """
     if name == REWARD_FUNCTION and config.reward_function:
         return _load(config.reward_function, f"environment.{REWARD_FUNCTION}", "function")
@@ -96,7 +97,7 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
             unchanged.
 
     Raises:
-        UserError: The name is unknown, or the import path leads nowhere.
+        UserError: The name is unknown, the import path leads nowhere, or an option is invalid.
     """
     return create(resolve(name, config), name, extras, config, max_turns)
 
@@ -120,12 +121,12 @@ def runs_inline(cls: type[BaseTextEnv]) -> bool:
 
 
 def needs_close(env: BaseTextEnv) -> bool:
-    """Returns True if the environment's `close`, of its class or set on the instance, does anything."""
+    """Returns True if `close` of the environment's class or instance is not the empty method of `BaseTextEnv`."""
     return type(env).close is not BaseTextEnv.close or "close" in getattr(env, "__dict__", ())
 
 
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
-    """Resolves every registered class and every name in `used`, and checks all options, before any process starts.
+    """Imports every registered class and every name in `used`, and checks all options, before any process starts.
 
     Raises:
         UserError: An import path leads nowhere, a name is unknown, options belong to an unregistered name, an option
@@ -174,10 +175,10 @@ def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
 
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
-    """Lets an environment used by rows refuse the options or the machine, before any process starts.
+    """Checks an environment's options, and calls its `check_ready` to check this machine, before any process starts.
 
     Raises:
-        UserError: The environment refuses.
+        UserError: An option is invalid, or the machine lacks a requirement.
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
@@ -232,17 +233,18 @@ def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: Enviro
 
 
 def has_tools(name: str, config: EnvironmentConfig) -> bool:
-    """Returns True if the policy of an environment calls tools in the model's own template.
+    """Returns True if the environment is a `ToolEnv`: its policy calls tools in the format of the model's template.
 
     Raises:
-        UserError: The class's `tools` are not tools.
+        UserError: The name is unknown, or the class's `tools` are not tools.
     """
     tools(name, config)
     return calls_tools(resolve(name, config))
 
 
 def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Returns the class's tools in chat-template form; [] for a class without tools or with tools per row.
+    """Returns the tools of an environment's class in chat-template form; [] for a class without tools or with tools per
+    row.
 
     Raises:
         UserError: The name is unknown, or the class's `tools` are not tools.

@@ -83,12 +83,12 @@ class RewardFunctionEnv(BaseTextEnv):
         return None
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Keeps the prompt for the function."""
+        """Keeps the prompt as an argument of the function; returns the prompt unchanged."""
         self.prompt = prompt
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judges the answer and ends the trajectory.
+        """Calls the user's function on the answer and ends the trajectory; waits for the result of a coroutine.
 
         Raises:
             BadOutput: The function returned no reward.
@@ -118,7 +118,7 @@ class RewardFunctionEnv(BaseTextEnv):
 
 @cache
 def environment_of(function: Callable[..., Any], setting: str) -> type[RewardFunctionEnv]:
-    """Returns the environment class of a reward function.
+    """Returns a subclass of `RewardFunctionEnv` for a reward function; the same subclass at every call.
 
     Args:
         function: The user's function, in verl's or TRL's form.

@@ -36,12 +36,12 @@ class SkyrlEnv(BaseTextEnv):
         self.env = type(self).env_type(env_config=OmegaConf.create(dict(self.options)), extras=dict(self.extras))
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the user's environment."""
+        """Calls `init` of the user's environment and returns its result."""
         opened: tuple[list[Message], dict[str, Any]] = self.env.init(prompt)
         return opened
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Takes a step; numbers of `get_metrics` become metrics.
+        """Calls `step` of the user's environment; the result of `get_metrics` goes to `metadata["metrics"]`.
 
         Raises:
             BadOutput: The environment changes the policy's text.
@@ -61,7 +61,7 @@ class SkyrlEnv(BaseTextEnv):
         return cast(BaseTextEnvStepOutput, kept)
 
     def close(self) -> None:
-        """Closes the user's environment; absent if its constructor failed."""
+        """Closes the user's environment."""
         self.env.close()
 
 
@@ -72,7 +72,7 @@ def is_skyrl(cls: type) -> bool:
 
 @cache
 def environment_of(cls: type, setting: str) -> type[SkyrlEnv]:
-    """Returns the environment class for a user's class.
+    """Returns a subclass of `SkyrlEnv` for a user's class; the same subclass at every call.
 
     Args:
         cls: The user's class, accepted by `is_skyrl`.

@@ -85,7 +85,7 @@ class BaseTextEnv(Env[ConversationType, str]):
         return prompt, {}
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
-        """Sets the groups of tools of this environment."""
+        """Replaces the groups of tools of this environment."""
         self.tool_groups = tool_groups
         pairs = [group.get_tool_to_group_mapping() for group in tool_groups]
         self.tool_to_toolgroup = {tool: group for mapping in pairs for tool, group in mapping.items()}
@@ -104,12 +104,12 @@ class BaseTextEnv(Env[ConversationType, str]):
         raise ValueError(f"there is no tool group {tool_group_name!r}")
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns the figures of this trajectory; none by default."""
+        """Returns metric → value of this trajectory; {} by default."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the mean of every number over trajectories."""
+        """Returns metric → mean over the trajectories with a number for this metric."""
         return default_aggregate_metrics(metrics)
 
 
@@ -160,7 +160,7 @@ class ToolGroup:
 
 @dataclass
 class EnvSpec:
-    """A registered environment."""
+    """Specification of a registered environment."""
 
     id: str
     entry_point: Callable[..., Any] | str
@@ -173,7 +173,7 @@ registry: dict[str, EnvSpec] = {}
 
 
 def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, Any] | None = None) -> None:
-    """Registers an environment for `make`.
+    """Adds an environment to `registry`, for `make`.
 
     Raises:
         RegistrationError: The name is taken.
@@ -184,7 +184,7 @@ def register(id: str, entry_point: Callable[..., Any] | str, kwargs: dict[str, A
 
 
 def deregister(id: str) -> None:
-    """Removes an environment.
+    """Removes an environment from `registry`.
 
     Raises:
         Error: The name is unknown.
@@ -194,7 +194,7 @@ def deregister(id: str) -> None:
 
 
 def spec(env_id: str) -> EnvSpec:
-    """Returns a registered environment.
+    """Returns the specification of a registered environment.
 
     Raises:
         Error: The name is unknown.
@@ -219,7 +219,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Any:
 
 
 def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean of every number over the dicts that have the number."""
+    """Returns metric → mean over the dicts with a number for this metric."""
     names = dict.fromkeys(name for figures in metrics for name in figures)
     values = {n: [float(f[n]) for f in metrics if isinstance(f.get(n), int | float)] for n in names}
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}

@@ -26,7 +26,7 @@ def first_tag(text: str, *names: str) -> Tag | None:
 
 
 def all_tags(text: str, name: str) -> Iterator[Tag]:
-    """Yields the pairs of tags of a name in order; pairs do not nest."""
+    """Yields the closed pairs of tags of a name in order; pairs do not nest, and an unclosed tag ends the search."""
     opening, closing, at = f"<{name}>", f"</{name}>", 0
     while (start := text.find(opening, at)) >= 0:
         inner = start + len(opening)

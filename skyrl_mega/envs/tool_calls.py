@@ -18,6 +18,7 @@ MOST_BYTES = 2**20
 """Maximum size of a call, in bytes."""
 CALL, CLOSED = "<tool_call>", "</tool_call>"
 TAG = re.compile("</?(?:think|tool_call)>")
+"""Opening or closing tag of a thought or a call."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class ToolCall:
     id: str
     """Identifier within the trajectory; the message with the call's result carries the same identifier."""
     name: str = ""
+    """Name of the tool; may be empty if the call is unreadable."""
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    """Mistake in the call, for the policy to read; None for a readable call."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,11 @@ def _parsed_call(value: Any, id: str, form: str) -> ToolCall:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a message's `tool_calls` in chat-template form: arguments in JSON text become a mapping.
+    """Returns a message's `tool_calls` in chat-template form; [] without calls. Arguments in JSON text become a
+    mapping.
 
     Raises:
-        Malformed: `tool_calls` is not a list of calls.
+        Malformed: `tool_calls` is not a list of calls, as a list or as JSON text.
     """
     calls = message.get("tool_calls") or []
     if isinstance(calls, str):
@@ -137,10 +141,14 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": hermes}
-"""Form → parser."""
+"""Name of a form → parser of calls in this form."""
 
 
 def form_of(template: str) -> str | None:
-    """Returns the form of tool calls in a chat template; None for an unknown form."""
+    """Returns the form of tool calls in a chat template, a key of `PARSERS`; None for an unknown form.
+
+    Args:
+        template: Text of the template.
+    """
     # Qwen3-Coder's template puts XML inside the same tags.
     return "hermes" if "<tool_call>" in template and "<function=" not in template else None

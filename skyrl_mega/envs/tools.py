@@ -61,14 +61,14 @@ class Tool:
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """The tool in chat-template form."""
+        """The tool in chat-template form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
         lines = (self.description or self.call.__doc__ or "").strip().splitlines() or [""]
         described = self.description or lines[0]
         function = {"name": self.name, "description": described, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
     def argument_error(self, arguments: Mapping[str, Any]) -> str | None:
-        """Returns the mistake in a call's arguments by the tool's schema; None if valid."""
+        """Returns the mistake in a call's arguments according to the tool's schema; None if the arguments are valid."""
         schema = {"additionalProperties": False, **self.schema}  # JSON Schema allows more arguments, `call` does not
         error = best_match(Draft202012Validator(schema).iter_errors(dict(arguments)))
         if error is None:
@@ -109,7 +109,11 @@ class ToolEnv(BaseTextEnv):
         raise NotImplementedError(f"{type(self).__name__}.judge")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Executes the calls, or judges the answer. The last turn executes no calls: nothing would read them."""
+        """Executes the calls of a turn and returns their results as `tool` messages, with reward 0; or judges the
+        answer by `judge` and ends the trajectory.
+
+        A turn is judged if it has no calls, and if it is the last turn: the policy could not read results.
+        """
         self.turns += 1
         message = self.parse(action, self.turns)
         calls, metadata = message.tool_calls, {"tool_calls": [_shown(call) for call in message.tool_calls]}

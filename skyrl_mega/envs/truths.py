@@ -48,7 +48,7 @@ def wrong_spelling(truth: Any) -> str | None:
 
 
 def is_json_object(text: str) -> bool:
-    """Returns True if a text is a JSON object."""
+    """Returns True if a text is a JSON object, such as `{"a": 1}`."""
     if not text.lstrip().startswith("{"):
         return False
     try:
@@ -58,7 +58,8 @@ def is_json_object(text: str) -> bool:
 
 
 def spec_of(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Returns the name and the content of the row's column with the ground truth; `{}` as content if there is none."""
+    """Returns name and content of the row's first column in `SPECS` with a ground truth; `reward_spec` and {} without
+    any."""
     for column in SPECS:
         spec = row.get(column)
         if isinstance(spec, Mapping) and spec.get("ground_truth") is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
 KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
+"""Allowed keys of a step's output."""
 EXTRA_KEYS = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
 """Role → keys of a message besides role and content."""
 
@@ -27,11 +28,13 @@ class StepOutput:
     """A validated `BaseTextEnvStepOutput`: every field is of the declared type."""
 
     observations: list[Message]
+    """Messages for the policy's next turn."""
     messages: list[Message] | None
     """The whole conversation, rewritten; None if the conversation continues."""
     reward: float
     """Finite; the weighted sum of named rewards, plus the rewards of parts."""
     done: bool
+    """True if the trajectory ends."""
     metadata: dict[str, Any]
     """Metadata after a round trip through JSON: lists for tuples, text for types unknown to JSON."""
     rewards: dict[str, float]
@@ -48,7 +51,7 @@ class StepOutput:
 
 
 def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
-    """Opens a conversation and returns the first messages.
+    """Calls the environment's `init` and returns the validated first messages of the conversation.
 
     Raises:
         BadOutput: The output breaks the contract.
@@ -63,7 +66,7 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
 
 
 def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = None) -> StepOutput:
-    """Takes a step and returns the validated output. The environment always receives valid Unicode.
+    """Calls the environment's `step` and returns the validated output. Invalid Unicode in `action` becomes `?`.
 
     Args:
         env: The environment.
@@ -77,7 +80,7 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
 
 
 def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) -> StepOutput | None:
-    """Asks the environment to judge the work so far, after the time limit has expired between turns.
+    """Calls the environment's `out_of_time` to judge the work so far, after the time limit has expired between turns.
 
     Args:
         env: The environment.

@@ -11,14 +11,14 @@ _thread = threading.local()
 
 
 class Clock:
-    """Measures how long a thread has waited for shared resources."""
+    """A clock of the time that a thread has waited for shared resources, in blocks of `waiting`."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._since: float | None = None
 
     def waited(self) -> float:
-        """Returns the seconds waited so far; callable from any thread."""
+        """Returns the seconds waited so far, including the present wait; callable from any thread."""
         since = self._since
         return self._sum + (0.0 if since is None else time.perf_counter() - since)
 
@@ -27,19 +27,20 @@ class Clock:
         self._since = time.perf_counter()
 
     def end(self) -> None:
-        """Marks the end of a wait."""
+        """Adds the time since `begin` to the sum; does nothing without `begin`."""
         if self._since is not None:
             waited, self._since = time.perf_counter() - self._since, None
             self._sum += waited
 
     def run_here(self) -> None:
-        """Makes this clock count the waits of the current thread."""
+        """Makes this clock count the waits of the current thread; replaces the thread's earlier clock."""
         _thread.clock = self
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Counts the time inside the block as waiting, on the clock of the current thread."""
+    """Counts the time inside the `with` block as waiting, on the clock of the current thread; without a clock, does
+    nothing."""
     clock: Clock | None = getattr(_thread, "clock", None)
     if clock is None:
         yield

@@ -10,7 +10,8 @@ from skyrl_mega.envs.options import Option, number, switch
 
 
 class AimeEnv(MathEnv):
-    """`MathEnv` with DAPO's settings: rewards 1 and −1, answers compared as numbers or text, without algebra."""
+    """`MathEnv` with DAPO's settings as defaults: rewards 1 and −1, answers compared as numbers or text, without
+    algebra."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **MathEnv.OPTIONS,

@@ -28,8 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows. Deterministic in `args.seed`. No test problem is a
-    training problem, not even mirrored."""
+    """Returns file name → rows: `train.parquet`, `test.parquet`, and `demonstrations.parquet` if requested.
+
+    Deterministic in `args.seed`. No test problem is a training problem, not even mirrored.
+
+    Raises:
+        UserError: `args.digits` allows fewer problems than requested.
+    """
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
     tables: dict[str, Iterator[dict[str, Any]]] = {

@@ -65,11 +65,11 @@ class CalculatorEnv(ToolEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but a whole number short enough to be read in an answer, else None."""
+        """Returns None if the truth is a whole number short enough to be read in an answer; else the reason."""
         number = re.fullmatch(r"-?\d+", str(truth).strip()) and len(str(truth).strip()) <= LONGEST
         return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 
     def judge(self, answer: str) -> float:
-        """Returns the reward of the answer's last number."""
+        """Returns 1 if the last whole number in the answer equals the ground truth, else 0 (also without a number)."""
         numbers = re.findall(r"-?\d+", answer)
         return float(bool(numbers) and int(numbers[-1][:LONGEST]) == int(str(self.ground_truth)))

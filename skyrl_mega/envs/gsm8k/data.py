@@ -42,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `args.source` or Hugging Face's hub. The order
-    is the source's, independent of `args.seed`."""
+    """Returns file name (`train.parquet`, `test.parquet`) → rows, from `args.source` or Hugging Face's hub, which is
+    downloaded. The order is the source's, independent of `args.seed`.
+
+    Raises:
+        UserError: The source cannot be read, a row is malformed, or `--shots` lacks training questions.
+    """
     files = _from_hub() if args.source is None else _from_disk(args.source)
     shots = _shots(files, args.shots)
     return {f"{split}.parquet": _rows(file, split, args.limit, shots) for split, file in files.items()}

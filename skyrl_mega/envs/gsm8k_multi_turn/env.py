@@ -23,7 +23,7 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but a number in the form of a strict answer, else None."""
+        """Returns None if the truth is a number in the form of a strict answer; else the reason."""
         return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -53,7 +53,7 @@ class GymEnv(BaseTextEnv):
 
     @classmethod
     def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-        """Returns a reason for a seed that is no whole number, else None; a row needs no seed."""
+        """Returns the reason why a row's seed is invalid, if not a whole number; None for a valid seed or no seed."""
         info = row.get("extra_info")
         seed = info.get("seed") if isinstance(info, Mapping) else info
         if seed is None or (isinstance(info, Mapping) and isinstance(seed, int | float) and seed == int(seed)):
@@ -61,7 +61,10 @@ class GymEnv(BaseTextEnv):
         return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Resets the environment; the first observation ends the last user message, or becomes a new message."""
+        """Resets the environment and returns the prompt with the first observation, and the plain values of its info.
+
+        The observation is added to the end of the last message, if a user message, or becomes a new user message.
+        """
         seed = (self.extras.get("extra_info") or {}).get("seed")
         observation, info = self.gym.reset(seed=None if seed is None else int(seed))
         text = _text(observation)
@@ -76,6 +79,9 @@ class GymEnv(BaseTextEnv):
 
         A text without a valid action gets the option `invalid_reward` and an explanation; with `invalid_ends` the
         trajectory ends.
+
+        Raises:
+            UserError: The observation is not text.
         """
         self.turns += 1
         move, wrong = self._move(action)
@@ -97,7 +103,7 @@ class GymEnv(BaseTextEnv):
         )
 
     def close(self) -> None:
-        """Closes the environment."""
+        """Closes the gymnasium environment."""
         self.gym.close()
 
     def _move(self, text: str) -> tuple[Any, str | None]:

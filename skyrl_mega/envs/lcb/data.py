@@ -39,6 +39,9 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
     Tasks of the test file are left out of the training rows. With a single file, only that split is returned; without
     files, both splits hold small generated tasks.
+
+    Raises:
+        UserError: A file is malformed.
     """
     if args.train_file is None and args.test_file is None:
         train, test = _small(np.random.default_rng(args.seed))

@@ -12,6 +12,7 @@ from skyrl_mega.envs.sandbox import CommandLimits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
 
 BOX = "environment.options.lcb.sandbox"
+"""Setting of the sandbox."""
 LIMITS = CommandLimits(wall_s=12, cpu_s=6, output_kib=4096)
 
 
@@ -34,12 +35,12 @@ class LcbEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine without the needed confinement."""
+        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox."""
         Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but a list of at least one test, else None."""
+        """Returns None if the truth is a list of at least one test, or JSON of one; else the reason."""
         try:
             cases(truth)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -57,6 +58,9 @@ class LcbEnv(BaseTextEnv):
 
         The reward is 1 if every test passes, else 0; with the option `reward=share`, the share of the tests that pass.
         An answer without a fenced block gets 0.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start a program.
         """
         code = code_of(action)
         tests = self.cases[: self.options["max_tests"] or None]

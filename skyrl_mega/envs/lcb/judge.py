@@ -56,6 +56,8 @@ def cases(tests: Any) -> list[Case]:
 
     Raises:
         ValueError: The value is not a non-empty list of tests.
+        KeyError: A test has no `input` or `output`.
+        TypeError, AttributeError: The value or a test is of another type.
     """
     listed = json.loads(tests) if isinstance(tests, str) else list(tests)
     if not isinstance(listed, list):
@@ -81,14 +83,15 @@ def code_of(answer: str) -> str | None:
 
 
 def run_tests(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, stop: bool) -> list[str]:
-    """Runs the tests in order; returns for each test `ok`, `wrong`, or the status of a program ended by the sandbox.
+    """Runs a program on the tests in order; returns for each test `ok`, `wrong`, or the sandbox's status of a program
+    that failed or was ended (`SandboxResult.status`).
 
     Args:
         code: The program.
         tests: The tests to run.
         box: The sandbox; the limits apply per test.
         seconds: Time limit for all tests together; the remaining tests then count as `timeout`.
-        stop: True to stop after the first failing test.
+        stop: True to stop after the first failing test; the result then has no entries for later tests.
     """
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds
@@ -122,7 +125,8 @@ def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Returns True if the outputs match line by line, ignoring surrounding space: the same text or decimal numbers."""
+    """Returns True if the outputs match line by line, ignoring surrounding space: the same text, or equal decimal
+    numbers such as `1.0` and `1`."""
     printed_lines, expected_lines = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
     )

@@ -30,7 +30,7 @@ class MultiplyEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for a ground truth that cannot be read from a box, else None."""
+        """Returns the reason why a ground truth cannot be read from a `\\boxed{…}`; None if it can."""
         if reason := wrong_spelling(truth):
             return reason
         boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()

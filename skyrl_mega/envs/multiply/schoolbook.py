@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def worked_answer(number: int, digit: int, slip: int | None = None) -> str:
-    """Returns the answer with the work shown: `345 * 7` is `35,31,24\\boxed{2415}`.
+    """Returns the answer to `number * digit` with the work shown: `345 * 7` is `35,31,24\\boxed{2415}`.
 
     Each place, units first, shows the product of the digit plus the carry. The last digit of each entry belongs to the
     product, and the rest is the carry into the next place; the last entry stays whole.

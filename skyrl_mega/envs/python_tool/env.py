@@ -15,6 +15,7 @@ from skyrl_mega.envs.tags import first_tag
 from skyrl_mega.envs.truths import wrong_text
 
 BOX = "environment.options.python.sandbox"
+"""Setting of the sandbox."""
 LIMITS = CommandLimits(wall_s=10, cpu_s=10)
 REASONS = {
     "timeout": "It ran out of time.",
@@ -41,19 +42,22 @@ class PythonToolEnv(BaseTextEnv):
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a machine without the needed confinement."""
+        """Raises UserError if this machine cannot confine a program as set in the options of the sandbox."""
         Sandbox.from_options(options["sandbox"], BOX).check(BOX)
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for a ground truth that cannot stand between the tags of an answer, else None."""
+        """Returns the reason why a ground truth cannot stand between the tags of an answer; None if it can."""
         closes = "</answer>" in str(truth)
         return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs the program in `<python>`, or judges the text in `<answer>`; the first of the two tags counts.
 
-        The reward of the right answer is 1. Any other end, also by `max_turns`, gets 0.
+        The reward of the right answer is 1. Any other end, also by `max_turns`, gets 0. The last turn runs no program.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start the program.
         """
         self.turns += 1
         tag = first_tag(action, "python", "answer")
@@ -85,8 +89,8 @@ def _plain(code: str) -> str:
 
 
 def report(outcome: SandboxResult, max_characters: int) -> str:
-    """Returns a program's output, and the reason of an early end, for the policy; a long text keeps only the last
-    `max_characters` characters.
+    """Returns the policy's view of a program: stdout, stderr and the reason of an early end. Of a long text only the
+    last `max_characters` characters remain.
     """
     lines = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
     if outcome.status in REASONS:

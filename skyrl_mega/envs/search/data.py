@@ -31,6 +31,7 @@ INSTRUCTION = (
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ANSWERS = ("golden_answers", "answers", "answer", "reward_model", "reward_spec")
+"""Columns with the right answers; the first column with an answer counts."""
 TEST_SHARE = 5
 """Held-out share of the facts' countries, with all questions: one country in `TEST_SHARE`."""
 

@@ -28,6 +28,7 @@ INVALID = (
 FAILED = "The search engine did not answer. You can search again, or answer without it."
 
 SCORES = {"exact_match": exact_match, "f1": f1}
+"""Value of the option `reward` → score of an answer."""
 
 
 class SearchEnv(BaseTextEnv):
@@ -75,14 +76,14 @@ class SearchEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for a ground truth without a usable right answer, else None."""
+        """Returns the reason why a ground truth has no usable right answer; None if it has an answer."""
         return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Executes the query in `<search>`, or judges the text in `<answer>`; the first of the two tags counts.
 
         The reward is the score chosen by the option `reward`; the option `wrong_answer` for a score of 0. A trajectory
-        ended by `max_turns` gets 0.
+        ended by `max_turns` gets 0. A failed search is an observation for the policy, not an error.
         """
         self.turns += 1
         tag = first_tag(action, "search", "answer")

@@ -29,7 +29,7 @@ class Country:
 
     @property
     def name_in_sentence(self) -> str:
-        """Name within a sentence."""
+        """Name within a sentence, with the article if usual: `the United States`."""
         return f"the {self.name}" if self.name.startswith(("United", "Democratic")) else self.name
 
     @property
@@ -56,16 +56,17 @@ class FactQuestion:
     chain: tuple[str, str]
     """Titles of the passages, in the order that leads to the answer."""
     country: str
+    """Name of the country asked about."""
 
 
 def countries() -> list[Country]:
-    """Returns all rows of the table."""
+    """Reads and returns all rows of `TABLE`."""
     _, *rows = TABLE.read_text(encoding="utf-8").splitlines()
     return [Country(*row.split("|")) for row in rows]
 
 
 def passages() -> dict[str, str]:
-    """Returns title → text of all passages."""
+    """Returns title → text of the passages about all countries, capitals and rivers of the table."""
     texts, capitals = {}, defaultdict(list)
     for c in countries():
         texts[c.name], texts[c.capital] = c.passage, c.capital_passage
@@ -83,7 +84,7 @@ def river_title(river: str) -> str:
 
 
 def questions(subjects: Iterable[Country]) -> Iterator[FactQuestion]:
-    """Yields all questions about the given countries."""
+    """Yields two to four questions about each of the countries, country by country."""
     for c in subjects:
         whose = f"the country whose capital is {c.capital}"
         chain = (c.capital, c.name)

@@ -29,7 +29,8 @@ def exact_match(answer: str, targets: Iterable[str]) -> float:
 
 
 def f1(answer: str, targets: Iterable[str]) -> float:
-    """Returns the harmonic mean of the words' precision and recall, for the nearest target; 0 without targets."""
+    """Returns the harmonic mean of precision and recall of the answer's words, 0 to 1, for the target with the highest
+    value; 0 without targets."""
     return max((_f1(compared(answer).split(), compared(target).split()) for target in targets), default=0.0)
 
 
@@ -41,7 +42,7 @@ def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
 
 
 def targets_of(ground_truth: Any) -> list[str]:
-    """Returns the right answers of a row, without empty values and values other than text or numbers.
+    """Returns the right answers of a row as texts; empty values, and values other than text or numbers, are left out.
 
     Args:
         ground_truth: Search-R1's `{"target": [...]}`, a list, or a single text.

@@ -60,6 +60,7 @@ class Assertion:
     """An assertion with the edit that makes the assertion wrong."""
 
     path: str
+    """Path of the test file in the repository."""
     edit: Edit
     node: ast.stmt
     certain: bool
@@ -92,6 +93,7 @@ class TestSource:
     path: str
     code: bytes
     functions: list[Function] = field(init=False)
+    """Functions and methods of the file, in order, without tests expected to fail."""
 
     def __post_init__(self) -> None:
         self.tree = ast.parse(self.code.decode())
@@ -101,7 +103,8 @@ class TestSource:
         self.functions = list(self._functions(self.tree.body, " ".join(marks)))
 
     def marked(self, marks_file: str, number: int) -> bytes:
-        """Returns the file with marks that record the execution in the file `marks_file`; call once.
+        """Returns the file's code with statements that write marks of the execution to `marks_file`. Call once: changes
+        the parsed tree.
 
         Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or with the numbers of the file and
         a function; `failed` with these two numbers and the number of an assertion.
@@ -212,7 +215,7 @@ class TestSource:
 
 
 def with_edit(file: File, edit: Edit, random: Random) -> File:
-    """Returns the file with the edit applied."""
+    """Returns the file with the edit applied; `random` draws the replacement."""
     start, end, draw = edit
     return replace(file, data=file.data[:start] + draw(random).encode() + file.data[end:])
 
@@ -274,7 +277,7 @@ def canary_candidates(
     """Returns the assertions to turn into canaries, chosen by the behaviour of the tests in the untouched repository.
 
     The first choice are assertions that fail there, then assertions of functions that do not end and of files that fail
-    to load. If no test failed, the assertions of functions that ran are chosen.
+    to load. If no test failed, the assertions of functions that ran are chosen. [] if there are none of these.
 
     Args:
         sources: The test files, in the order of their numbers.

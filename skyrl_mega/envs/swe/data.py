@@ -37,6 +37,7 @@ BUGS: dict[str, tuple[str, str, str, str, str]] = {
 """Function → purpose, argument, wrong body, an input and the right output."""
 
 HELD_OUT = ("squares", "unique")
+"""Functions whose tasks are for testing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -107,7 +107,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses an unknown session class, and limits out of range."""
+        """Raises UserError for an unknown session class, and for limits of the local sandbox out of range."""
         if _session(options["session"]) is LocalSession:
             Sandbox.from_options(options["session_options"], BOX)
 
@@ -127,7 +127,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but a shell command, else None."""
+        """Returns None if the truth is a text that is not empty, the tests' shell command; else the reason."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is the tests' command, a text"
 
     @classmethod
@@ -149,7 +149,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """Returns the time limit of the last command plus the tests; runs on the untouched repository use the rest."""
+        """Returns `command_timeout_s` + `test_timeout_s`, in seconds: a last turn runs a command and the tests."""
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
@@ -158,7 +158,12 @@ class SweEnv(BaseTextEnv):
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Runs a command, or judges the work; the first of the two tags counts."""
+        """Runs the command in `<bash>` and returns its output, or judges the work after `<submit/>`; the first of the
+        two tags counts.
+
+        The last turn (`max_turns`) runs its command and then judges the work. The reward is 1 if the tests pass, else
+        0, also for all earlier turns.
+        """
         self.turns += 1
         deadline = time.monotonic() + self.longest_step_s(self.options)
         tag, submit = first_tag(action, "bash"), SUBMIT.search(action)
@@ -177,7 +182,7 @@ class SweEnv(BaseTextEnv):
         )
 
     def out_of_time(self) -> BaseTextEnvStepOutput:
-        """Runs the tests on the work done so far."""
+        """Judges the work done so far by the tests, as after `<submit/>`."""
         return self._judge({"command": None}, time.monotonic() + self.longest_step_s(self.options))
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
@@ -191,12 +196,13 @@ class SweEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
 
     def close(self) -> None:
-        """Closes the session."""
+        """Closes the session, which removes the copy of the repository."""
         self.session.close(float(self.options["command_timeout_s"]))
 
 
 def unfit(command: str) -> CommandResult | None:
-    """Returns the result of a command that no shell accepts: a failure, like any other wrong command. Else None."""
+    """Returns a failed result for a command with a NUL or of more than `LONGEST_COMMAND` bytes, which cannot be run;
+    None for any other command."""
     if "\0" in command:
         return CommandResult("failed", 2, "a command cannot contain NUL")
     if len(command.encode()) > LONGEST_COMMAND:

@@ -80,7 +80,9 @@ class Judge:
     session: Callable[[], Session]
 
     def verdict(self, changes: Files, deadline: float) -> TestVerdict:
-        """Runs the tests on the policy's changes.
+        """Runs the tests, and canaries of the tests, on clean copies of the repository with the policy's changes.
+
+        Work that cannot be copied or tested in time gets a verdict that is not right, not an error.
 
         Args:
             changes: Changes to the repository; changes to protected files are ignored.
@@ -245,7 +247,8 @@ def _selected_functions(test: str) -> frozenset[str]:
 
 
 def started_files(test: str) -> list[str]:
-    """Returns patterns of the repository files that a test command starts: shell scripts, and files in `TOOL_FILES`."""
+    """Returns patterns (as for `fnmatch`) of the repository files that a test command starts: shell scripts, and files
+    in `TOOL_FILES`; sorted."""
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
     names += [file for tool, files in TOOL_FILES.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
@@ -254,10 +257,10 @@ def started_files(test: str) -> list[str]:
 
 
 def required_tests(lists: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the tests required to pass by a row.
+    """Returns the names of the tests that a row requires to pass, from both lists of `TEST_LISTS`; [] without lists.
 
     Args:
-        lists: The lists by the names in `TEST_LISTS`; SWE-bench writes each list as JSON text.
+        lists: List name → list. SWE-bench writes each list as JSON text.
 
     Raises:
         UserError: A value is not a list of names.
@@ -276,5 +279,6 @@ def required_tests(lists: Mapping[str, Any]) -> list[str]:
 
 
 LATE = CommandResult("timeout", None, "")
+"""Result of tests that did not run in time."""
 _known: dict[tuple[str, ...], list[tuple[str, Edit]]] = {}
 _locks: dict[tuple[str, ...], threading.Lock] = {}

@@ -26,6 +26,7 @@ class CommandResult:
     status: str
     """`ok`, `failed`, `timeout`, or another word for the kind of end."""
     exit: int | None
+    """Exit code; None if the command was ended from outside."""
     output: str
     """stdout, then stderr."""
 
@@ -37,7 +38,9 @@ class File:
     data: bytes
     """Content of a file, or target of a link."""
     mode: int = 0o644
+    """Permissions of a file."""
     link: bool = False
+    """True for a symbolic link."""
 
 
 Files = Mapping[str, File | None]
@@ -74,10 +77,12 @@ class Session(Protocol):
         """
 
     def changes(self, timeout_s: float) -> Files:
-        """Returns the files that differ from the task's repository; raises UnfitError if the files cannot be read."""
+        """Returns path → file for the files that differ from the task's repository, None for a removed file; raises
+        UnfitError if the files cannot be read."""
 
     def write(self, files: Files, timeout_s: float) -> None:
-        """Writes and removes files, following no links; raises UnfitError if the space is too small."""
+        """Writes files into the repository, and removes paths with None; follows no links; raises UnfitError if the
+        space is too small."""
 
     def close(self, timeout_s: float) -> None:
         """Releases the machine; called once, also after a failure, and even if the session was never opened."""
@@ -92,20 +97,25 @@ class LocalSession:
         self.box = Sandbox.from_options(options, BOX)
 
     def open(self, timeout_s: float) -> None:
-        """Copies the repository."""
+        """Copies the task's repository to a new workspace; ignores `timeout_s`.
+
+        Raises:
+            UserError: The task has no repository, or the repository exceeds the disk limit.
+        """
         self.workspace = self.box.workspace()
         _copy(self.repo, self.folder)
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Runs `sh -c command` in the sandbox; after `timeout_s` seconds the command ends with the status `timeout`."""
+        """Runs `sh -c command` in the sandbox, in the copy of the repository; after `timeout_s` seconds the command
+        ends with the status `timeout`."""
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._open_workspace(), limits=limits)
         return CommandResult(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def changes(self, timeout_s: float) -> Files:
-        """Returns the differences between the folder and the repository, without sockets, pipes and empty folders.
+        """Returns the differences between the copy and the task's repository: path → file, None for a removed file.
 
-        Returns path → file; None for a removed file.
+        Sockets, pipes and empty folders are left out. Ignores `timeout_s`.
 
         Raises:
             UnfitError: The files cannot be read, or exceed the disk limit.
@@ -149,7 +159,7 @@ class LocalSession:
             raise UnfitError(f"files cannot be written: {error.strerror}") from error
 
     def close(self, timeout_s: float) -> None:
-        """Removes the copy."""
+        """Removes the copy of the repository; may be called again."""
         if self.workspace is not None:
             self.workspace.close()
             self.workspace = None
@@ -170,7 +180,8 @@ class LocalSession:
 
 
 def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yields the path below `top`, the path and the status of every file and link in the folders (default: all)."""
+    """Yields (path below `top`, full path, status) of every file and link in the folders, by default `top` and all
+    folders below."""
     for folder in folders or (path for path, _, _ in os.walk(top)):
         with os.scandir(folder) as scan:
             for entry in scan:

@@ -35,6 +35,7 @@ class QueryResult:
     """Result of a query."""
 
     columns: list[str]
+    """Names of the columns."""
     rows: list[list[str]]
     """First rows, as text."""
     count: int
@@ -43,7 +44,8 @@ class QueryResult:
     """Reason for a missing result."""
 
     def text(self, max_characters: int) -> str:
-        """Returns the table for the policy: a header, a row per line, at most `max_characters` characters."""
+        """Returns the table for the policy: a header, a row per line, at most `max_characters` characters, then a note
+        if rows are missing or none exist. After an error: `Error:` and the reason."""
         if self.error is not None:
             return f"Error: {self.error}"
         lines = [" | ".join(self.columns), *(" | ".join(row) for row in self.rows)]
@@ -75,7 +77,12 @@ class Database:
     compare: str = "set"
 
     def query(self, sql: str, seconds: float) -> QueryResult:
-        """Runs a single query within `seconds` seconds; any failure is reported in the table's `error`."""
+        """Runs a single query in the sandbox within `seconds` seconds; a failing query is reported in the result's
+        `error`.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start.
+        """
         return _table(self._run([sql], seconds)[0][0])
 
     def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, QueryResult, QueryResult]:
@@ -88,6 +95,9 @@ class Database:
 
         Returns:
             The reason why the results differ (None if equal), the solution's result, and the gold result.
+
+        Raises:
+            InfrastructureFault: The sandbox cannot start.
         """
         (ours, theirs), reason = self._run([sql, gold], seconds)
         return reason, _table(ours), _table(theirs)
@@ -136,10 +146,13 @@ def _table(result: dict[str, Any]) -> QueryResult:
 
 
 def refuse_unmerged(file: Path) -> None:
-    """Refuses a database with a write-ahead log: without the log, the database may look empty or outdated.
+    """Checks that a database has no write-ahead log: without the log, the database may look empty or outdated.
+
+    Args:
+        file: The database; the log is `<file>-wal`.
 
     Raises:
-        UserError: The log is not empty.
+        UserError: The log exists and is not empty. The message has the command that merges it.
     """
     log = file.with_name(f"{file.name}-wal")
     if log.is_file() and log.stat().st_size:
@@ -175,7 +188,7 @@ def schema(file: Path, max_characters: int) -> str:
 
     Raises:
         OSError: The file cannot be opened as a database.
-        UserError: Part of the database is in another file.
+        UserError: The database has a write-ahead log (`refuse_unmerged`).
     """
     refuse_unmerged(file)
     connection = sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)

@@ -22,6 +22,7 @@ FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird
 """Data set in a row's `data` → folder of the databases below `db_path`, in the layout of SkyRL's users."""
 
 BOX = "environment.options.text2sql.sandbox"
+"""Setting of the sandbox."""
 LIMITS = CommandLimits(processes=4)
 INVALID = "Your previous action is invalid: think inside <think>…</think>, then give one query inside <sql>…</sql>."
 
@@ -80,7 +81,7 @@ class Text2SqlEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Returns a reason for everything but a query, else None."""
+        """Returns None if the truth is a text that is not empty, the gold query; else the reason."""
         return None if isinstance(truth, str) and truth.strip() else "allowed is a query, a text"
 
     @classmethod
@@ -102,7 +103,10 @@ class Text2SqlEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs the query in `<sql>` and returns the rows, or judges the solution: after `<solution>…</solution>` or the
-        last turn."""
+        last turn.
+
+        A solution earns 1 for the gold query's rows, else 0; −1 for a broken format. Earlier turns earn 0.
+        """
         self.turns += 1
         self.written.append(action)
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):

@@ -15,7 +15,7 @@ TOKENS = re.compile(
 
 
 def orders_rows(sql: str) -> bool:
-    """Returns True if a query orders the rows by an ORDER BY outside all parentheses.
+    """Returns True if a query orders its rows: it has an ORDER BY outside all parentheses.
 
     Inside parentheses, an ORDER BY belongs to a subquery, a window or an aggregate. Texts, names and comments are
     skipped.

@@ -38,6 +38,7 @@ TABLES = ("json_each", "json_tree")
 """Table-valued functions without side effects."""
 
 LONGEST_SQL, LARGEST_VALUE = 100_000, 16 * 2**20
+"""Maximum bytes of a query, and of a value or a row."""
 
 EXPLAIN = "EXPLAIN "
 EMPTY_STATEMENTS = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -139,7 +140,7 @@ def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]
 
 
 def run(request: dict[str, Any], sql: str) -> Result | str:
-    """Returns a query's result; the error as text on failure.
+    """Runs a query on a new connection; returns its result, or a text with the error.
 
     Args:
         request: `database` (the file), `seconds` (time limit) and `rows` (maximum number of rows).
@@ -188,10 +189,12 @@ def _tables_read(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
 
 
 def connect(database: str, seconds: float) -> sqlite3.Connection:
-    """Returns a read-only connection, limited to statements for reading; statements end after `seconds` seconds.
+    """Opens a read-only connection on which only statements for reading are allowed; the caller closes it.
+
+    Statements are interrupted `seconds` seconds after this call.
 
     Raises:
-        OperationalError: The file cannot be opened.
+        sqlite3.OperationalError: The file cannot be opened.
     """
     connection = sqlite3.connect(f"file:{quote(database)}?mode=ro&immutable=1", uri=True, isolation_level=None)
     connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # distinct broken texts stay distinct

@@ -27,6 +27,7 @@ HELD_OUT = ("museum", "zoo")
 """Databases held out for testing: no table of these databases is seen in training."""
 
 ROWS = 40
+"""Number of rows in each table."""
 _ID = b"skyr"
 """Application ID in the header of our databases."""
 _CHANGES = 3
@@ -42,7 +43,11 @@ class DatabaseQuestion(NamedTuple):
 
 
 def write(folder: Path, seed: int) -> None:
-    """Writes `<folder>/<name>/<name>.sqlite` for every theme, a few KB each."""
+    """Writes `<folder>/<name>/<name>.sqlite` for every theme, a few KB each. Replaces databases of an earlier call.
+
+    Raises:
+        UserError: A file exists that was not written by this function, or was changed since.
+    """
     for index, (name, (table, label, group, groups, number, (low, high))) in enumerate(THEMES.items()):
         rng = np.random.default_rng([seed, index])
         file = folder / name / f"{name}.sqlite"
@@ -69,7 +74,11 @@ def _is_ours(file: Path) -> bool:
 
 
 def questions(name: str) -> Iterator[DatabaseQuestion]:
-    """Yields all questions about a database."""
+    """Yields all questions about a database.
+
+    Args:
+        name: A key of `THEMES`.
+    """
     table, label, group, groups, number, (low, high) = THEMES[name]
     yield DatabaseQuestion(name, f"How many {table}s are there?", f"SELECT count(*) FROM {table}")
     for word, function in (("average", "avg"), ("largest", "max"), ("smallest", "min"), ("total", "sum")):
