@@ -53,9 +53,9 @@ class Asynchronous:
         self.look, self.refill = look, refill
         self.versions = Versions(config.asynchrony.max_staleness)
         self.steps = 0
-        """Steps before the current one."""
+        """Number of steps before the current step."""
         self.requested = 0
-        """Groups requested over the whole run."""
+        """Number of groups requested over the whole run."""
         self.interrupted: list[Ticket] = []
         """Groups in progress at the end of the interrupted run, to be resumed."""
         self.done: dict[int, Done] = {}
@@ -67,14 +67,16 @@ class Asynchronous:
 
     @property
     def wanted(self) -> int:
-        """Groups per step."""
+        """Number of groups that a step needs: `data.prompts_per_step`."""
         return self.config.data.prompts_per_step
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Waits for the step's groups and returns these in request order.
+        """Waits for the step's groups and returns the groups in request order. Also requests further groups, adds the
+        trajectories to `step.trajectories` and records metrics of the step.
 
         With dynamic sampling groups without a signal are dropped on arrival and replaced by new requests, until
-        `max_rounds` times a step's groups were dropped.
+        `max_rounds` times a step's groups were dropped. Returns fewer groups than `wanted` after that, and at the end
+        of the data.
         """
         self.steps = step.number - 1
         with step.phase("generate", total=self.wanted) as progress:
@@ -99,13 +101,13 @@ class Asynchronous:
         """Does nothing: groups in progress continue under the new weights."""
 
     def synced(self, version: int) -> None:
-        """Notes the new version; restarted engines accept requests again."""
+        """Records the weight version that engines have received; restarted engines accept requests again."""
         self.versions.add(version)
         self.service.engines_changed()
 
     def prompts_left(self, done: int) -> int:
-        """Returns the number of prompts left in the data plus the number of groups not yet taken by a step up to
-        `done`."""
+        """Returns the number of prompts that no step up to number `done` has taken: prompts left in the data, requested
+        groups not yet taken, and groups taken by a later step."""
         number, taken, _ = self.taken
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
@@ -248,7 +250,8 @@ class Asynchronous:
         progress.update(min(len(self.done), self.wanted))
 
     def collect(self, wait_s: float) -> None:
-        """Collects finished groups; waits up to `wait_s` seconds for the first."""
+        """Moves finished groups of the service to `done`; waits up to `wait_s` seconds for the first. With dynamic
+        sampling groups without a signal go to `left_out` instead."""
         for finished in self.service.done(wait_s):
             algorithm = self.config.algorithm
             if not algorithm.dynamic_sampling.enabled or with_signal([finished.group], algorithm):

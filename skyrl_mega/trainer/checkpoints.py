@@ -43,7 +43,7 @@ class Checkpoints:
     Args:
         folder: The folder.
         keep: Number of newest checkpoints to keep.
-        say: Prints a line about a damaged checkpoint.
+        say: Prints a line about a checkpoint that is skipped or kept.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
@@ -53,7 +53,8 @@ class Checkpoints:
         """Damage found by ranks while reading checkpoints."""
 
     def completed(self) -> list[Path]:
-        """Returns all completely written checkpoints, the newest last. A disk fault may have damaged any since."""
+        """Returns the folders of all completely written checkpoints, the newest last. Does not check the files for
+        later damage."""
         return list(checkpoints_in(self.folder).values())
 
     def newest(self) -> Path | None:
@@ -79,7 +80,7 @@ class Checkpoints:
         return None
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
-        """Returns the driver's state from a checkpoint.
+        """Returns the driver's state from a checkpoint's `state.json`, without the sizes and checksums of the files.
 
         Raises:
             UserError: The checkpoint's state.json cannot be read.
@@ -89,11 +90,12 @@ class Checkpoints:
         return state
 
     def mark_damaged(self, checkpoint: Path, damage: Damaged) -> None:
-        """Marks a checkpoint as damaged; `newest` skips damaged checkpoints."""
+        """Records in this object that a rank found a checkpoint damaged; `newest` then skips the checkpoint."""
         self._damaged[checkpoint] = str(damage)
 
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
-        """Writes a checkpoint, then removes checkpoints beyond `keep`. Removes remains of an interrupted save first.
+        """Writes a checkpoint, removes checkpoints beyond the newest `keep`, and returns the new checkpoint's folder.
+        Removes remains of an interrupted save first. An earlier checkpoint of the same step is replaced.
 
         Args:
             step: Completed RL steps.
@@ -148,8 +150,8 @@ class Checkpoints:
 
 
 def describe_resume(folder: Path) -> str:
-    """Describes the effect of running the same command again after an early end. Promises nothing beyond saved
-    checkpoints.
+    """Returns a sentence on the effect of running the same command again after an early end: the newest intact
+    checkpoint and its step, or the first step without such a checkpoint.
 
     Args:
         folder: A run's `checkpoints/`.
@@ -162,12 +164,12 @@ def describe_resume(folder: Path) -> str:
 
 
 def newest_intact(folder: Path) -> Path | None:
-    """Returns the newest intact checkpoint in the folder, or None."""
+    """Returns the newest checkpoint in the folder without damage (sizes and checksums agree); None without any."""
     return next((path for path in reversed(checkpoints_in(folder).values()) if _damage(path) is None), None)
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Refuses checkpoints unfit for resuming and for replacing, before anything starts.
+    """Raises an error if a run can neither resume from nor replace an entry of a checkpoints folder.
 
     Raises:
         UserError: The newest checkpoint was written by an earlier version, or a link or file uses a checkpoint's name.
@@ -244,7 +246,8 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def check_saved_together(part: Path) -> None:
-    """Checks if a model's folder belongs to the state of the same checkpoint. Accepts a folder outside of a checkpoint.
+    """Raises an error if a model's folder was not saved together with the `state.json` beside it. Accepts a folder
+    outside of a checkpoint.
 
     Raises:
         Damaged: The folder was saved at another step.

@@ -19,14 +19,15 @@ OLD = "old_values"
 def values(critic: TrainGroup, minis: Sequence[Samples]) -> Tensor:
     """Returns the value of the state before each token of all mini-batches: float32 [T], 0 for tokens with weight 0.
 
-    Also leaves the mini-batches, with these values, on the critic's ranks.
+    Also sends the mini-batches to the critic's ranks, which keep them with these values as the column `OLD`.
     """
     critic.hold([mini.with_weights_only() for mini in minis])
     return torch.cat(critic.values(OLD))
 
 
 def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) -> dict[str, float]:
-    """Trains the critic towards `returns`: `epochs` passes, an optimizer step per mini-batch with a counted token.
+    """Trains the critic towards the column `returns`: `epochs` passes, an optimizer step per mini-batch with a nonzero
+    weight. The critic's ranks already keep the mini-batches (`values`); `minis` gives only the weights.
 
     Returns:
         `critic/…`: means over the optimizer steps; {} if no mini-batch contains a counted token.
@@ -41,7 +42,7 @@ def train_critic(critic: TrainGroup, minis: Sequence[Sequences], epochs: int) ->
 
 
 def quality(batch: Sequences) -> dict[str, float]:
-    """Measures how well the values at the start of the step predicted the returns, over the counted tokens of a step.
+    """Measures how well the column `values` predicted the column `returns`, over the tokens of a step with `mask` 1.
 
         explained_variance = 1 - Var(R - V) / Var(R)
 

@@ -25,6 +25,7 @@ class GroupSelection:
     sampled: int = 0
     """Number of all sampled groups."""
     rounds: int = 0
+    """Number of finished rounds of sampling."""
 
     @property
     def settings(self) -> DynamicSamplingConfig:
@@ -33,7 +34,8 @@ class GroupSelection:
 
     @property
     def complete(self) -> bool:
-        """True if no further round is needed."""
+        """True if no further round is needed: enough groups have a signal. Enough is `wanted`, or with the mode
+        `replace` the share `replace_from` of `wanted`, and at least one group."""
         share = self.settings.replace_from if self.settings.mode == "replace" else 1.0
         return len(self.informative) > 0 and len(self.informative) / self.wanted >= share
 
@@ -44,13 +46,14 @@ class GroupSelection:
         return max(missing, min(remaining, ceil(self.settings.oversample * missing - ROUNDING)))
 
     def add(self, groups: list[Group]) -> None:
-        """Adds the groups of a finished round."""
+        """Counts a finished round and keeps its groups that have a signal."""
         self.rounds += 1
         self.sampled += len(groups)
         self.informative += with_signal(groups, self.algorithm)
 
     def groups(self, seed: list[int]) -> list[Group]:
-        """Returns the groups for training: at most `wanted`, filled up with copies if the mode asks for this.
+        """Returns the groups for training: at most `wanted` groups with a signal. With the mode `replace`, once
+        `complete`, copies of random groups fill the list up to `wanted`.
 
         Args:
             seed: Seed for the choice of copies.
@@ -61,7 +64,8 @@ class GroupSelection:
         return [taken[i] for i in with_copies(len(taken), self.wanted, seed)]
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """Returns the metrics `rollout/…` of a step trained on `groups`."""
+        """Returns the metrics `rollout/…` of a step trained on `groups`: rounds, and groups left out (without a
+        signal), missing, copied (mode `replace`) and in surplus (`oversample` above 1)."""
         informative = len(self.informative)
         metrics = {
             "rounds": self.rounds,
@@ -76,7 +80,8 @@ class GroupSelection:
 
 
 def with_signal(groups: list[Group], algorithm: AlgorithmConfig) -> list[Group]:
-    """Returns the groups with unequal rewards. Samples with failed environments do not count.
+    """Returns the groups with rewards that differ by more than `algorithm.dynamic_sampling.tolerance`. Samples with
+    failed environments do not count.
 
     Raises:
         UserError: No environment gives the reward named by `algorithm.dynamic_sampling.reward`.

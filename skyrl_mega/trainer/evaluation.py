@@ -28,11 +28,12 @@ class Evaluator:
 
     @property
     def samples(self) -> int:
-        """Trajectories per evaluation."""
+        """Number of trajectories of an evaluation: prompts times `evaluation.samples`."""
         return len(self.prompts) * self.config.evaluation.samples
 
     def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
-        """Returns `eval/<data source>/{mean, pass_at_<n>, of/<name>, failed}` as in `scores`; {} without prompts.
+        """Samples all evaluation prompts and returns the metrics of `scores`; {} without prompts. Prints failures of
+        environments.
 
         Args:
             step: Number of completed RL steps, part of the seed.
@@ -65,10 +66,13 @@ class Evaluator:
 
 
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Returns the mean reward and the share of prompts with a sample of positive reward, by data source.
+    """Returns, for each data source, `eval/<source>/mean`, the mean over prompts of the mean reward of a prompt's
+    samples, and `eval/<source>/pass_at_<n>`, the share of prompts with a sample of positive reward. n is the largest
+    number of samples of a prompt.
 
     Samples with a failed environment are excluded and only counted in `eval/<source>/failed`, the share of failures,
-    present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples.
+    present if any failed. Figures of the environment (`Trajectory.metrics`) are averaged over samples:
+    `eval/<source>/of/<name>`.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     names = set_names(source_of(t.prompt) for t in trajectories)

@@ -15,11 +15,11 @@ from skyrl_mega.trajectories.trajectory import ARRAYS, Trajectory, policy_texts
 
 
 def stored_tokens(t: Trajectory) -> Sequences:
-    """Returns a trajectory's tokens as a single sequence with `mask`, `rollout_logprobs` and the trajectory's further
-    columns.
+    """Returns a trajectory's tokens as a single sequence (N = 1) with the columns `mask` (int8), `rollout_logprobs`
+    (float32) and all entries of `Trajectory.columns`.
 
     Raises:
-        ValueError: A column has not as many values as the trajectory has tokens.
+        ValueError: The number of a column's values differs from the number of tokens.
     """
     stored = Sequences.of([np.asarray(t.tokens, np.int32)])
     stored.add("mask", Column(torch.from_numpy(np.array(t.mask, np.int8))))
@@ -30,16 +30,16 @@ def stored_tokens(t: Trajectory) -> Sequences:
 
 
 def reference_to(t: Trajectory) -> Any:
-    """Returns Ray's reference to a trajectory's remote arrays, or the arrays of a trajectory in this process as a
-    `StoredTrajectory` without messages."""
+    """Returns Ray's reference to a trajectory's remote arrays. Without remote arrays returns a new `StoredTrajectory`
+    with the trajectory's token arrays, without messages and tools."""
     return StoredTrajectory(stored_tokens(t), b"") if t.remote_arrays is None else t.remote_arrays.ref
 
 
 def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
-    """Splits a trajectory into a copy without arrays and the arrays themselves. The caller sets
-    `Trajectory.remote_arrays.ref`.
+    """Returns a copy of a trajectory without the fields `ARRAYS`, and these fields as a `StoredTrajectory`.
 
-    Reading any missing array fetches all arrays.
+    The caller stores the second with Ray and sets `remote_arrays.ref` of the copy to the reference (`attach_arrays`).
+    From then on, reading one of the fields of the copy fetches the stored arrays.
     """
     small = copy.copy(t)
     small.remote_arrays = RemoteArrays(
@@ -52,14 +52,15 @@ def detach_arrays(t: Trajectory) -> tuple[Trajectory, StoredTrajectory]:
 
 
 def attach_arrays(small: Trajectory, ref: Any) -> Trajectory:
-    """Sets the Ray reference `ref` to a trajectory's remote arrays and returns the trajectory."""
+    """Sets `small.remote_arrays.ref` to `ref`, Ray's reference to the stored arrays, and returns the same `small`."""
     assert small.remote_arrays is not None
     small.remote_arrays.ref = ref
     return small
 
 
 def fetch_arrays(t: Trajectory) -> Trajectory:
-    """Returns the trajectory with all arrays in this process, after fetching remote arrays.
+    """Fetches the remote arrays of a trajectory and returns a copy that contains the arrays. A trajectory without
+    remote arrays is returned itself.
 
     Raises:
         ClusterError: The remote arrays are lost.

@@ -97,16 +97,22 @@ ROWS = pa.schema([column for column in SCHEMA if column.name not in BY_TOKEN])
 PIECE = 256
 """Trajectories converted to columns at once."""
 WRITE_S = 3600.0
+"""Longest time in seconds for writing a file in a separate process."""
 
 
 def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
-    """Writes trajectories to a parquet file atomically.
+    """Writes trajectories to a parquet file atomically, a row each, and replaces an existing file. Fetches remote
+    arrays in pieces.
 
     Args:
-        path: The file.
+        path: The file. Its folder is created if only the last level is missing.
         trajectories: The trajectories.
         columns: Includes `Trajectory.columns`, which may be many times larger than everything else
             (`telemetry.trajectory_columns`).
+
+    Raises:
+        ClusterError: Remote arrays are lost.
+        OSError: The file cannot be written.
     """
     path.parent.mkdir(exist_ok=True)  # no parents: if the run's folder is gone, so is its disk
     # Columns with few repeated values (tokens, log-probs, responses) gain nothing from a dictionary.
@@ -119,8 +125,8 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
 
 
 def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
-    """Writes trajectories as `write` does, but in a separate process for remote arrays, so that the arrays never enter
-    this process.
+    """Writes trajectories as `write` does. If any trajectory has remote arrays, a Ray task writes the file, so that the
+    arrays never enter this process; waits for the task.
 
     Raises:
         ClusterError: The arrays are lost, or writing took more than `WRITE_S` seconds.
@@ -145,12 +151,14 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
 
 
 def read(path: Path) -> list[Trajectory]:
-    """Reads trajectories back. Types unknown to JSON (tuples, sets) come back as lists and strings."""
+    """Reads all trajectories of a file, in the order of the rows. Values unknown to JSON come back as lists (tuples) or
+    strings (sets); `Trajectory.retries` is not stored and comes back as 0."""
     return [t for some in read_some(path) for t in some]
 
 
 def read_some(path: Path) -> Iterator[list[Trajectory]]:
-    """Reads trajectories in lists of at most `PIECE`, so that a caller storing each list elsewhere never holds all."""
+    """Yields a file's trajectories in lists of at most `PIECE`, in the order of the rows. The file is read piece by
+    piece, so that a caller storing each list elsewhere never holds all."""
     rows = ds.dataset(path, schema=SCHEMA, format="parquet")
     for batch in rows.to_batches(batch_size=PIECE, batch_readahead=1, fragment_readahead=1):
         yield _of_table(pa.Table.from_batches([batch]))
@@ -165,7 +173,9 @@ def _of_table(table: pa.Table) -> list[Trajectory]:
 
 
 def read_steps(path: Path) -> list[list[list[TrajectoryStep]]]:
-    """Reads only the steps of each sample (spans and seconds), group by group.
+    """Reads only the column `steps` of a file and returns, for each group of samples, for each sample, its steps.
+
+    Greedy answers are left out. A prompt sampled twice gives two groups.
 
     Raises:
         ValueError: The file is not parquet, lacks a column, or contains impossible spans or seconds.
@@ -292,7 +302,8 @@ def _step(row: dict[str, Any]) -> TrajectoryStep:
 
 
 def texts(t: Trajectory) -> tuple[str, str]:
-    """Returns the text before the policy's first message, and all text from there on."""
+    """Returns two texts of the conversation: all messages before the policy's first message, and all messages from that
+    message on. A text of several messages gives each message's role."""
     first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
     return _text(t.messages[:first]), _text(t.messages[first:])
 
@@ -305,5 +316,6 @@ def _text(messages: list[dict[str, Any]]) -> str:
 
 
 def plain_json(value: Any) -> str:
-    """Returns readable JSON; values unknown to JSON are written as text."""
+    """Returns a value as JSON, with letters outside ASCII unchanged. Values unknown to JSON are written as
+    `str(value)`."""
     return json.dumps(value, default=str, ensure_ascii=False)

@@ -45,7 +45,7 @@ class RemoteArrays:
     """The policy's text in each turn; for a long answer a hash and the last characters, so that two entries are equal
     exactly if the answers are."""
     ref: Any = None
-    """Ray's reference to a `StoredTrajectory`."""
+    """Ray's reference to a `StoredTrajectory`; None until the caller of `by_reference.detach_arrays` sets it."""
 
     def fetch(self) -> dict[str, Any]:
         """Fetches the arrays and returns field name of `Trajectory` → value, for all fields in `ARRAYS`.
@@ -72,14 +72,15 @@ class RemoteArrays:
 
 
 def arrays_lost(error: Exception) -> ClusterError:
-    """Returns the error for lost arrays; the run ends and resumes from the newest checkpoint."""
+    """Returns, without raising, the error for remote arrays that Ray could not deliver, with the text of `error`."""
     return ClusterError(
         f"trajectories stored on a node were lost (the node died, or its object store is full): {describe(error)}"
     )
 
 
 def shortened(text: str) -> str:
-    """Returns a short answer unchanged; of an answer above `LONGEST` characters, a hash and the last characters."""
+    """Returns an answer of at most `LONGEST` characters unchanged; for a longer answer a hash of the whole and the last
+    `END` characters."""
     if len(text) <= LONGEST:
         return text
     return f"{hashlib.blake2b(text.encode(errors='surrogatepass'), digest_size=12).hexdigest()} … {text[-END:]}"

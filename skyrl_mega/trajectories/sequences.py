@@ -29,7 +29,7 @@ class Column:
     """
 
     def take(self, index: Tensor | slice) -> Column:
-        """Returns the column for some tokens."""
+        """Returns a new column with the values at `index` (token positions, or a slice) and the same alignment."""
         return Column(self.values[index], self.aligned)
 
 
@@ -52,7 +52,7 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int] | np.ndarray]) -> Self:
-        """Returns sequences from the token ids of each."""
+        """Returns sequences without columns, from the token ids of each sequence."""
         lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
         return cls(lengths, flat(tokens, np.int32))
 
@@ -84,28 +84,30 @@ class Sequences:
         return self.lengths.cumsum(0) - self.lengths
 
     def index(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """Returns the positions in `tokens` of the sequences `rows`, in that order, int64."""
+        """Returns the positions in `tokens` of all tokens of the sequences with the numbers `rows`, in that order,
+        int64."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         return ragged_arange(self.starts[rows], self.lengths[rows])
 
     def take(self, rows: Sequence[int] | Tensor) -> Sequences:
-        """Returns a copy of the sequences `rows`, in that order."""
+        """Returns a copy of the sequences with the numbers `rows`, in that order, with all columns."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         at = self.index(rows)
         return Sequences(self.lengths[rows], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def part(self, first: int, last: int) -> Sequences:
-        """Returns the sequences `first … last - 1` as views."""
+        """Returns the sequences `first … last - 1` with all columns; the tensors are views of this object's tensors."""
         ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         at = slice(int(ends[first]), int(ends[last]))
         return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def answers(self) -> tuple[Tensor, int]:
-        """Returns the answer index of each counted token, int64 [T], and the number of answers.
+        """Returns the index of each token's answer, int64 [T], and the number of answers.
 
-        An answer is a run of tokens with a weight within one sequence; the environment's tokens separate two turns.
-        Answers do not depend on the cut of a trajectory into sequences. With the column `TRAJECTORY` all answers of a
-        trajectory share one index.
+        An answer is a run of tokens with nonzero weight (column `weights`) within one sequence; the environment's
+        tokens separate two turns. Answers do not depend on the cut of a trajectory into sequences. With the column
+        `TRAJECTORY` all answers of a trajectory share one index. Tokens without weight have index 0. Without the column
+        `weights` there are no answers.
         """
         if "weights" not in self:
             return torch.zeros(len(self.tokens), dtype=torch.int64), 0
@@ -121,7 +123,7 @@ class Sequences:
         return torch.where(counts, begins.cumsum(0) - 1, 0), int(begins.sum())
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Repeats a value per sequence [N, …] over the sequence's tokens [T, …]."""
+        """Returns the values [N, …] of sequences repeated for every token of the sequence: [T, …]."""
         return values.repeat_interleave(self.lengths, dim=0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,13 +140,14 @@ class Sequences:
 
 
 def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
-    """Concatenates sequences of numbers, or arrays, to a tensor [T]; `dtype` is a numpy dtype."""
+    """Concatenates sequences of numbers, or arrays, and returns a tensor [T]; `dtype` is a numpy dtype. No parts give
+    an empty tensor."""
     arrays = [np.asarray(part, dtype) for part in parts]
     return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, dtype))
 
 
 def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the concatenation of `arange(start, start + length)` over all pairs, int64."""
+    """Returns the concatenation of `arange(start, start + length)` over all pairs of `starts` and `lengths`, int64."""
     before = lengths.cumsum(0) - lengths
     offsets = (starts - before).repeat_interleave(lengths)
     return torch.arange(len(offsets)) + offsets

@@ -62,17 +62,22 @@ class Status(str, Enum):
 
     @property
     def truncated(self) -> bool:
-        """True if a limit ended the trajectory."""
+        """True if the limit of tokens, turns or time ended the trajectory."""
         return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
 
     def filtered(self, by: str) -> bool:
-        """Returns True if the overlong filter excludes the trajectory from the loss. `by` is
-        `algorithm.overlong.filter_by`."""
+        """Returns True if the overlong filter excludes a trajectory with this status from the loss.
+
+        Args:
+            by: The setting `algorithm.overlong.filter_by`. `budgets` excludes all truncated trajectories; any other
+                value only trajectories truncated at the token limit.
+        """
         return self.truncated if by == "budgets" else self is Status.TRUNCATED_TOKENS
 
     @property
     def failed(self) -> bool:
-        """True if the environment failed, so that there is nothing to learn."""
+        """True for the three `ERROR_…` statuses: the environment or a service under it failed, so that there is nothing
+        to learn."""
         return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT, Status.ERROR_INFRASTRUCTURE)
 
 
@@ -137,7 +142,7 @@ class Trajectory:
     under the sampling temperature. NaN for an end token not sampled by an engine (`rollout.conversation:
     one_message`)."""
     prompt_length: int
-    """Tokens of the first prompt, before the first response."""
+    """Number of tokens of the first prompt, before the first response."""
     reward: float
     """Sum of the environment's step rewards."""
     status: Status
@@ -152,11 +157,11 @@ class Trajectory:
     tools: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """The tools in the prompt, in the format of chat templates; for people."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata of the last step."""
+    """Metadata returned by the environment's last step."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in `generate` and `env`, and in `slot` waiting to open the environment if `environment.slots` is set."""
     retries: int = 0
-    """Number of retries after infrastructure faults."""
+    """Number of times that the trajectory was started again after an infrastructure fault."""
     steps: list[TrajectoryStep] = field(default_factory=list)
     """The steps, in chronological order."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False)
@@ -173,14 +178,15 @@ class Trajectory:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The finite numbers of the entry `metrics` in the metadata: the environment's figures of this trajectory."""
+        """The environment's figures of this trajectory by name: the finite numbers of the metadata's entry `metrics`;
+        {} without such an entry."""
         given = self.metadata.get("metrics")
         numbers = given.items() if isinstance(given, dict) else ()
         return {name: float(n) for name, n in numbers if isinstance(n, int | float) and _is_finite(n)}
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of all tokens: prompts, responses and observations."""
         return len(self.tokens) if self.remote_arrays is None else self.remote_arrays.length
 
     @property
@@ -203,13 +209,15 @@ class Trajectory:
 
     @property
     def context(self) -> array[int]:
-        """The tokens seen by the policy, from the start of the last prompt; a new array."""
+        """The tokens of the current conversation, as the policy sees them: all tokens from the start of the last prompt
+        step; a new array."""
         start = next((step.start for step in reversed(self.steps) if step.kind is Kind.PROMPT), 0)
         return self.tokens[start:]
 
     @property
     def response_length(self) -> int:
-        """Tokens of responses and observations, without prompts."""
+        """Number of tokens of responses and observations: all tokens without the first prompt and later prompt
+        steps."""
         rewritten = sum(step.end - step.start for step in self.steps[1:] if step.kind is Kind.PROMPT)
         return self.length - self.prompt_length - rewritten
 
@@ -234,7 +242,7 @@ class Group:
 
 
 def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:
-    """Returns an empty trajectory."""
+    """Returns a trajectory without tokens, with an empty first prompt step, reward 0 and status `TRUNCATED_TURNS`."""
     return Trajectory(
         prompt,
         sample,
@@ -251,8 +259,8 @@ def new_trajectory(prompt: Prompt, sample: int) -> Trajectory:
 
 
 def policy_texts(t: Trajectory) -> list[str]:
-    """Returns the policy's text in each turn of a trajectory; for remote arrays, in the short form of
-    `RemoteArrays.texts`."""
+    """Returns the policy's text in each turn of a trajectory; with remote arrays, long texts in the short form of
+    `remote_arrays.shortened`."""
     if t.remote_arrays is not None:
         return t.remote_arrays.texts
     texts: list[str] = []

@@ -36,7 +36,8 @@ class FailureKind:
 
 
 def failure_kinds(trajectories: Sequence[Trajectory]) -> list[FailureKind]:
-    """Returns the kinds of failures, the most frequent first."""
+    """Returns the kinds of environment failures among the trajectories, the most frequent first; [] without
+    failures."""
     by_kind: dict[tuple[str, str], list[Trajectory]] = {}
     for t in trajectories:
         if t.status.failed:
@@ -56,7 +57,8 @@ def failure_kinds(trajectories: Sequence[Trajectory]) -> list[FailureKind]:
 
 
 def failures(trajectories: Sequence[Trajectory]) -> str | None:
-    """Returns the number of failures and the most frequent kinds, with an example of each; None without failures."""
+    """Returns a text with the number of failures and the most frequent kinds, with an example of each; None without
+    failures."""
     kinds = failure_kinds(trajectories)
     if not kinds:
         return None
@@ -83,12 +85,13 @@ def failures_event(step: int, trajectories: Sequence[Trajectory]) -> Event | Non
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:
-    """Returns True if the environment of every trajectory failed; a single success is enough to continue."""
+    """Returns True if the environment of every trajectory failed; False without trajectories."""
     return bool(trajectories) and all(t.status.failed for t in trajectories)
 
 
 def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None:
-    """Ends the run if all environments failed, or more than the allowed share.
+    """Raises an error, which ends the run, if the environments of all trajectories failed, or of more than an allowed
+    share.
 
     Args:
         trajectories: Trajectories of a step.

@@ -79,7 +79,8 @@ def sampling_excess(config: Config) -> float:
 
 
 def mismatch_high(view: StepView) -> Finding | None:
-    """Reports a difference between engine and policy too large for the precision."""
+    """Returns a finding if the mean or the 99th percentile of the log-prob difference between engine and policy
+    reaches its alarm threshold (`threshold`); else None."""
     phrases = list(past_threshold(view.config, "alarm", view.metrics))
     if not phrases:
         return None
@@ -91,8 +92,9 @@ def mismatch_high(view: StepView) -> Finding | None:
 
 
 def mismatch_rises(view: StepView) -> Finding | None:
-    """Reports a drift of the engine's log-probs from the policy's: other weights or another precision. Does not apply
-    to generation ahead of training, with a varying difference in every step."""
+    """Returns a finding if the mean log-prob difference between engine and policy is at least `RISE_FACTOR` times the
+    usual one in two of the last steps: other weights or another precision. None otherwise, and always with generation
+    ahead of training, where the difference varies."""
     if generates_ahead(view.config.asynchrony):
         return None
     usual, now = view.usual(MEAN), view.metric(MEAN)
@@ -103,7 +105,8 @@ def mismatch_rises(view: StepView) -> Finding | None:
 
 
 def routes_differ(view: StepView) -> Finding | None:
-    """Reports layers in which the policy would send too many tokens to other experts than the engine did."""
+    """Returns a finding if, in any layer, the share of tokens that the policy would send to other experts than the
+    engine did reaches the alarm threshold. None otherwise, and always without `policy.moe.replay: rollout`."""
     if view.config.policy.moe.replay != "rollout":
         return None
     setting = view.config.health.mismatch.alarm_routes
@@ -126,7 +129,8 @@ def _layers(metrics: Row) -> list[str]:
 
 
 def past_threshold(config: Config, kind: str, metrics: Row) -> Iterator[str]:
-    """Yields a phrase for each metric of a step past the threshold. NaN and infinity are past any threshold."""
+    """Yields a phrase for each of the two log-prob differences (mean, 99th percentile) at or above the threshold of
+    `kind` (`alarm` or `stop`). NaN and infinity exceed any threshold that is not disabled."""
     for of, name in NAMES.items():
         value, limit = metric_of(metrics, name), threshold(config, kind, of)
         if value is not None and value >= limit and limit < math.inf:
@@ -135,10 +139,11 @@ def past_threshold(config: Config, kind: str, metrics: Row) -> Iterator[str]:
 
 
 def end_if_too_far(config: Config, step: int, metrics: Row) -> None:
-    """Ends the run if engine and policy differ too far. The last update must be neither synced nor saved.
+    """Raises an error, which ends the run, if engine and policy differ too far. To be called before the step's update
+    is synced or saved.
 
     Raises:
-        EngineDiffers: Gives the differences and a page to read.
+        EngineDiffers: A log-prob difference reaches its stop threshold.
     """
     if phrases := list(past_threshold(config, "stop", metrics)):
         raise EngineDiffers(

@@ -23,13 +23,14 @@ CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
 def environment_fails(view: StepView) -> Finding | None:
-    """Reports environments that raise, exceed the time limit or break the contract. If all do, the run ends."""
+    """Returns a finding if any trajectory's environment failed: raised, exceeded the time limit or broke the
+    contract."""
     text = failures(view.trajectories)
     return Finding("environment_fails", text) if text else None
 
 
 def close_fails(view: StepView) -> Finding | None:
-    """Reports environments that raise in `close`: the trajectories are complete, but resources may leak."""
+    """Returns a finding if any environment raised in `close`: the trajectory is complete, but resources may leak."""
     errors = [t.metadata["close_error"] for t in view.trajectories if "close_error" in t.metadata]
     if not errors:
         return None
@@ -39,7 +40,8 @@ def close_fails(view: StepView) -> Finding | None:
 
 
 def truth_fails(view: StepView) -> Finding | None:
-    """Reports rows with a failing reference solution: no answer to such a row can be right."""
+    """Returns a finding if the reference solution of a row fails (metadata `gold_error`): no answer to such a row can
+    be right."""
     wrong = [t for t in view.judged if t.metadata.get("gold_error")]
     if not wrong:
         return None
@@ -52,14 +54,15 @@ def truth_fails(view: StepView) -> Finding | None:
 
 
 def ended_for_memory(view: StepView) -> Finding | None:
-    """Reports sandboxed programs killed because all programs together exceeded the memory limit. The memory may be used
-    by other programs, so the rewards say little."""
+    """Returns a finding if sandboxed programs were killed because all programs together exceeded the memory limit.
+    Other programs may have used the memory, so the rewards say little."""
     count = view.metric("environment/ended_for_memory")
     return Finding("ended_for_memory", memory_warning(count)) if count else None
 
 
 def everything_cut(view: StepView) -> Finding | None:
-    """Reports steps in which no response ends by itself: no answer is visible, or the overlong filter leaves none."""
+    """Returns a finding if at least `NEARLY_ALL` of the step's responses were cut at the limit of tokens or time. The
+    finding is `stuck` if the overlong filter removes all of these, or nothing gives a signal."""
     cut = [t for t in view.judged if t.status in CUT]
     if len(view.judged) < MIN_TRAJECTORIES or len(cut) < NEARLY_ALL * len(view.judged):
         return None
@@ -89,7 +92,8 @@ def everything_cut(view: StepView) -> Finding | None:
 
 
 def nothing_parsed(view: StepView) -> Finding | None:
-    """Reports an environment unable to parse any answer: a metadata entry is null, the reward equal for all answers."""
+    """Returns a finding if the environment seems unable to parse any answer: all rewards are equal, and an entry of the
+    metadata is None (or `invalid` is True) for all answers."""
     notes = [t.metadata for t in view.judged]
     if len(notes) < MIN_TRAJECTORIES or len({rounded_reward(t.reward) for t in view.judged}) > 1:
         return None
@@ -107,7 +111,8 @@ def nothing_parsed(view: StepView) -> Finding | None:
 
 
 def duplicated_samples(view: StepView) -> Finding | None:
-    """Reports steps with identical samples for every prompt: there is nothing to compare."""
+    """Returns a finding if the samples of every prompt are identical, so that there is nothing to compare. The step
+    must have many groups, or this must last several steps."""
     if not view.config.algorithm.advantage_traits.compares or not _none_differ(view, "rollout/answers_differ"):
         return None
     return Finding(
@@ -121,8 +126,8 @@ def duplicated_samples(view: StepView) -> Finding | None:
 
 
 def equal_rewards(view: StepView) -> Finding | None:
-    """Reports steps without unequal rewards in any group: there is nothing to learn unless advantages have another
-    source.
+    """Returns a finding if no group has unequal rewards: there is nothing to learn unless advantages have another
+    source. The step must have many groups, or this must last several steps.
 
     The finding is named `rewards_by_prompt` if rewards differ between prompts although answers differ within a prompt,
     and `nothing_left` if all answers earn the highest reward of the run.
@@ -156,7 +161,8 @@ def equal_rewards(view: StepView) -> Finding | None:
 
 
 def no_advantage(view: StepView) -> Finding | None:
-    """Reports unequal rewards without any advantage: baselines equal each reward, failed, or cancel."""
+    """Returns a finding if rewards differ but no token has an advantage: baselines equal each reward, failed, or
+    cancel."""
     steps = view.steps_in_a_row(
         lambda row: metric_of(row, "policy/advantage_fraction") == 0.0 and bool(metric_of(row, "rollout/groups_differ"))
     )
@@ -183,7 +189,8 @@ def no_advantage(view: StepView) -> Finding | None:
 
 
 def nothing_sampled(view: StepView) -> Finding | None:
-    """Reports dynamic sampling without enough groups after all rounds; named `groups_missing` if some were found."""
+    """Returns a finding if dynamic sampling lacks at least half of the step's groups after all rounds; named
+    `groups_missing` if the step has some groups, `nothing_sampled` if it has none."""
     missing, rounds = view.metric("rollout/groups_missing"), view.metric("rollout/rounds")
     wanted, most = view.config.data.prompts_per_step, view.config.algorithm.dynamic_sampling.max_rounds
     if not missing or rounds != most or missing < wanted / 2:
@@ -203,7 +210,7 @@ def nothing_sampled(view: StepView) -> Finding | None:
 
 
 def stop_string_never_comes(view: StepView) -> Finding | None:
-    """Reports steps without a stop string in any turn."""
+    """Returns a finding if no turn contains a string of `rollout.sampling.stop`, in many turns or for several steps."""
     steps = view.steps_with_value("rollout/stop_strings", 0.0)
     if not steps or (len(view.turns) < MANY_GROUPS and steps < LONG_STEPS):
         return None
@@ -216,7 +223,8 @@ def stop_string_never_comes(view: StepView) -> Finding | None:
 
 
 def more_cut(view: StepView) -> Finding | None:
-    """Reports a sudden rise of truncated responses."""
+    """Returns a finding if at least half of the responses were truncated in each of the last two steps, and at most a
+    tenth usually before."""
     name = "rollout/truncated_fraction"
     now, before = view.last(name, 2), view.past[:-1]
     known = [value for row in before if (value := row.get(name)) is not None]

@@ -81,7 +81,8 @@ class StepView:
 
     @property
     def group_count(self) -> int:
-        """Number of groups with a chance of a signal; number of answers if there are no groups."""
+        """Number of groups with a chance of a signal; number of judged trajectories if there are no groups, or if
+        advantages do not compare samples."""
         return len(self.groups or self.judged if self.config.algorithm.advantage_traits.compares else self.judged)
 
     @property
@@ -97,8 +98,9 @@ class StepView:
         return self.has_advantage or bool(self.metric("rollout/groups_differ"))
 
     def shares(self) -> dict[str, float]:
-        """Returns metrics compared over several steps: shares of groups with unequal rewards, of groups with unequal
-        answers, and of turns with a stop string. Unmeasurable shares are left out."""
+        """Returns three metrics by name: the share of groups with unequal rewards (`rollout/groups_differ`), of groups
+        with unequal answers (`rollout/answers_differ`), and of turns with a stop string (`rollout/stop_strings`).
+        Shares of nothing are left out."""
         metrics: dict[str, float] = {}
         if self.groups:
             metrics["rollout/groups_differ"] = _share(
@@ -113,7 +115,7 @@ class StepView:
 
     @cached_property
     def turns(self) -> list[str]:
-        """The policy's text in every turn of the step."""
+        """The policy's text in every turn of the judged trajectories."""
         return [text for t in self.judged for text in policy_texts(t)]
 
     def contains_stop_string(self, text: str) -> bool:
@@ -125,27 +127,32 @@ class StepView:
         return metric_of(self.metrics, name)
 
     def usual(self, name: str) -> float | None:
-        """Returns the median of a metric over earlier steps, ignoring zeros; None with too few steps."""
+        """Returns the median of a metric over the last `USUAL_STEPS` earlier steps, without the newest `ONSET_STEPS`,
+        and without zeros and values not finite; None with fewer than `MIN_STEPS` values."""
         earlier = [metric_of(row, name) for row in self.past[: len(self.past) - ONSET_STEPS]][-USUAL_STEPS:]
         values = [value for value in earlier if value and math.isfinite(value)]
         return median(values) if len(values) >= MIN_STEPS else None
 
     def start(self, name: str) -> float | None:
-        """Returns the median of a metric over the run's first steps; None with too few steps."""
+        """Returns the median of a metric over the run's first steps (`first`); None with fewer than `MIN_STEPS` finite
+        values."""
         values = [value for row in self.first if (value := metric_of(row, name)) is not None and math.isfinite(value)]
         return median(values) if len(values) >= MIN_STEPS else None
 
     def last(self, name: str, steps: int) -> list[float]:
-        """Returns the newest values of a metric, this step's first; at most `steps` values."""
+        """Returns the newest values of a metric, this step's first; at most `steps` values. Steps without the metric
+        are skipped."""
         rows = [self.metrics, *reversed(self.past)]
         return [value for row in rows if (value := metric_of(row, name)) is not None][:steps]
 
     def steps_with_value(self, name: str, value: float) -> int:
-        """Returns the number of latest consecutive steps with this value of a metric."""
+        """Returns the number of consecutive steps, this step and the steps just before, with this value of a metric; 0
+        if this step has another value."""
         return self.steps_in_a_row(lambda row: metric_of(row, name) == value)
 
     def steps_in_a_row(self, holds: Callable[[Row], bool]) -> int:
-        """Returns the number of latest consecutive steps satisfying a condition."""
+        """Returns the number of consecutive steps, this step and the steps just before, whose metrics satisfy a
+        condition; 0 if this step's metrics do not."""
         return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
 
 
@@ -160,7 +167,8 @@ def escaped(text: str) -> str:
 
 
 def example(t: Trajectory) -> str:
-    """Returns a phrase with a trajectory's last turn, reward, and environment metadata."""
+    """Returns a phrase for a message: "e.g.", the end of the policy's last turn, the reward, and environment
+    metadata."""
     last_turn = next(reversed(list(policy_texts(t))), "")
     metadata = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
     note = (
@@ -170,7 +178,7 @@ def example(t: Trajectory) -> str:
 
 
 def metric_of(row: Row, name: str) -> float | None:
-    """Returns a metric of a row; None if not measured, infinity if not finite."""
+    """Returns a metric of a step's row; None if the row lacks the name, infinity if the value is None or not finite."""
     if name not in row:
         return None
     value = row[name]
@@ -178,7 +186,8 @@ def metric_of(row: Row, name: str) -> float | None:
 
 
 def repeatedly_above(view: StepView, name: str, far: float, at_all: float) -> bool:
-    """Returns True if a metric is at least `far` now and once more within the last steps, or at least `at_all` now."""
+    """Returns True if a step's metric is at least `at_all`, or is at least `far` in this step and in another of its
+    `NEAR_STEPS` newest values."""
     now = view.metric(name)
     if now is None or now < far:
         return False
