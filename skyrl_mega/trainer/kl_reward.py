@@ -26,7 +26,8 @@ class KlReward:
         self.coefficient = self.config.coefficient
 
     def penalize(self, batch: Batch, *, adapt: bool = True) -> dict[str, float]:
-        """Subtracts β k_t from the reward of each policy token and adapts β for the next step.
+        """Sets `batch.penalty` to β k_t, which advantages subtract from the reward of each policy token, and adapts β
+        for the next step.
 
         k_t is the KL estimate under the sampling weights, without a gradient. k_t = 0 for tokens of filtered
         trajectories, without a weight in the loss. The mean skips trajectories without a counted token.
@@ -54,6 +55,7 @@ class KlReward:
         return {} if self.config.target is None else {"kl_coefficient": self.coefficient}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores β from a checkpoint written by a run with an adaptive β."""
+        """Sets β to the value in a checkpoint's state. Does nothing if β is fixed by the settings, or the state has
+        none."""
         if self.config.target is not None and "kl_coefficient" in state:
             self.coefficient = state["kl_coefficient"]

@@ -57,7 +57,14 @@ def train(run: Run) -> None:
 
 
 def take_step(run: Run) -> None:
-    """Runs one RL step. The step can be abandoned until the first update of the policy."""
+    """Runs one RL step: generates groups, trains, syncs the engines, evaluates and saves if due. Without groups neither
+    trains nor syncs.
+
+    Raises:
+        GracefulStop: A graceful end was requested before training began, so that the step is abandoned, or during the
+            rest of the step, which is complete.
+        Stopped: An immediate end was requested.
+    """
     run.shutdown.raise_if_requested()
     step = run.next_step()
     groups = run.rollouts.next_groups(step)
@@ -138,7 +145,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
 
 
 def silent_by_mini_batch(advantages: Advantages, minis: Sequence[Samples], config: Config) -> list[Tensor]:
-    """Returns the samples of each mini-batch with a gradient of exactly 0, bool [S] each."""
+    """Returns, for each mini-batch, bool [S]: True for samples with a gradient of exactly 0."""
     algorithm, moe = config.algorithm, config.policy.moe
     learning = split(advantages.learning, minis, by_token=False)
     return [silent_samples(mini.counts, part, algorithm, moe) for mini, part in zip(minis, learning, strict=True)]
@@ -163,7 +170,7 @@ def compute_logprobs(run: Run, step: Step, minis: Sequence[Samples]) -> None:
 
 
 def count_logprob_flops(step: Step, minis: Sequence[Samples]) -> None:
-    """Counts a log-prob pass of the policy over these mini-batches."""
+    """Adds a forward pass over these mini-batches to the work of the phase `logprobs` in `step.loads`."""
     for mini in minis:
         step.add_load("logprobs", forward_load(mini))
 
@@ -195,8 +202,8 @@ def run_optimizer_steps(
 
 
 def count_training_flops(step: Step, mini: Samples, forward_only: Tensor, *, trained: bool) -> None:
-    """Counts an optimizer step, or only the forward pass of a mini-batch that is not `trained`. The samples
-    `forward_only` take no backward pass."""
+    """Adds the work of an optimizer step, or only of the forward pass of a mini-batch that is not `trained`, to the
+    phase `train` in `step.loads`. The samples with the indices `forward_only` take no backward pass."""
     step.add_load("train", forward_load(mini))
     if trained:
         learning = torch.ones(len(mini.parts), dtype=torch.bool).index_fill(0, forward_only, False)

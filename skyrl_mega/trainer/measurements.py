@@ -32,7 +32,7 @@ class Measurements:
     """Writer of every step's timeline; None with `telemetry.timeline=false`."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
-        """Begins a step.
+        """Starts the measurements of a step, with a trace if `telemetry.profile` names the step.
 
         Args:
             step: The step's number.
@@ -43,11 +43,12 @@ class Measurements:
         self.meters.begin(after_more=after_more)
 
     def end_phase(self, phase: str) -> None:
-        """Reads the meters after a phase of the step."""
+        """Asks the actors to read the meters after a phase of the step; does not wait for the answers."""
         self.meters.end_phase(phase)
 
     def metrics_of(self, step: Step) -> dict[str, float]:
-        """Returns the metrics `memory/*` and `perf/*` of a finished step."""
+        """Waits for the readings of a finished step and returns the metrics `memory/*`, `perf/*` and, with a bound on
+        environment slots, `environment/slots_used`."""
         metrics = self.meters.collect()
         if self.slots is not None:
             metrics["environment/slots_used"] = float(self.slots.read())

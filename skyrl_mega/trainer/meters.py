@@ -45,7 +45,8 @@ class Meters:
             self._pending.clear()
 
     def end_phase(self, phase: str) -> None:
-        """Asks all actors for a reading after a phase."""
+        """Asks all Megatron actors for a reading after a phase, and the engines after a phase of `ENGINE_PHASES`. Does
+        not wait; `collect` takes the answers."""
         self._ask(phase, engines=phase in ENGINE_PHASES)
 
     def _ask(self, phase: str, *, engines: bool) -> None:
@@ -55,8 +56,11 @@ class Meters:
             self._pending.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
 
     def collect(self) -> dict[str, float]:
-        """Returns the step's metrics, `memory/*`. Dead or hanging actors are skipped; the next call to such an actor
-        will raise."""
+        """Waits up to `ANSWER_TIMEOUT_S` seconds for the step's readings and returns the metrics `memory/*`: maxima
+        over the actors of a role in GiB, and sums over the phases (`SUMS`). Also sets `steps`.
+
+        Dead or hanging actors are skipped; the next call to such an actor will raise.
+        """
         calls = [call for _, _, pending in self._pending for call in pending]
         answers: Mapping[PendingCall, Any] = settle(calls, ANSWER_TIMEOUT_S, after_failure=ANSWER_TIMEOUT_S).answers
         maxima: dict[str, float] = defaultdict(float)

@@ -63,7 +63,8 @@ class OneStepAhead:
         source.generator.look = self._end_if_closing  # the main thread checks for signals; this thread only for closing
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Waits for the step's batch and returns the groups; starts the next batch, if staleness allows one."""
+        """Waits for the step's batch and returns the groups. Also adds the trajectories and metrics to `step`, and
+        starts the next batch unless `asynchrony.max_staleness` is 0 or no step follows."""
         self._drop_before(step.number)
         if step.number not in self.batches:
             self._begin(step.number)
@@ -81,17 +82,19 @@ class OneStepAhead:
         return groups
 
     def before_sync(self, step: Step) -> None:
-        """Waits for the end of the batch in generation, which must not see new weights."""
+        """Waits until the next step's batch is complete, because a batch must not see new weights. Does nothing if none
+        is in generation."""
         if step.number + 1 in self.batches:
             with step.phase("generate") as progress:
                 self._wait(step.number + 1, progress)
 
     def synced(self, version: int) -> None:
-        """Notes the new version; the next batch is generated under these weights."""
+        """Records the weight version that engines have received; the next batch is generated under these weights."""
         self.versions.add(version)
 
     def prompts_left(self, done: int) -> int:
-        """Returns the number of prompts from the first batch not yet trained on to the end of the data."""
+        """Returns the number of prompts that no step up to number `done` has taken: prompts left in the data, and
+        prompts of batches for later steps."""
         waiting = [batch for number, batch in sorted(self.batches.items()) if number > done]
         if not waiting:
             return self.stream.remaining

@@ -31,7 +31,7 @@ class Records:
         self._writing = self._thread.submit(parquet.write_apart, file, trajectories, columns=columns)
 
     def wait(self) -> None:
-        """Waits until the file is complete.
+        """Waits until the file of the last `write` is complete; returns at once if there is none.
 
         Raises:
             ClusterError: The trajectories' arrays are lost, or writing took too long.

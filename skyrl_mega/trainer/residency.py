@@ -66,8 +66,8 @@ class Residency:
                 nothing.
 
         Returns:
-            Metrics: seconds, and the largest number of bytes copied by a rank off and onto the device. {} if nothing
-            moved.
+            `time/residency` in seconds, and `residency/bytes_out` and `bytes_in`, the largest number of bytes copied by
+            a rank off and onto the device. {} if nothing moved.
 
         Raises:
             ActorFailed: A rank failed, or an engine failed and none restarts.

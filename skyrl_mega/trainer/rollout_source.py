@@ -23,7 +23,7 @@ class RolloutSource:
         self.config, self.prompts, self.stream, self.generator = config, prompts, stream, generator
 
     def next_groups(self, step: Step) -> list[Group]:
-        """Generates and returns the step's groups.
+        """Generates and returns the step's groups; adds all trajectories, and metrics of sampling, to `step`.
 
         With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are dropped and replaced by
         new prompts or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step still short after
@@ -110,7 +110,8 @@ class RolloutSource:
 
 
 def greedy_metrics(greedy: list[Trajectory]) -> dict[str, float]:
-    """Returns metrics of the step's greedy answers; sample metrics exclude greedy answers."""
+    """Returns metrics of the step's greedy answers: tokens, the number of answers with a failed environment, and the
+    mean reward of the others, left out if there are none. Metrics of samples exclude greedy answers."""
     rewards = [t.reward for t in greedy if not t.status.failed]
     metrics = {
         "rollout/greedy_tokens": float(sum(t.written for t in greedy)),

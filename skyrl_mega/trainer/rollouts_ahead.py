@@ -22,13 +22,16 @@ class Rollouts(Protocol):
         """Returns the groups for a step's training. Adds all sampled trajectories, and metrics, to `step`."""
 
     def before_sync(self, step: Step) -> None:
-        """Prepares for a sync of the step's weights, or for an evaluation with exclusive use of the engines."""
+        """Prepares for a sync of the step's weights, or for an evaluation. Rollouts that must not see new weights are
+        waited for."""
 
     def synced(self, version: int) -> None:
-        """Notes that all working engines now run weights `version`, also after a sync outside of a step."""
+        """Records that all working engines now run weights `version`. To be called after every sync, also outside of a
+        step."""
 
     def prompts_left(self, done: int) -> int:
-        """Returns the number of prompts available to the steps after step `done`."""
+        """Returns the number of prompts that no step up to number `done` has taken, including prompts generated
+        ahead."""
 
     def save(self, folder: Path, done: int) -> None:
         """Writes trajectories not yet trained on by steps up to `done`, and the position in the data, into a
@@ -66,16 +69,19 @@ class Versions:
         return self.recent[-1]
 
     def add(self, version: int) -> None:
-        """Notes that the engines now run this version."""
+        """Appends a version that the engines have received to `recent`, and drops versions too old to matter. Does
+        nothing if the version is known."""
         if version not in self.recent:
             self.recent = [*self.recent, version][-self.max_staleness - 2 :]
 
     def syncs_since(self, version: int) -> int:
-        """Returns the number of syncs since the engines last ran this version."""
+        """Returns the number of syncs since the engines last ran this version: of entries of `recent` above
+        `version`."""
         return sum(recent > version for recent in self.recent)
 
     def measure(self, trajectories: Iterable[Trajectory]) -> dict[str, float]:
-        """Returns `asynchrony/staleness_*` of the trajectories about to be trained on.
+        """Returns `asynchrony/staleness_mean`, over the policy's tokens, and `asynchrony/staleness_max` of the
+        trajectories about to be trained on, both in syncs.
 
         Raises:
             StaleTooFar: A token is too old.

@@ -74,7 +74,9 @@ class Run:
     version: int = 0
     """Number of the last step with an update of the policy's weights."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
+    """Scores of the run's first evaluation, kept in checkpoints; {} before."""
     last_evaluation: dict[str, float] = field(default_factory=dict)
+    """Scores of the newest evaluation of this process; {} before."""
     checkpoint_metrics: dict[str, float] = field(default_factory=dict)
     """`time/checkpoint` of the last checkpoint, for the next step's row."""
     checkpoint_overdue: bool = False
@@ -114,7 +116,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """True once no step or no full batch of prompts is left."""
+        """True after `run.steps` steps, and once fewer prompts are left than a step needs."""
         limit = self.config.run.steps
         return (limit is not None and self.step >= limit) or self.rollouts.prompts_left(
             self.step
@@ -128,7 +130,8 @@ class Run:
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
     def next_step(self) -> Step:
-        """Begins and returns the next step."""
+        """Begins the next step: reports its number to the supervisor, starts the measurements and returns the `Step`.
+        The run counts the step only in `complete`."""
         channel.at_step(self.step + 1)
         self.stream_state = self.stream.state()
         self.measurements.begin(self.step + 1, after_more=bool(self.checkpoint_metrics) or not self.any_step_measured)
@@ -144,7 +147,8 @@ class Run:
         )
 
     def complete(self, step: Step) -> None:
-        """Completes a step: waits for the trajectory file, writes the metrics and prints the health findings.
+        """Completes a step: waits for the trajectory file, checks health, counts the step, writes its metrics and
+        prints the health findings. Does not save a checkpoint.
 
         Raises:
             ClusterError: The trajectories' arrays are lost, or writing took too long.
@@ -178,8 +182,8 @@ class Run:
             self.console.say(line)
 
     def end_if_engine_differs(self, step: Step) -> None:
-        """Ends the run if the engine's log-probs are too far from the policy's. Writes the step's row first; the
-        updated weights are neither synced nor saved.
+        """Raises an error, which ends the run, if the engine's log-probs are too far from the policy's. Before that,
+        writes the step's row; the updated weights are neither synced nor saved.
 
         Raises:
             EngineDiffers: The difference exceeds a stop bound of `health.mismatch`.
@@ -227,7 +231,8 @@ class Run:
         self.last_evaluation = scores
 
     def evaluate_before_training(self) -> None:
-        """Evaluates the initial policy, the baseline for all later evaluations, if the settings ask for this."""
+        """Evaluates the initial policy, the baseline for all later evaluations, and writes the scores as step 0. Does
+        nothing after step 0, or without `evaluation.before`."""
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console, prepare=self.residency.enter)
             self.evaluate(step)
@@ -288,17 +293,20 @@ class Run:
             self.checkpoints.save(self.step, state, parts)
 
     def save_before_exit(self) -> None:
-        """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step."""
+        """Writes a checkpoint of the completed steps unless the newest checkpoint is already of this step. A request
+        for a graceful end does not interrupt the save."""
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
             with self.shutdown.finish():
                 self.save()
 
     def restore(self) -> bool:
-        """Resumes from the newest intact checkpoint; returns False if there is none or `checkpoint.resume` is off.
+        """Loads models and state of the newest intact checkpoint and returns True. Returns False and changes nothing if
+        there is none or `checkpoint.resume` is off.
 
         Raises:
-            UserError: All checkpoints are damaged, or the newest was written by an earlier version.
+            UserError: All checkpoints are damaged, the newest was written by an earlier version, or the checkpoint
+                lacks a model that the settings train.
         """
         while (newest := self.checkpoints.newest() if self.config.checkpoint.resume else None) is not None:
             try:
@@ -344,8 +352,9 @@ def _text(trajectory: Trajectory) -> TrajectoryText:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of a step's trajectories: rewards, lengths and shares. Failed environments do not count for
-    rewards."""
+    """Returns the metrics of a step's trajectories, at least one: `reward/*` and `environment/of/*` without
+    trajectories whose environment failed, `rollout/*` (lengths in tokens, shares), and the mean wait for an environment
+    slot."""
     lengths = np.array([t.response_length for t in trajectories])
     judged = [t for t in trajectories if not t.status.failed]
     rewards = np.array([t.reward for t in judged])

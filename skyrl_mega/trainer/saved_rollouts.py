@@ -45,7 +45,7 @@ class Discarded:
 
 
 def count_groups(groups: int) -> str:
-    """Returns the number with the noun, such as "1 group"."""
+    """Returns a number of groups with the noun, such as "1 group" or "2,000 groups"."""
     return "1 group" if groups == 1 else f"{groups:,} groups"
 
 
@@ -149,7 +149,8 @@ def _differing(state: Mapping[str, Any], now: Mapping[str, str]) -> str:
 
 
 def group_indices(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """Returns the indices of each group's trajectories in `trajectories`."""
+    """Returns, for each group, `{"samples": indices, "greedy": index or None}`, positions of its trajectories in
+    `trajectories`; the inverse of `rebuild_groups`."""
     index = {id(t): place for place, t in enumerate(trajectories)}
     return [
         {
@@ -161,7 +162,7 @@ def group_indices(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -
 
 
 def rebuild_groups(indices: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> list[Group]:
-    """Rebuilds the groups. Equal entries become the same object."""
+    """Returns the groups whose `group_indices` are `indices`. Entries with the same samples become the same object."""
     groups: dict[tuple[int, ...], Group] = {}
     for entry in indices:
         samples = tuple(entry["samples"])

@@ -142,7 +142,7 @@ def start_all(setup: Setup, console: Console) -> tuple[Actors, Workers | None]:
 
 
 def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
-    """Opens a Ray session with enough resources for the run's actors."""
+    """Returns a context manager that starts or joins Ray with enough resources for the run's actors."""
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
     actors = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
     gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
@@ -215,7 +215,12 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:
-    """Returns the order of the training prompts."""
+    """Returns the stream of indices of training prompts, from the start of the data.
+
+    Args:
+        config: The settings: batch, seed, shuffling, epochs and data files.
+        prompts: Number of training prompts.
+    """
     return PromptStream(
         prompts,
         batch=config.data.prompts_per_step,

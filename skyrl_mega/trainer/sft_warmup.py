@@ -61,7 +61,8 @@ def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, 
 
 
 def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
-    """Runs `warmup.steps` optimizer steps of cross-entropy, then resets the optimizer for RL.
+    """Trains the policy by `warmup.steps` optimizer steps of cross-entropy with the optimizer settings of `warmup`,
+    then resets the optimizer for RL.
 
     Args:
         policy: The policy's ranks.
@@ -70,7 +71,7 @@ def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progr
         progress: Called with the number of steps done after each step.
 
     Returns:
-        The last loss, in nats per token.
+        The last step's loss in nats per token; NaN with `warmup.steps` 0.
     """
     settings = config.warmup
     optimizer = config.policy.optimizer

@@ -38,7 +38,7 @@ class ShutdownRequest:
     """The request to end the run, if any.
 
     Args:
-        asked: Returns the present request.
+        asked: Returns the present request; by default the supervisor's.
     """
 
     def __init__(self, asked: Callable[[], StopRequest] = channel.asked) -> None:
@@ -60,10 +60,8 @@ class ShutdownRequest:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Runs the body to completion, unless a graceful end was requested before.
-
-        Raises GracefulStop before or after the body, never inside.
-        """
+        """Delays a graceful end until after the body of the `with` block: GracefulStop is raised before or after the
+        body, never inside. An immediate end (Stopped) still interrupts."""
         self.raise_if_requested()
         with self.finish():
             yield
@@ -71,7 +69,8 @@ class ShutdownRequest:
 
     @contextmanager
     def finish(self) -> Iterator[None]:
-        """Runs the body to completion despite a request for a graceful end. An immediate end still interrupts."""
+        """Ignores a request for a graceful end inside the `with` block, and raises nothing after the block. An
+        immediate end (Stopped) still interrupts."""
         self._finishing = True
         try:
             yield

@@ -29,7 +29,7 @@ def training_speed(
     config: Config, model: Decoder, loads: Mapping[str, PassWork], seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Returns `perf/train_tflops_per_rank` and, on GPUs, `perf/mfu`, and `perf/mfu_logprobs` if the step ran a log-prob
-    pass.
+    pass; {} for a step without training. The MFU is the share of `cluster.rates.tflops`, from 0 to 1.
 
     Args:
         config: The settings, with the device chosen.
@@ -53,7 +53,8 @@ def training_speed(
 def decoding_speed(
     config: Config, model: Decoder, workers: Sequence[Steps], trajectories: Sequence[Trajectory], seconds: float
 ) -> dict[str, float]:
-    """Returns the engines' metrics for the phase `generate`.
+    """Returns the engines' metrics for the phase `generate`: `perf/decode_tokens_per_s_per_engine`; if iterations were
+    counted also `perf/engine_steps` and `perf/tokens_per_engine_step`; on GPUs also `perf/decode_bandwidth_share`.
 
     Args:
         config: The settings, with the device chosen.
@@ -79,7 +80,8 @@ def decoding_speed(
 
 
 def response_tokens(trajectories: Sequence[Trajectory]) -> tuple[float, float]:
-    """Returns the number of tokens written by engines, and the total number of tokens read by attention for these."""
+    """Returns the number of the policy's tokens, and the sum over these tokens of the number of earlier tokens in their
+    conversation, which attention reads."""
     written, attended = 0, 0.0
     for t in trajectories:
         prompt_start = 0

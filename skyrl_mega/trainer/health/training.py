@@ -32,7 +32,7 @@ SLOW = 0.2
 
 
 def not_finite(view: StepView) -> Finding | None:
-    """Reports NaN or infinity in a metric of the optimizer step."""
+    """Returns a finding if the step's loss, gradient norm, entropy or ratio is NaN or infinite; else None."""
     names = [f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "ratio")]
     bad_metrics = [name for name in names if view.metric(name) == math.inf]
     if not bad_metrics:
@@ -43,7 +43,8 @@ def not_finite(view: StepView) -> Finding | None:
 
 
 def entropy_collapsed(view: StepView) -> Finding | None:
-    """Reports collapsed entropy without a rise of the reward."""
+    """Returns a finding if the entropy of two steps is below `COLLAPSED` times the entropy at the run's start, and the
+    mean reward did not rise by more than `RISEN` meanwhile; else None."""
     now, start = view.last("policy/entropy", 2), view.start("policy/entropy")
     least = NO_ENTROPY if start is None else COLLAPSED * start
     if len(now) < 2 or max(now) >= least or view.metric("policy/entropy") is None:
@@ -58,7 +59,8 @@ def entropy_collapsed(view: StepView) -> Finding | None:
 
 
 def gradient_vanished(view: StepView) -> Finding | None:
-    """Reports a vanishing gradient despite unequal rewards."""
+    """Returns a finding if the gradient norm of two steps is below `VANISHED` times the usual norm although rewards
+    differ within groups; else None."""
     now, usual = view.last("policy/grad_norm", 2), view.usual("policy/grad_norm")
     least = max(NO_GRADIENT, VANISHED * (usual or 0.0))
     if view.metric("policy/grad_norm") is None or not view.metric("rollout/groups_differ"):
@@ -72,7 +74,8 @@ def gradient_vanished(view: StepView) -> Finding | None:
 
 
 def gradient_spikes(view: StepView) -> Finding | None:
-    """Reports a gradient norm many times above the usual, twice within three steps or once by far."""
+    """Returns a finding if the gradient norm is at least `SPIKE` times the usual norm in two of three steps, or at
+    least `HUGE` times in this step; else None."""
     usual = view.usual("policy/grad_norm")
     if not usual or not repeatedly_above(view, "policy/grad_norm", SPIKE * usual, HUGE * usual):
         return None
@@ -82,7 +85,8 @@ def gradient_spikes(view: StepView) -> Finding | None:
 
 
 def kl_explodes(view: StepView) -> Finding | None:
-    """Reports a policy moving too far from the state before the step, or from the reference."""
+    """Returns a finding if the KL of the policy to its state at the start of the step, or to the reference, is above
+    its limit in two of three steps, or far above in this step; else None."""
     usual = view.usual("policy/kl")
     least = max(KL_LEAST, KL_TIMES * usual) if usual else KL_MOST
     for name, far, at_all, of in (
@@ -96,8 +100,8 @@ def kl_explodes(view: StepView) -> Finding | None:
 
 
 def everything_clipped(view: StepView) -> Finding | None:
-    """Reports a clipped ratio for nearly all tokens: clipped tokens get no gradient, except in losses with a gradient
-    for clipped tokens."""
+    """Returns a finding if the ratio of at least the share `CLIPPED` of the tokens is clipped in two of three steps, so
+    that these tokens get no gradient. None otherwise, and for losses with a gradient for clipped tokens."""
     learns = view.config.algorithm.loss_traits.learns_clipped
     if learns or not repeatedly_above(view, "policy/clip_fraction", CLIPPED, math.inf):
         return None
@@ -110,7 +114,8 @@ def everything_clipped(view: StepView) -> Finding | None:
 
 
 def slow(view: StepView) -> Finding | None:
-    """Reports generation at a fraction of the usual speed for three steps."""
+    """Returns a finding if engines generated below `SLOW` times the usual tokens per second in each of the last three
+    steps; else None."""
     usual, now = view.usual(SPEED), view.last(SPEED, NEAR_STEPS)
     if not usual or len(now) < NEAR_STEPS or max(now) >= SLOW * usual or view.metric(SPEED) is None:
         return None

@@ -59,8 +59,8 @@ class Health:
     """Kind → newest evidence."""
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Reads earlier steps from rows of metrics.jsonl, so that a resumed run continues the counts. A run that ended
-        for lack of patience starts with full patience again."""
+        """Takes over the metrics of earlier steps from rows of metrics.jsonl, so that a resumed run continues the
+        counts. A run that ended for lack of patience starts with full patience again. Rows of step 0 are skipped."""
         for row in rows:
             if row.get("step"):
                 self._remember_row(row)
@@ -71,7 +71,7 @@ class Health:
 
     def check(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
         """Checks a finished step and returns the verdict: metrics, lines about new findings, and steps in a row without
-        learning.
+        learning. Remembers the step for later checks, so each step is checked once.
 
         Args:
             number: The step's number.
@@ -91,7 +91,8 @@ class Health:
         return Verdict(measured, lines, self.stuck)
 
     def end_if_stuck(self, number: int) -> None:
-        """Ends the run if nothing was learned for `run.patience` steps with `run.patience_groups` groups.
+        """Raises an error, which ends the run, if nothing was learned for `run.patience` steps with
+        `run.patience_groups` groups. `check` did the counting.
 
         Raises:
             CannotLearn: Gives the reasons.
