@@ -18,7 +18,7 @@ class Loop(Protocol):
     """The event loop of a generator's phases."""
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine and returns the result."""
+        """Runs a coroutine to its end and returns the result. Raises the coroutine's exception."""
 
     def __exit__(self, *_: object) -> None:
         """Cancels all running tasks."""
@@ -28,13 +28,13 @@ class ServiceLoop(Loop, Protocol):
     """A loop that keeps running between the calls of another thread: `BackgroundLoop`, or virtual time."""
 
     def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        """Starts a coroutine without waiting."""
+        """Starts a coroutine in the loop without waiting, and returns a handle of the task."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls the function in the loop soon."""
+        """Has the loop's thread call the function soon; does not wait."""
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Blocks until `ready()` is true or the time is over."""
+        """Blocks the calling thread until `ready()` is true or `seconds` are over."""
 
     def changed(self) -> None:
         """Wakes up `wait` to check again; called in the loop."""
@@ -57,7 +57,8 @@ class EventLoop:
         self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Runs a coroutine and returns the result. Tasks left running are cancelled and have ended on return."""
+        """Runs a coroutine to its end and returns the result. Tasks that the coroutine left running are cancelled and
+        have ended on return."""
         return self._runner.run(_alone(work))
 
 
@@ -100,15 +101,16 @@ class BackgroundLoop:
             raise
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        """Starts a coroutine without waiting."""
+        """Starts a coroutine in the loop's thread without waiting, and returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls the function in the loop's thread soon."""
+        """Has the loop's thread call the function soon; does not wait."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Blocks until `ready()` is true or the time is over. Code changing the condition must call `changed`."""
+        """Blocks the calling thread until `ready()` is true or `seconds` are over. Code changing the condition must
+        call `changed`."""
         with self._changed:
             self._changed.wait_for(ready, seconds)
 
@@ -126,7 +128,7 @@ async def _cancel_others() -> None:
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels tasks and waits for their ends."""
+    """Cancels tasks and waits for their ends. Exceptions of the tasks are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

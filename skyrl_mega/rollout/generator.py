@@ -28,6 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with the numbers of finished and of all trajectories."""
 
 LOOK_EVERY_S = 0.5
+"""Seconds between two checks if the run must end."""
 
 
 class Generator:
@@ -95,7 +96,8 @@ class Generator:
         seed: str,
         progress: Progress | None = None,
     ) -> list[Group]:
-        """Returns a group of `samples` trajectories for every prompt, in the prompts' order.
+        """Runs `samples` trajectories of every prompt and returns a group per prompt, in the prompts' order. Clears the
+        engines' prefix caches first. Blocks until all trajectories ended.
 
         Equal weights, prompts and seed give equal trajectories. The results are bit-identical for single-turn
         trajectories on a single engine, and always with `lockstep`.

@@ -54,6 +54,7 @@ class RecordedTurn:
     request_hash: bytes
     """Hash of the request (`digest`)."""
     completion: Completion
+    """The engine's answer."""
 
     @property
     def trajectory(self) -> str:
@@ -62,14 +63,14 @@ class RecordedTurn:
 
 
 class Journal:
-    """Recorded turns of unfinished trajectories. Lives in the event loop of the router."""
+    """Store of recorded turns of unfinished trajectories, in memory. Lives in the event loop of the router."""
 
     def __init__(self) -> None:
         self._recorded: dict[str, dict[str, RecordedTurn]] = {}
         """Trajectory → request → turn."""
 
     def add(self, recorded: Iterable[RecordedTurn]) -> None:
-        """Adds turns, also of trajectories about to run."""
+        """Adds recorded turns, for example of an interrupted run; a turn of the same request is replaced."""
         for turn in recorded:
             self._recorded.setdefault(turn.trajectory, {})[turn.request] = turn
 
@@ -79,7 +80,8 @@ class Journal:
             self.add([RecordedTurn(request.id, digest(request), completion)])
 
     def answer(self, request: Request) -> Completion | None:
-        """Returns the recorded answer to a request with the same tokens and limits, or None."""
+        """Returns the recorded answer to a request; None unless a request with the same name, tokens and limits was
+        recorded."""
         known = self._recorded.get(request.trajectory, {}).get(request.id)
         return known.completion if known is not None and known.request_hash == digest(request) else None
 
@@ -88,7 +90,7 @@ class Journal:
         self._recorded.pop(trajectory, None)
 
     def all(self) -> list[RecordedTurn]:
-        """Returns all turns, trajectory by trajectory."""
+        """Returns all recorded turns, trajectory by trajectory."""
         return [turn for turns in self._recorded.values() for turn in turns.values()]
 
 
@@ -103,10 +105,10 @@ def file_of(folder: Path, who: str) -> Path:
 
 
 def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
-    """Reads the turns of all processes in a folder and returns trajectory name → turns.
+    """Reads the files of all processes in a folder and returns trajectory name → recorded turns; {} without files.
 
     Raises:
-        UserError: A file contains something else.
+        UserError: A file contains something else than turns.
     """
     turns: dict[str, list[RecordedTurn]] = {}
     for file in sorted(folder.glob("turns-*.parquet")):
@@ -116,13 +118,13 @@ def read_all(folder: Path) -> dict[str, list[RecordedTurn]]:
 
 
 def digest(request: Request) -> bytes:
-    """Returns a hash of a request's tokens, token limit and first position with routes."""
+    """Returns a 16-byte hash of a request's tokens, token limit and first position with routes."""
     given = np.asarray([request.max_tokens, request.routes_from, *request.tokens], np.int32)
     return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
 
 
 def write(file: Path, recorded: Sequence[RecordedTurn]) -> None:
-    """Writes turns as Parquet atomically.
+    """Writes turns to a Parquet file atomically; replaces an existing file.
 
     Routes make up most of the bytes and hardly repeat, so compression is off for routes.
     """
@@ -150,7 +152,7 @@ def read(file: Path) -> list[RecordedTurn]:
     """Reads turns written by `write`.
 
     Raises:
-        UserError: The file contains something else.
+        UserError: The file cannot be read or contains something else than turns.
     """
     try:
         table = pq.read_table(file, schema=_SCHEMA)

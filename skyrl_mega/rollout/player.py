@@ -20,7 +20,8 @@ class Player(Protocol):
         """The router of the trajectories' requests."""
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Opens the environment, runs the trajectory, and closes the environment.
+        """Opens the environment, runs the trajectory, closes the environment, and returns the trajectory. A fault of
+        the environment gives a trajectory with a failed status.
 
         Args:
             prompt: The prompt.

@@ -114,7 +114,8 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
 def release_policy_cache(
     policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int
 ) -> Iterator[None]:
-    """Has the policy ranks on an engine's GPUs release torch's cached memory before the engine restarts.
+    """Has the policy ranks on an engine's GPUs release torch's cached memory before the body of the `with` block, which
+    restarts the engine.
 
     A rank can do so only between two calls. If a rank stays busy beyond the timeout, a line says so, and the engine may
     not fit.
@@ -138,7 +139,8 @@ def release_policy_cache(
 def spawn_ranks(
     setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
 ) -> ActorGroup:
-    """Starts the actors of a Megatron model, not yet connected and without weights.
+    """Starts the actors of a Megatron model, not yet connected and without weights, and returns them as a group. The
+    group shuts down with `setup.stack`.
 
     Args:
         setup: The run's settings, model and device.
@@ -180,7 +182,7 @@ def spawn_ranks(
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:
-    """Returns the environment variables of a Megatron rank.
+    """Returns the environment variables that a Megatron rank needs in addition to the driver's.
 
     Args:
         config: The settings.
@@ -194,17 +196,20 @@ def rank_environment(config: Config, device: str) -> dict[str, str]:
 
 
 def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims:
-    """Returns the parallel layout of a role's ranks."""
+    """Returns the parallel sizes of a role's ranks; data parallelism takes the rest of `ranks`. Raises UserError, which
+    names `<role>.layout`, if the sizes do not fit."""
     return ParallelDims.from_config(layout, ranks, key=f"{role.name}.layout")
 
 
 def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
-    """Returns a role's settings for layers, optimizer and micro-batches."""
+    """Returns a role's settings for layers, optimizer and micro-batches: the critic's for `CRITIC`, the policy's for
+    all others."""
     return policy_settings(replace(config, policy=critic_model(config)) if role is CRITIC else config)
 
 
 def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
-    """Connects a role's actors to a process group and builds the model on all, without weights."""
+    """Connects a role's actors to a process group, builds the model without weights on each, and returns the group as a
+    `TrainGroup`."""
     config, timeout = setup.config, setup.timeout_s
     with setup.stages.stage(role.name, "connect ranks and build the model", len(group)) as waiting:
         host = group.where[0].address
@@ -215,13 +220,13 @@ def build_model(setup: Setup, group: ActorGroup, role: ModelRole, layout: Layout
 
 
 def load_weights(setup: Setup, model: TrainGroup, path: Path) -> None:
-    """Loads a Hugging Face directory into all ranks of a model."""
+    """Loads the weights of the Hugging Face directory `path` into all ranks of a model, each rank its shard."""
     with setup.stages.stage(model.group.name, "load weights", len(model.group)) as waiting:
         model.load(path, waiting)
 
 
 def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
-    """Starts the reference model for KL, with weights.
+    """Starts the reference model for KL, with weights of `reference.path`, or of the policy's initial model.
 
     Returns None without a KL coefficient. The reference shares the policy's ranks unless `reference.layout` is set.
     """
@@ -252,7 +257,8 @@ def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None
 
 
 def length_arguments(config: Config) -> dict[str, Any]:
-    """Returns vLLM arguments for sequences longer than the model's config.json allows (`model.max_length`)."""
+    """Returns the vLLM arguments that raise the longest sequence of the model's config.json to `model.max_length`; {}
+    without this setting."""
     longest = config.model.max_length
     return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
 

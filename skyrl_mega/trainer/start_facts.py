@@ -36,7 +36,7 @@ GIT_S = 10.0
 
 
 def started_event(config: Config, hf: Mapping[str, Any]) -> Event:
-    """Returns the event of a start.
+    """Returns the event `started`: algorithm, model, layout, device, host, source code and versions. Runs git.
 
     Args:
         config: The settings, with the device decided.
@@ -57,7 +57,7 @@ def started_event(config: Config, hf: Mapping[str, Any]) -> Event:
 
 
 def placed_event(groups: Mapping[str, ActorGroup]) -> Event:
-    """Returns the event of actors that run: the hosts, and the ranks on each node.
+    """Returns the event `placed` of started actors: the hosts, and the ranks of each group on each node.
 
     Args:
         groups: The groups of actors by name.
@@ -69,7 +69,7 @@ def placed_event(groups: Mapping[str, ActorGroup]) -> Event:
 
 
 def host_of(location: Location) -> str:
-    """Returns the host name and the address of an actor's node."""
+    """Returns the node of an actor as text: `<host name> (<address>)`."""
     return f"{location.machine.rpartition(' ')[2]} ({location.address})"
 
 
@@ -84,7 +84,8 @@ def algorithm(config: Config) -> str:
 
 
 def model(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns path, type, and the number of parameters of the model, and of those that a token meets."""
+    """Returns facts of the model: `path`, `type`, `parameters` (their number), `active` (number of the parameters of
+    matrices that a token is multiplied with) and `dtype`."""
     decoder = architecture(dict(hf)).describe(dict(hf))
     return {
         "path": config.model.path,
@@ -96,7 +97,7 @@ def model(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout(config: Config) -> dict[str, str]:
-    """Returns the layout of each group of actors as text."""
+    """Returns the name of each group of actors → its number of ranks and parallel sizes above 1, as text."""
     rollout, reference = config.rollout, config.reference.layout
     texts = {"policy": _ranks(config.policy.layout, policy_ranks(config))}
     if reference is not None and reference_ranks(config):
@@ -130,7 +131,8 @@ def versions() -> dict[str, str]:
 
 
 def commit(package: Path | None = None) -> str | None:
-    """Returns the git commit of the source code, with `+ changes` for changed files; None outside of a checkout.
+    """Returns the git commit of the source code in 12 digits, with `+ changes` for changed files; None outside of a
+    checkout, or if git fails or takes more than `GIT_S` seconds.
 
     Args:
         package: Folder of the package; None means this project's.

@@ -18,7 +18,8 @@ from skyrl_mega.trainer.start_actors import Setup
 
 
 def start_workers(setup: Setup) -> Workers | None:
-    """Starts the run's rollout workers; returns None if trajectories run in threads of the driver."""
+    """Starts the run's rollout workers, each with its share of `rollout.concurrency` and `environment.workers`. Returns
+    None if `environment.processes` is 0: trajectories then run in threads of the driver."""
     config = setup.config
     count = config.environment.processes
     if not count:
@@ -54,8 +55,8 @@ def start_workers(setup: Setup) -> Workers | None:
 
 
 def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
-    """Returns the node of each rollout worker: spread evenly over nodes without GPUs, or over all nodes if each
-    contains some. With a retrieval service on loopback all are on the driver's node."""
+    """Returns the node of each rollout worker: spread evenly over the nodes without GPUs, or over all nodes if every
+    node has GPUs. With a retrieval service on loopback all are on the driver's node."""
     count = environment.processes
     if on_driver_node(environment):
         return [driver_node()] * count

@@ -31,6 +31,7 @@ class Step:
     prepare: Callable[[str], Mapping[str, float]] = lambda phase: {}
     """Moves model parts to or from the devices before a phase; returns metrics, summed over the step."""
     start: float = field(default_factory=time.perf_counter)
+    """`time.perf_counter()` at the beginning of the step."""
     spans: list[Span] = field(default_factory=list)
     """Spans of phases and of the moves before phases."""
     loads: dict[str, PassWork] = field(default_factory=dict)
@@ -38,7 +39,8 @@ class Step:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Times a phase as `time/<name>` and shows the progress. Times of repeated phases add up.
+        """Times the body of the `with` block as metric `time/<name>` in seconds, and yields the progress display. Times
+        of repeated phases add up.
 
         Before the phase starts, `prepare` moves model parts. Raises the exception of `raise_if_ending` if the run must
         end.
@@ -62,7 +64,7 @@ class Step:
         self.on_phase_end(name)
 
     def add_load(self, phase: str, load: PassWork, passes: float = 1.0) -> None:
-        """Counts `passes` forward passes of the policy's ranks over `load` in a phase."""
+        """Adds the work of `passes` forward passes over `load` to `loads[phase]`."""
         self.loads[phase] = self.loads.get(phase, PassWork()) + load * passes
 
     def _accumulate(self, metrics: Mapping[str, float]) -> None:
@@ -70,5 +72,5 @@ class Step:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def record(self, metrics: dict[str, float]) -> None:
-        """Adds metrics under their full names."""
+        """Sets metrics under their full names; a value recorded before under the same name is replaced."""
         self.metrics.update(metrics)

@@ -28,7 +28,8 @@ class Timelines:
         self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
 
     def end(self, step: Step) -> dict[str, float]:
-        """Writes the file of a finished step and returns the metrics `idle/*`."""
+        """Writes the timeline file of a finished step, with the activity recorded since the last call, and returns the
+        metrics `idle/*`: shares of time without work."""
         timeline = self._timeline_of(step)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / step_timeline.file_name(step.number)

@@ -62,7 +62,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 
 def finish(run: Run) -> None:
-    """Runs the remaining steps, exports the model if asked, writes the report page and prints the summary."""
+    """Runs the remaining steps, exports the model to `<run folder>/model` with `checkpoint.export`, writes the report
+    page and prints the summary. An engine failure during the export is only printed."""
     from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import write_at_end
     from skyrl_mega.trainer import loop

@@ -41,17 +41,19 @@ class TrajectoryLimits:
     """Token, turn and time limits of a trajectory, and permissions of the environment."""
 
     turn: int
-    """Most tokens of a turn."""
+    """Most tokens of a turn of the policy."""
     response: int
     """Most tokens of responses and observations over all turns."""
     length: int
     """Most tokens of the whole sequence: the engine's longest."""
     turns: int
+    """Most turns of the policy."""
     env_timeout_s: float
+    """Time limit of a call of the environment, in seconds."""
     trajectory_timeout_s: float | None = None
     """Seconds from the first request; None sets no limit."""
     input: int | None = None
-    """Most tokens before any turn after the first; None sets no extra limit."""
+    """Most tokens of the context of any turn after the first; None sets no extra limit."""
     rewrites: bool = False
     """True if an environment may replace the conversation."""
 
@@ -70,7 +72,8 @@ class TrajectoryLimits:
         )
 
     def room(self, t: Trajectory) -> int:
-        """Returns the largest number of tokens allowed for the next turn of a trajectory."""
+        """Returns the most tokens that the next turn of a trajectory may have under the limits of the turn, of all
+        responses and of the whole sequence; below 1 if no turn is possible."""
         return min(self.turn, self.response - t.response_length, self.length - len(t.context))
 
 
@@ -96,7 +99,8 @@ class Opened:
 
     @property
     def left(self) -> float | None:
-        """Seconds left of the time limit; None without a limit."""
+        """Seconds left of the trajectory's time limit, negative after the limit; None without a limit, or before the
+        trajectory runs."""
         return None if self.until is None else self.until - time.perf_counter()
 
 
@@ -104,7 +108,9 @@ class PolicyTurn(NamedTuple):
     """A turn of the policy."""
 
     text: str
+    """The turn's text without the end-of-turn token."""
     tokens: int
+    """Number of tokens, including the end-of-turn token."""
     finish: str
     """Reason for the end of the turn: `stop`, `length` or `timeout`."""
 
@@ -149,8 +155,9 @@ class Agent:
         return self.chat.one_message
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Runs a trajectory from opening to closing the environment. Tokens of the policy enter `tokens` unchanged and
-        are never tokenised again.
+        """Runs a trajectory from opening to closing the environment and returns the trajectory. Tokens of the policy
+        enter `tokens` unchanged and are never tokenised again. A fault of the environment is not raised; the
+        trajectory's status and metadata tell it.
 
         After an infrastructure fault the same trajectory is retried from the prompt: the requests keep the same names,
         and therefore the same random streams. Faults of the environment or the policy are not retried.
@@ -296,7 +303,8 @@ class Agent:
             t.metadata |= answer.metadata
 
     async def generate_turn(self, opened: Opened, name: str, room: int) -> PolicyTurn:
-        """Generates the policy's next turn and appends the tokens and a step to the trajectory.
+        """Generates the policy's next turn on an engine, appends a step and the turn's tokens, log-probs and weight
+        versions to the trajectory, and returns the turn.
 
         Args:
             opened: The trajectory so far.
@@ -322,11 +330,13 @@ class Agent:
         return PolicyTurn(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
     def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:
-        """Returns the tokens of the first messages, up to the point at which the policy generates."""
+        """Returns the tokens of the first messages, up to the point at which the policy generates. Raises TemplateError
+        or TooLong as `Renderer.render` does."""
         return self.chat.render(messages, tools)
 
     def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
-        """Returns the tokens between the policy's last token and the next turn."""
+        """Returns the tokens between the policy's last token, the end of `t.tokens`, and the policy's next turn: the
+        end of the turn if not produced yet, the observations and the opening of the next turn."""
         return self.chat.following(t.tokens[-1], observations, tools)
 
     def _append_answer(self, opened: Opened, answer: validate.StepOutput) -> bool:
@@ -369,5 +379,5 @@ class Agent:
 
 
 def stream_seed(name: str) -> int:
-    """Returns a 63-bit seed derived from the whole name."""
+    """Returns a 63-bit seed that depends on every character of the name; equal names give equal seeds."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

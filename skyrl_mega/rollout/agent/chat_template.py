@@ -33,7 +33,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation: bool = True
     ) -> str:
-        """Returns the text of a conversation, equal to `apply_chat_template`.
+        """Returns the text of a conversation, equal to transformers' `apply_chat_template` without tokenization.
 
         Args:
             messages: The conversation.

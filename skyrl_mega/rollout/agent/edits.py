@@ -27,7 +27,8 @@ def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[f
 
 
 def remove_end(t: Trajectory) -> None:
-    """Removes the end token of the last response, because the same message continues."""
+    """Removes the last token of a trajectory, the end token of its last response, because the same message continues.
+    The trajectory's last step must be an empty observation after this response."""
     for values in (t.tokens, t.mask, t.logprobs):
         del values[-1]
     t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
@@ -35,20 +36,20 @@ def remove_end(t: Trajectory) -> None:
 
 
 def append_messages(t: Trajectory, messages: list[Message]) -> None:
-    """Appends messages to the last step of a trajectory."""
+    """Appends messages to a trajectory's texts and counts them in the last step; adds no tokens."""
     t.messages += messages
     t.steps[-1].messages += len(messages)
 
 
 def set_prompt(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
-    """Appends the first prompt to a new trajectory and sets `prompt_length`."""
+    """Appends the messages and tokens of the first prompt to a new trajectory and sets `prompt_length`."""
     append(t, tokens, 0)
     append_messages(t, messages)
     t.prompt_length = len(t.tokens)
 
 
 def end_message(t: Trajectory, end: int, stop_tokens: Collection[int]) -> None:
-    """Appends the end token to the message if a stop string ended the last turn.
+    """Appends the end token to the last response if a stop string ended it; else changes nothing.
 
     The published SearchR1 and SkyRL-SQL runs train on this end token, although no engine sampled the token: `mask`
     assigns the token to the policy, the last response includes the token, and the log-prob is NaN.
@@ -69,7 +70,7 @@ def end_message(t: Trajectory, end: int, stop_tokens: Collection[int]) -> None:
 
 
 def add_reward(t: Trajectory, step: TrajectoryStep, answer: StepOutput) -> None:
-    """Adds the environment's reward for the policy's answer in a step."""
+    """Adds the environment's reward, and rewards by name, to a response's step and to the whole trajectory."""
     step.reward = (step.reward or 0.0) + answer.reward
     t.reward += answer.reward
     for name, value in answer.rewards.items():
@@ -82,5 +83,5 @@ def last_response(t: Trajectory) -> TrajectoryStep | None:
 
 
 def fail(t: Trajectory, status: Status, about: Mapping[str, str]) -> None:
-    """Ends a trajectory with zero reward and stores the error in the metadata."""
+    """Sets a trajectory's status, sets all rewards to 0 and replaces the metadata by `about`, the error."""
     t.status, t.reward, t.rewards, t.metadata = status, 0.0, {}, {**about}

@@ -16,7 +16,7 @@ class Ends(NamedTuple):
     tokens: tuple[int, ...]
     """All tokens that end a turn, in order."""
     written: int
-    """The chat template's own token, used to end turns written by this code."""
+    """The token that ends turns written by this code: the chat template's own, else the tokenizer's."""
 
 
 def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
@@ -50,7 +50,8 @@ def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
 
 
 def control_tokens(tokenizer: Any, ends: tuple[int, ...]) -> dict[int, str]:
-    """Returns id → text of tokens reserved for the template: special tokens and end-of-turn tokens."""
+    """Returns id → text of the tokens that no message may contain: the tokenizer's special tokens, and the tokens
+    `ends`, which end a turn."""
     added = {
         token: added.content
         for token, added in tokenizer.added_tokens_decoder.items()

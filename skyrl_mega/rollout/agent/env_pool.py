@@ -37,8 +37,8 @@ class Call:
         self._lock = threading.Lock()
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """Runs the function. Returns the value, or any exception: `sys.exit` must end the call only, not the
-        program."""
+        """Runs the function in this thread and returns (value, None), or (None, exception). Never raises: `sys.exit`
+        must end the call only, not the program."""
         value, error = None, None
         self.start = time.perf_counter()
         self._clock.run_here()
@@ -57,8 +57,8 @@ class Call:
         return value, error
 
     def give_up(self) -> bool:
-        """Stops waiting for the function and cancels its coroutine. Returns False if the function has already
-        returned."""
+        """Marks the call as abandoned, cancels a coroutine that it waits for, and returns True. Returns False and does
+        nothing if the function has already returned. The thread itself is not stopped."""
         with self._lock:
             self.given_up = self.end is None
         if self.given_up:
@@ -66,13 +66,13 @@ class Call:
         return self.given_up
 
     def seconds(self) -> float:
-        """Returns the running time so far; 0 before the start."""
+        """Returns the seconds that the function has run so far, or ran in total; 0 before the start."""
         if self.start is None:
             return 0.0
         return (self.end or time.perf_counter()) - self.start
 
     def working(self) -> float:
-        """Returns `seconds` without the time spent waiting for shared resources."""
+        """Returns `seconds()` without the seconds that the function waited for shared resources."""
         return self.seconds() - self._clock.waited()
 
 
@@ -143,7 +143,7 @@ class EnvPool:
 
 
 class Abandoned(Exception):
-    """A call exceeded the time limit."""
+    """A call of an environment exceeded its time limit; its thread may still run."""
 
 
 class Raised(Exception):

@@ -31,7 +31,8 @@ class EnvironmentFault(Exception):
 
     @property
     def about(self) -> dict[str, str]:
-        """The error, and the line in the environment's own file if known, for the trajectory's metadata."""
+        """The trajectory's metadata of this fault: `error`, the text, and `at`, the line in the environment's own file,
+        if known."""
         return {"error": str(self)} | ({"at": self.at} if self.at else {})
 
 
@@ -73,7 +74,8 @@ class Environment:
 
     @property
     def is_open(self) -> bool:
-        """True between `open` and `close`."""
+        """True from the creation of the environment until `close`; False once the thread of an abandoned call closes
+        the environment."""
         return bool(self._made) and not self._left
 
     async def open(self, turns: int, chat: Renderer) -> list[Message]:
@@ -109,11 +111,12 @@ class Environment:
         return self.classes[name]
 
     async def step(self, answer: str, reward_weights: Mapping[str, float]) -> validate.StepOutput:
-        """Returns the environment's answer to a turn of the policy."""
+        """Calls the environment with the text of a turn of the policy and returns the validated answer."""
         return await self._call("step", validate.step, self._made[0], answer, reward_weights)
 
     async def out_of_time(self, reward_weights: Mapping[str, float]) -> validate.StepOutput | None:
-        """Asks the environment to grade a trajectory that ran out of time. Returns None if the environment does not."""
+        """Asks the environment to grade a trajectory that ran out of time. Returns None if the environment has no such
+        method or gives no grade."""
         return await self._call("out_of_time", validate.out_of_time, self._made[0], reward_weights)
 
     async def close(self) -> None:
@@ -130,7 +133,8 @@ class Environment:
             self.t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
 
     def fault(self, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
-        """Returns the fault to store: the text, and the line in the environment's own file."""
+        """Returns, without raising, a fault with the status, the text and the environment's name, and with the line in
+        the environment's own file at which `error` was raised, if known."""
         text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
         name = self.t.prompt.env_class
         return EnvironmentFault(status, f"environment {name}: {text}", blame.fault_location(error, name, self.settings))

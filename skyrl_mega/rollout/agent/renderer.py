@@ -117,7 +117,8 @@ class Renderer:
             raise UserError("the chat template leaves out what the user says; fix it", key="model.path", value=path)
 
     def check_vocabulary(self, size: int) -> None:
-        """Checks that the model can produce every token that ends a turn.
+        """Raises an error unless the model can produce every token that ends a turn. Later calls of `prompt` check
+        their tokens against the same size.
 
         Args:
             size: The model's `vocab_size`.
@@ -135,13 +136,14 @@ class Renderer:
             )
 
     def check_tools(self, environment: str) -> None:
-        """Checks that the template shows an environment's tools and writes tool calls in a known format.
+        """Raises an error unless the chat template shows tools and writes tool calls in a known format.
 
         Args:
             environment: Name of the environment, for the error.
 
         Raises:
-            UserError: The template shows no tools, or the format of tool calls is unknown.
+            UserError: The template shows no tools, or the format of tool calls is unknown, or
+                `rollout.conversation: one_message` is set.
         """
         if self.one_message:
             raise UserError(one_message_refused(environment))
@@ -174,8 +176,9 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         most: int | None = None,
     ) -> Sequence[int] | None:
-        """Returns `render` of a prompt of the data, or None above `most` tokens. The result is cached within
-        `KEPT_TOKENS`, so that `render` of the same messages and tools is free.
+        """Returns the tokens of a prompt of the data, as `render` does, or None if the prompt has more than `most`
+        tokens, or more than any sequence may have. The result is cached within `KEPT_TOKENS`, so that `render` of the
+        same messages and tools is free.
 
         Args:
             messages: The prompt.
@@ -184,6 +187,7 @@ class Renderer:
             most: Most tokens of a usable prompt; None sets no limit.
 
         Raises:
+            TemplateError: The template rejects the messages.
             UserError: A token is outside the model's vocabulary.
         """
         conversation = json.dumps([messages, list(tools)])
@@ -215,7 +219,7 @@ class Renderer:
 
         Raises:
             TemplateError: The template rejects the messages.
-            TooLong: No sequence is long enough.
+            TooLong: The text is so long that it surely has more tokens than a sequence may have.
         """
         conversation = json.dumps([messages, list(tools)])
         kept = self._prompts.get(_key(conversation))
@@ -226,8 +230,8 @@ class Renderer:
         return self.render(messages)
 
     def turn(self, message: Mapping[str, Any], *, ends: bool = True) -> list[int]:
-        """Returns an assistant message in the tokens expected from the policy: the words unchanged, then tool calls and
-        end of turn as written by the chat template.
+        """Returns the tokens of an assistant message as the policy should produce them: the content, then the tool
+        calls and the end of the turn as written by the chat template.
 
         Args:
             message: The assistant message.
@@ -389,7 +393,8 @@ class Renderer:
         return COMPOSED * max(map(len, self.tokenizer.get_vocab()))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of the policy's tokens without the end-of-turn token."""
+        """Returns the text of a turn's tokens, without the end-of-turn token if the last token is one. Special tokens
+        are written out."""
         tokens_said = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
         return self._decode(tokens_said)
 
@@ -399,7 +404,8 @@ class Renderer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text in which special tokens are written out."""
+        """Returns the tokens of a text. A special token spelled in the text becomes the special token; nothing is added
+        at the ends. For texts from outside use `render`."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 

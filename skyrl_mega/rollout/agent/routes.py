@@ -18,7 +18,7 @@ from skyrl_mega.trajectories.trajectory import Trajectory
 
 
 class TurnRoutes:
-    """The routes of a trajectory so far. Stays empty for engines without route output."""
+    """Collector of a trajectory's expert routes, turn by turn. Stays empty for engines without route output."""
 
     def __init__(self) -> None:
         self.parts: list[np.ndarray] = []
@@ -26,11 +26,13 @@ class TurnRoutes:
         """Position in `Trajectory.tokens` up to which `parts` reach."""
 
     def first(self, t: Trajectory) -> int:
-        """Returns the position in `t.context` from which routes are requested; earlier routes are known."""
+        """Returns the position in `t.context` from which the next request must return routes; routes of earlier tokens
+        are known."""
         return max(0, self.known - (len(t.tokens) - len(t.context)))
 
     def add(self, t: Trajectory, completion: Completion) -> None:
-        """Adds the routes of a turn whose tokens are not in the trajectory yet.
+        """Adds the routes that an engine returned with a turn. To be called before the turn's tokens are appended to
+        the trajectory. Does nothing without routes.
 
         Raises:
             WrongRoutes: The number of routes does not match the number of new tokens.
@@ -50,8 +52,8 @@ class TurnRoutes:
         self.known = end
 
     def keep(self, t: Trajectory) -> None:
-        """Stores the routes of a finished trajectory in the trajectory's columns, shape [T, M, K], aligned to the
-        input."""
+        """Stores the routes of a finished trajectory as its column `models.routes.COLUMN`, shape [T, M, K], aligned to
+        the input; zeros for tokens without a route. Does nothing without routes."""
         from skyrl_mega.trajectories.sequences import Column, flat  # torch, which readers of trajectories do without
 
         if self.parts:

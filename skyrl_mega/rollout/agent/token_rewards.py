@@ -14,14 +14,14 @@ Text = Callable[[Sequence[int]], str]
 
 
 class TokenRewards:
-    """The token rewards of a trajectory so far."""
+    """Collector of a trajectory's rewards for parts of answers, turn by turn."""
 
     def __init__(self) -> None:
         self.rewards: list[tuple[int, float]] = []
         """(position in `Trajectory.tokens`, reward)."""
 
     def add(self, t: Trajectory, text: Text, rewards_at: Sequence[tuple[int, float]]) -> None:
-        """Adds the rewards of the trajectory's last answer.
+        """Adds the rewards of the trajectory's last answer, each at the token that completes the rewarded part.
 
         Args:
             t: The trajectory.
@@ -33,7 +33,8 @@ class TokenRewards:
         self.rewards += [(start + min(bisect_left(ends, end), len(ends) - 1), reward) for end, reward in rewards_at]
 
     def keep(self, t: Trajectory) -> None:
-        """Stores the rewards of a finished trajectory in the trajectory's columns."""
+        """Stores the rewards of a finished trajectory as its column `TOKEN_REWARDS`, float64 [T], 0 for all other
+        tokens. Does nothing without rewards, or if the environment failed."""
         if self.rewards and not t.status.failed:
             import torch  # which readers of trajectories do without
 

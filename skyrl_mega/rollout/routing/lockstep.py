@@ -17,8 +17,14 @@ from skyrl_mega.rollout.routing.router import QueuedRequest
 
 
 def in_lockstep(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
-    """Returns a wave in name order once every running trajectory has a request and the engines have finished the wave
-    before; otherwise no requests."""
+    """Returns the requests to send now: all queued requests in name order once every running trajectory has a request
+    and the engines have finished the requests sent before; otherwise none.
+
+    Args:
+        queue: The queued requests.
+        running: Number of running trajectories.
+        busy: True while an engine works on a request.
+    """
     wave = [waiting for waiting in queue if not waiting.answer.done()]  # without requests of an abandoned phase
     if busy or len(wave) < running:
         return deque()
@@ -33,7 +39,8 @@ class FixedEngines:
         """Trajectory → its number in the first wave."""
 
     def choose(self, request: Request, requests: Mapping[int, int]) -> int:
-        """Returns the engine for a request.
+        """Returns the number of the engine for a request: the engine of the trajectory's first turn, as long as the
+        same engines are in service.
 
         Args:
             request: A turn of a trajectory.

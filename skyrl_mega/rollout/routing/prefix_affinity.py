@@ -30,7 +30,9 @@ class PrefixAffinity:
         """Trajectory name or prompt uid → engine."""
 
     def choose(self, request: Request, requests: Mapping[int, int]) -> int:
-        """Returns the engine for a request.
+        """Returns the number of the engine for a request and remembers it: the engine of the trajectory's last turn or,
+        for a long prompt, of another sample of the prompt. If this engine is unknown or too busy (`FEW`, `SHARE`),
+        returns the engine with the fewest requests.
 
         Args:
             request: A turn of a trajectory.
