@@ -53,7 +53,7 @@ class Location:
 
 
 def machine() -> str:
-    """Returns the boot id and host name of this machine."""
+    """Returns the boot id of the running kernel and the host name, separated by a space."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {socket.gethostname()}"
 
 
@@ -89,12 +89,14 @@ _guards: list[subprocess.Popen[bytes]] = []
 
 
 def compile_cache() -> str:
-    """Returns torch's default folder for compiled code. Unlike temporary files, this folder outlasts a run."""
+    """Returns the path of torch's default folder for compiled code, in the system's temporary folder. Unlike an actor's
+    temporary files, this folder outlasts a run."""
     return f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 
 
 def set_up_process() -> None:
-    """Gives this process a new process group, a new temporary folder, and a guard process for the removal of both.
+    """Gives this process a new process group, a new temporary folder, and a guard process, which kills the group and
+    removes the folder after this process ends.
 
     Also sets environment variables for the libraries under torch.
     """
@@ -133,8 +135,8 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def redirect_and_bind(identity: ActorIdentity) -> None:
-    """Redirects the output to the actor's log file, if any, and binds the process to the CPUs nearest to the visible
-    GPUs."""
+    """Redirects stdout and stderr of this process to the actor's log file, if any, and binds the process to the CPUs
+    nearest to the visible GPUs."""
     if identity.log is not None:
         log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,8 @@ def atomic_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[
 
 
 def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
-    """Raises Occupied if `atomic_file` must not replace the path, because this program did not write the content."""
+    """Raises Occupied if `atomic_file` must not replace the path: something exists there and `ours` returns False. See
+    `atomic_file` for the arguments."""
     target = Path(os.path.realpath(file))
     if os.path.lexists(target) and not (target.is_file() and ours(target)):
         raise Occupied(f"{key}: {file} was not written by this command, or was changed since; move it, or give another")
@@ -82,7 +83,8 @@ def atomic_folder(
 
 
 def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False) -> None:
-    """Raises Occupied if `atomic_folder` may not replace the content of the path."""
+    """Raises Occupied if `atomic_folder` must not replace the content of the path: a file, or a folder with entries for
+    which `ours` returns False. See `atomic_folder` for the arguments."""
     target = Path(os.path.realpath(output))
     if not os.path.lexists(target):
         return
@@ -93,7 +95,7 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
 
 
 def being_written(output: Path) -> bool:
-    """Returns True if a process is currently filling a folder for this path."""
+    """Returns True if a running process is inside `atomic_folder` for this path."""
     target = Path(os.path.realpath(output))
     return any(in_use(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
 

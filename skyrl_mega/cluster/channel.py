@@ -57,17 +57,17 @@ class Channel:
 
     @property
     def signal(self) -> str:
-        """Name of the latest signal; empty before the first."""
+        """Name of the signal behind the latest request, such as SIGTERM; "" before the first."""
         number = self._flags[_SIGNAL]
         return signal.Signals(number).name if number else ""
 
     @property
     def polled(self) -> bool:
-        """True while the driver polls for requests."""
+        """True while the driver polls for requests (`set_polled`), so that the supervisor need not kill it."""
         return bool(self._flags[_POLLING])
 
     def set_polled(self, heeded: bool) -> None:
-        """Reports that the driver starts (`heeded=True`) or stops polling for requests."""
+        """Reports to the supervisor that the driver starts (`heeded=True`) or stops (False) polling for requests."""
         self._flags[_POLLING] = heeded
 
     @property
@@ -84,12 +84,14 @@ class Channel:
         self._flags[_STEP] = number.to_bytes(8, "little")
 
     def set_environments(self, environments: str) -> None:
-        """Reports the driver's running environments."""
+        """Reports the names of the environments that the driver runs, as text cut to 1,024 bytes, for the message about
+        a driver that dies."""
         size = _ENVIRONMENTS.stop - _ENVIRONMENTS.start
         self._flags[_ENVIRONMENTS] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
 
     def doing(self) -> str:
-        """Returns a phrase with the driver's current step and environments; "" if there are none."""
+        """Returns what the driver reported last, as the end of a sentence: ", in step 3, while it ran environment
+        math"; without what was not reported."""
         step = int.from_bytes(self._flags[_STEP], "little")
         environments = self._flags[_ENVIRONMENTS].rstrip(b"\0").decode(errors="replace")
         running = f", while it ran environment {environments}" if environments else ""
@@ -101,7 +103,7 @@ class Channel:
         os.write(self._paths, os.fsencode(f"{sign}{path.absolute()}\0"))
 
     def unremoved_paths(self) -> list[Path]:
-        """Returns the paths created and not yet removed by the driver."""
+        """Returns the recorded paths that the driver has not recorded as removed (`record_path`), in order."""
         notes = os.fsdecode(os.pread(self._paths, os.fstat(self._paths).st_size, 0)).split("\0")[:-1]
         existing: dict[str, None] = {}
         for note in notes:
@@ -120,13 +122,13 @@ _running_lock = threading.Lock()
 
 
 def join(channel: Channel) -> None:
-    """Sets the channel of this process."""
+    """Sets the channel that this process, a driver, uses in all functions of this module."""
     global _channel
     _channel = channel
 
 
 def asked() -> StopRequest:
-    """Returns the supervisor's current request to this process."""
+    """Returns the supervisor's current request to this process; NOTHING without a supervisor."""
     return StopRequest.NOTHING if _channel is None else _channel.asked
 
 
@@ -143,14 +145,15 @@ def finish(code: int) -> None:
 
 
 def at_step(number: int) -> None:
-    """Reports the current step of this process, for the message about a crash."""
+    """Reports the step that this process works on to the supervisor, for the message about a crash."""
     if _channel is not None:
         _channel.at_step(number)
 
 
 @contextmanager
 def running_environment(environment: str) -> Iterator[None]:
-    """Reports that this process runs code of an environment inside the block."""
+    """Reports to the supervisor that this process runs code of an environment inside the `with` block, for the message
+    about a crash."""
     _count(environment, 1)
     try:
         yield

@@ -42,6 +42,7 @@ class GpuEvidence:
     nvml: int = 0
     """Number of GPUs according to NVML."""
     driver: str | None = None
+    """Version of the NVIDIA driver; None if unknown."""
     slurm: int = 0
     """Number of GPUs on this node assigned to the job by Slurm."""
 
@@ -82,18 +83,19 @@ def gpu_evidence(env: Mapping[str, str] = os.environ, nvml: Any = None) -> GpuEv
 
 
 def least_driver(cuda: str | None) -> int | None:
-    """Returns the oldest driver branch for this CUDA version; None if unknown."""
+    """Returns the number of the oldest NVIDIA driver branch for a CUDA version, such as 580 for "13.0"; None for None
+    or an unknown version."""
     return LEAST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
 
 
 def outdated(cuda: str | None, driver: str | None) -> bool:
-    """Returns True if a driver is too old for this CUDA version; False if either is unknown."""
+    """Returns True if the driver version is too old for the CUDA version; False if either is unknown."""
     minimum, branch = least_driver(cuda), (driver or "").partition(".")[0]
     return minimum is not None and branch.isdigit() and int(branch) < minimum
 
 
 def why_no_gpu(torch: TorchView, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """Returns the reason why torch sees none of this machine's GPUs.
+    """Returns a phrase with the likely reason why torch sees none of this machine's GPUs, for an error message.
 
     Args:
         torch: torch's view of the GPUs.

@@ -14,6 +14,7 @@ _TAKEN = {*_ENDING, signal.SIGCHLD, signal.SIGTSTP}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 """PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG."""
 OPEN_FILES = 65536
+"""Wanted limit of open files of the driver."""
 
 
 def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> None:
@@ -62,7 +63,8 @@ def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> No
 
 
 def run(command: Callable[[], int]) -> NoReturn:
-    """Runs a command, reports the exit code to the supervisor, and exits with this code.
+    """Runs a command, reports its return value to the supervisor as exit code (1 after an exception), and exits with
+    this code. Lets an exception of the command through.
 
     A process with any other end counts as unfinished, regardless of the exit status.
     """

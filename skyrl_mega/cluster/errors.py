@@ -10,7 +10,7 @@ from skyrl_mega.telemetry.events import Event
 
 
 class Fault(RuntimeError):
-    """A failure that ends a run, or the part of it that is restarted.
+    """A failure, not the user's error, that ends a run or leads to a restart.
 
     Unlike other exceptions with arguments of their own, a fault keeps its text and fields when Ray pickles it.
     """
@@ -80,10 +80,11 @@ class ActorTimeout(ActorFailed):
 
 
 def fault_event(error: BaseException, text: str = "") -> Event:
-    """Returns the event of an error that ends a run, with the facts of a `Fault`.
+    """Returns the event `fault` of an error that ends or restarts a run, with the facts of a `Fault`.
 
     Args:
-        text: The line for people; by default the error's own.
+        error: The error.
+        text: The line for people; empty means "fault: " and the error's text.
     """
     facts = error.facts if isinstance(error, Fault) else {}
     return Event("fault", text or f"fault: {error}", error=type(error).__name__, **facts)

@@ -84,8 +84,8 @@ class Fleet(SupervisedGroup):
         return running
 
     def ensure_running(self) -> list[int]:
-        """Returns the running ranks, stale ranks included. Without any, starts the failed actors and waits for the
-        first.
+        """Returns the running ranks, stale ranks included, at least one. If no actor runs, starts the failed actors and
+        waits for the first.
 
         While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
@@ -109,12 +109,18 @@ class Fleet(SupervisedGroup):
         super()._finish_restart(rank, error)
 
     def serve(self, ranks: Collection[int]) -> None:
-        """Marks these ranks as serving (except ranks failed in the meantime) and all other running ranks as stale."""
+        """Marks the actors of these ranks as holding the current weights, so that they serve; ranks failed in the
+        meantime are skipped. All other running ranks become stale and get no requests."""
         with self._lock:
             self._current = {*ranks} & {*self.up}
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes an actor out of service, ends the processes and starts a replacement in the background.
+        """Takes an actor out of service, ends its processes and starts a replacement in the background, without
+        waiting.
+
+        Args:
+            rank: The actor's rank.
+            cause: Description of the failure, for messages.
 
         Raises:
             ActorFailed: The restart budget is used up.
@@ -197,7 +203,8 @@ class Fleet(SupervisedGroup):
         return [self.group.submit(rank, method, *args) for rank in ranks]
 
     def ask(self, method: str, timeout: float) -> None:
-        """Calls a method of all serving actors; retires actors on failure or time-out.
+        """Calls a method of all serving actors and waits; retires actors on failure or time-out. The answers are
+        dropped.
 
         Args:
             method: Name of a method without arguments.
@@ -211,7 +218,8 @@ class Fleet(SupervisedGroup):
         self.check()
 
     def check(self) -> None:
-        """Raises NoServingActor if no actor is serving."""
+        """Raises NoServingActor if no actor is serving, with the cause of the latest failure, or because parts are
+        asleep."""
         if self.asleep:
             cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
             raise NoServingActor(self.group.name, None, "service", cause)

@@ -48,7 +48,7 @@ class Ticket:
 
     @property
     def left(self) -> list[int]:
-        """Samples left to generate."""
+        """Numbers of the samples left to generate: all without an entry in `played`."""
         return [sample for sample in range(len(self.names)) if sample not in self.played]
 
 
@@ -80,11 +80,12 @@ class RolloutService:
 
     @property
     def served(self) -> bool:
-        """True if any engine accepts requests, not counting engines waiting for a weight sync."""
+        """True if at least one engine accepts requests. Engines that wait for a weight sync do not count."""
         return bool({*self.fleet.serving} - self.player.router.awaiting_sync)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
-        """Starts a group for each prompt. As in a phase, all environments are opened before the first trajectory runs,
+        """Starts to generate a group for each ticket and returns at once; `done` returns the groups. `prompts` are the
+        tickets' prompts in the same order. As in a phase, all environments are opened before the first trajectory runs,
         but slow environments delay the other groups by at most `TOGETHER_S`.
 
         Raises:
@@ -118,19 +119,21 @@ class RolloutService:
         return new_groups
 
     def write_turns(self, folder: Path) -> None:
-        """Writes the recorded turns of unfinished trajectories, in this process and in rollout workers."""
+        """Writes the recorded turns of unfinished trajectories into `folder`, a file from this process and one from
+        each rollout worker (`journal.file_of`)."""
         turns = self.loop.run(self.player.router.write_turns(folder))
         journal.write(journal.file_of(folder, "driver"), turns)  # in this thread: the loop is busy with trajectories
 
     def so_far(self) -> list[Ticket]:
-        """Returns the tickets of unfinished groups, with the samples finished so far."""
+        """Returns copies of the tickets of unfinished groups, with the samples finished so far in `played`; without
+        samples that ended with an infrastructure fault."""
         return [
             replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _is_kept(t)})
             for number, ticket in self.under_way.items()
         ]
 
     def engines_changed(self) -> None:
-        """Lets the engines updated by a weight sync accept requests again."""
+        """Reports a weight sync to the router, so that the updated engines accept requests again. Does not wait."""
         self.loop.call(self.player.router.rejoin)
 
     def _tell(self, outcome: Done | BaseException) -> None:

@@ -19,10 +19,12 @@ class SlotUse:
     """The number of slots in use at once, over all `Slots` sharing this counter."""
 
     now: int = 0
+    """Slots in use at present."""
     most: int = 0
+    """Highest number of slots in use since the last `read`."""
 
     def change(self, by: int) -> None:
-        """Adds `by` slots to the number in use."""
+        """Adds `by`, which may be negative, to the number of slots in use."""
         self.now += by
         self.most = max(self.most, self.now)
 
@@ -51,7 +53,11 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, who: object) -> AsyncIterator[None]:
-        """Holds a slot for a user; waits until a slot is free."""
+        """Waits until a slot is free and holds the slot inside the `async with` block.
+
+        Args:
+            who: The user that the slot counts for, such as a player.
+        """
         if self.most is not None and self.taken.total() >= self.most:
             await self._wait(who)  # `_give_back` took the slot for us
         else:
@@ -105,7 +111,7 @@ class SlotPlayer:
         self.player, self.slots, self.router = player, slots, player.router
 
     async def play(self, prompt: Prompt, sample: int, name: str, start: Start | None = None) -> Trajectory:
-        """Waits for a slot, then runs the trajectory."""
+        """Waits for a slot, runs the trajectory and returns it with the wait in `seconds["slot"]`; ignores `start`."""
         now = asyncio.get_running_loop().time
         begun = now()
         async with self.slots.hold(self):

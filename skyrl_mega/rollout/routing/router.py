@@ -44,23 +44,26 @@ class QueuedRequest:
     """Event-loop time at which the request's time limit ends."""
 
     def at(self, now: float) -> Request:
-        """Returns the request with the seconds left at time `now`."""
+        """Returns the request with `seconds` set to the rest of its time limit at the event loop's time `now`, at least
+        0. A request without a limit is returned unchanged."""
         return self.request if self.until is None else replace(self.request, seconds=max(0.0, self.until - now))
 
     @property
     def tokens(self) -> int:
-        """Largest possible length of the sequence, in tokens."""
+        """Largest possible length of the sequence: the given tokens plus `max_tokens`."""
         return len(self.request.tokens) + self.request.max_tokens
 
 
 @dataclass(eq=False)
 class EngineLoad:
-    """The requests given to an engine."""
+    """The number and the tokens of the requests that an engine works on."""
 
     room: float
     """Most tokens given to the engine at once."""
     requests: int = 0
+    """Number of requests given to the engine."""
     tokens: int = 0
+    """Sum of the requests' `QueuedRequest.tokens`."""
 
     def fits(self, waiting: QueuedRequest, limit: float) -> bool:
         """Returns True if the engine may take the request, with at most `limit` requests at once. An idle engine takes
@@ -77,7 +80,9 @@ class EngineGroup(Protocol):
     """Engine actors by rank."""
 
     name: str
+    """Name of the group in errors, `engine`."""
     actors: list[Any]
+    """Ray's handles of the actors, by rank."""
 
 
 class Engines(Protocol):
@@ -96,7 +101,7 @@ class Engines(Protocol):
         """Ranks of engines that accept requests."""
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes a failed engine out of service.
+        """Takes a failed engine out of service and has it restarted.
 
         Raises:
             ActorFailed: The restart budget is used up.
@@ -114,7 +119,13 @@ trajectories, and True if an engine has requests."""
 
 
 def at_once(queue: deque[QueuedRequest], running: int, busy: bool) -> deque[QueuedRequest]:
-    """Returns the whole queue: a request is sent as soon as an engine has capacity."""
+    """Returns the whole queue: each request is sent as soon as an engine has capacity (`WhenToDispatch`).
+
+    Args:
+        queue: The queued requests.
+        running: Not used.
+        busy: Not used.
+    """
     return queue
 
 
@@ -174,7 +185,8 @@ class Router:
         """Number of times engines came back into service."""
 
     async def generate(self, request: Request) -> Completion:
-        """Continues a prompt, or returns the recorded answer to the same request.
+        """Sends a request to an engine and returns the completion, or returns the recorded answer to the same request
+        at once. Waits for a free engine. After the request's time limit the completion's finish is `timeout`.
 
         Raises:
             NoServingActor: No engine is left, in a phase.
@@ -215,16 +227,16 @@ class Router:
         self.running += trajectories
 
     def leave(self) -> None:
-        """Reports the end of an announced trajectory."""
+        """Reports that one of the trajectories announced by `expect` has ended."""
         self.running -= 1
         self._schedule()
 
     def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns of trajectories about to run."""
+        """Stores recorded turns in the journal, so that `generate` answers the same requests without an engine."""
         self.journal.add(recorded)
 
     async def write_turns(self, folder: Path) -> list[RecordedTurn]:
-        """Returns the turns of unfinished trajectories."""
+        """Returns the recorded turns of unfinished trajectories. Writes nothing to `folder`, unlike `WorkerClient`."""
         return self.journal.all()
 
     def forget(self, trajectory: str) -> None:
@@ -232,7 +244,8 @@ class Router:
         self.journal.forget(trajectory)
 
     def rejoin(self) -> None:
-        """Adds engines back in service after a weight sync and continues sending requests."""
+        """Lets all engines that serve after a weight sync take requests again, restarted engines included, and
+        continues sending requests."""
         self.awaiting_sync.clear()
         self.rejoins += 1
         for engine in self.fleet.serving:
@@ -241,7 +254,8 @@ class Router:
         self._schedule()
 
     def close(self) -> None:
-        """Abandons all requests in progress."""
+        """Cancels all requests in progress at the engines. Their callers get no answer, so callers must be cancelled,
+        too."""
         for task in self.tasks:
             task.cancel()
 

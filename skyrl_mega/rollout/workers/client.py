@@ -82,17 +82,19 @@ class WorkerLink:
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Raises the error in all tasks waiting for this worker."""
+        """Raises the error in all tasks that wait for trajectories on this worker, and forgets these trajectories."""
         for answer in self.waiting.values():
             _raise(answer, error)
         self.waiting.clear()
 
     def received(self) -> set[int]:
-        """Returns the keys of the jobs received by the worker."""
+        """Returns the keys of the jobs in progress that were sent to the worker; empty until the worker knows the
+        session."""
         return self.waiting.keys() - {job.key for job in self.jobs} if self.ready else set()
 
     def report_crash(self, cause: str) -> None:
-        """Reports the worker's crash to all waiting tasks."""
+        """Raises the worker's crash in all tasks that wait for trajectories on this worker; the tasks choose another
+        worker."""
         received = self.received()
         for key, answer in self.waiting.items():
             _raise(answer, _WorkerLost(cause, received=key in received))
@@ -195,13 +197,14 @@ class WorkerClient:
         """Does nothing: only the lockstep router needs the number of trajectories."""
 
     def close(self) -> None:
-        """Ends the session at every worker and abandons all trajectories in progress."""
+        """Starts to end the session at every worker, which abandons all trajectories in progress. Does not wait."""
         for link in self.links.values():
             assert link.listening is not None
             link.listening.cancel()  # `_listen` then ends the session at the worker
 
     def rejoin(self) -> None:
-        """Tells the workers which engines serve after a weight sync."""
+        """Sends the workers the engines that serve after a weight sync, without waiting; requests to these engines are
+        accepted again."""
         self.syncs += 1
         self.awaiting_sync.clear()
         for link in self.links.values():
@@ -209,13 +212,14 @@ class WorkerClient:
                 link.actor.rejoin.remote(self.name, self._engines())
 
     def remember(self, recorded: Sequence[RecordedTurn]) -> None:
-        """Stores recorded turns of trajectories about to run."""
+        """Stores recorded turns by trajectory; `play` sends a trajectory's turns to the worker, which reuses them."""
         for turn in recorded:
             self._recorded.setdefault(turn.trajectory, []).append(turn)
 
     async def write_turns(self, folder: Path) -> list[RecordedTurn]:
-        """Has each worker write recorded turns to a file. Returns the turns passed to `remember`, as a worker may not
-        know all of these yet. The turns of a crashed worker are lost.
+        """Has each worker write the turns of its unfinished trajectories to a file in `folder`, and waits up to
+        `WRITE_S` seconds. Returns the turns passed to `remember`, as a worker may not know all of these yet. The turns
+        of a crashed or slow worker are lost.
 
         Raises:
             ActorFailed: A worker could not write the file.

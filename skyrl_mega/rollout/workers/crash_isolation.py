@@ -51,7 +51,8 @@ class CrashHistory:
 
     @property
     def quarantined(self) -> bool:
-        """True if the trajectory may run only beside other quarantined ones."""
+        """True if the trajectory may share a worker only with other quarantined trajectories: after `COMPANY_CRASHES`
+        crashes, or after another sample of the prompt failed."""
         return self.sibling_failed or len(self.workers) >= COMPANY_CRASHES
 
     @property
@@ -61,15 +62,17 @@ class CrashHistory:
 
     @property
     def failed(self) -> bool:
-        """True if the trajectory is not retried any more."""
+        """True if the trajectory crashed workers so often while it ran alone that it is not retried any more."""
         return self.alone >= (ALONE_CRASHES_SIBLING if self.sibling_failed else ALONE_CRASHES)
 
     def record(self, worker: Any) -> None:
-        """Counts the crash of an actor that was running the trajectory."""
+        """Counts the crash of an actor that was running the trajectory, also in `alone` if the trajectory ran alone by
+        the rules."""
         self.alone += self.quarantined and self.together == 1
         self.workers.append(worker)
 
 
 def prompt_hash(prompt: Prompt) -> int:
-    """Returns a hash of the prompt's content; `uid` alone is not unique across data sets."""
+    """Returns a hash of a prompt's environment, messages and extras, valid in this process only; `uid` alone is not
+    unique across data sets."""
     return hash(str((prompt.env_class, prompt.messages, prompt.extras)))

@@ -38,7 +38,7 @@ class Workers(SupervisedGroup):
         """True if no worker is ever restarted."""
 
     def is_crashing(self, prompt: Prompt) -> bool:
-        """Returns True if a trajectory of this prompt was found to crash workers."""
+        """Returns True if a trajectory of this prompt failed because it kept crashing workers."""
         # cheap test first: every waiting trajectory polls this
         return prompt.uid in self.crashing_prompts and prompt_hash(prompt) in self.crashing_prompts[prompt.uid]
 
@@ -71,12 +71,17 @@ class Workers(SupervisedGroup):
             return None
 
     def cancel_wait(self, trajectory: CrashHistory) -> None:
-        """Removes a trajectory from the waiting ones."""
+        """Removes a trajectory from the quarantined trajectories that wait for a worker, if it is one."""
         with self._lock:
             self._waiting.discard(trajectory)
 
     def finished(self, actor: Any, trajectory: CrashHistory) -> None:
-        """Ends the assignment of a trajectory to a worker."""
+        """Ends the assignment of a trajectory to a worker by `place`, with any outcome.
+
+        Args:
+            actor: The worker's actor.
+            trajectory: The trajectory's crash history, as passed to `place`.
+        """
         with self._lock:
             running = self._running[id(actor)]
             running.remove(trajectory)
@@ -84,7 +89,8 @@ class Workers(SupervisedGroup):
                 del self._running[id(actor)]
 
     def crashed(self, rank: int, actor: Any, cause: str, *, received: bool = False) -> None:
-        """Handles a crashed or silent worker: ends and restarts the actor, unless another session already did.
+        """Handles a crashed or silent worker: ends the actor and restarts it in the background within the restart
+        budget, unless another session already did.
 
         Args:
             rank: Rank of the worker.
@@ -107,8 +113,8 @@ class Workers(SupervisedGroup):
         return -len(self.group) if (isolating or crashed_before) and not self._never else 0
 
     def explain(self, trajectory: CrashHistory) -> None:
-        """Marks all crashes of a failed trajectory as explained. Restarts gained this way bring back workers given up
-        before."""
+        """Returns the restarts spent on the crashes of a failed trajectory to the budget, except for every
+        `EXPLAINED_PER_RESTART`-th crash, and restarts workers given up before."""
         with self._lock:
             self._refund(trajectory.workers)
             given_up = self.ranks(State.GIVEN_UP)

@@ -24,8 +24,9 @@ class EngineView:
     name: str
     """Name of the engine group."""
     actors: list[Any]
-    """Actors by rank; `facts` has the same order."""
+    """Ray's handles of the actors, by rank."""
     facts: list[Facts | None]
+    """Facts of each engine's start, by rank, with one worker's share of the KV cache; None before its start."""
     serving: list[int]
     """Ranks of engines that accept requests."""
     syncs: int
@@ -40,6 +41,7 @@ class TrajectoryJob:
     """Unique key within the session."""
     prompt: Prompt
     sample: int
+    """Number of the sample within the prompt."""
     name: str
     """Name of the trajectory; the source of the requests' names and random stream."""
     traced: bool
@@ -58,10 +60,12 @@ class Finished:
     """A finished trajectory."""
 
     key: int
+    """`TrajectoryJob.key`."""
     trajectory: Trajectory
     """The trajectory without the prompt, known to the driver, and without the arrays, kept by the worker for
     `hand_over`."""
     spans: Sequence[Span]
+    """Recorded calls of the environment; empty unless the job was traced."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Cancelled:
     """An abandoned trajectory whose environment is closed."""
 
     key: int
+    """`TrajectoryJob.key`."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,15 @@ class EngineAwaitsSync:
 
 @dataclass(frozen=True)
 class KilledForMemory:
-    """Sandboxed programs killed since the last report, because together they used too much memory."""
+    """Report of sandboxed programs killed since the last report, because all programs together used too much memory."""
 
     programs: int
+    """Number of killed programs; 0 in the first report of a worker with sandboxes."""
 
 
 @dataclass(frozen=True)
 class TimelineCounts:
-    """Requests and environment calls in progress on this worker since the last report."""
+    """Report of the numbers of requests and environment calls in progress on a worker since the last report."""
 
     taken: ActivityReport
 

@@ -125,12 +125,17 @@ class RolloutWorker:
                 known.abandon(key)
 
     async def rejoin(self, session: str, engines: EngineView) -> None:
-        """Replaces the session's view of the engines after a weight sync: the engines in the view accept requests
-        again."""
+        """Replaces the session's view of the engines after a weight sync: the serving engines of the view accept
+        requests again. Ignores a view older than the known one."""
         self.sessions[session].rejoin(engines)
 
     async def events(self, session: str) -> list[WorkerEvent]:
-        """Returns the events since the last call; waits up to `HEARTBEAT_S` for the first."""
+        """Returns a session's events since the last call; waits up to `HEARTBEAT_S` seconds for the first. An empty
+        list is a sign of life.
+
+        Raises:
+            KeyError: The session has not begun or has ended.
+        """
         events = await self.sessions[session].events()
         if (ended := budget.ended()) is not None and (ended > self.reported_kills or not self.sandboxes_reported):
             events.append(KilledForMemory(ended - self.reported_kills))
@@ -152,12 +157,12 @@ class RolloutWorker:
         return [*map(self.sessions[session].hand_over, keys), None]
 
     async def write_turns(self, session: str, file: Path) -> None:
-        """Writes the recorded turns of unfinished trajectories to a file."""
+        """Writes the recorded turns of a session's unfinished trajectories to a file (`journal.write`)."""
         await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> ActivityReport:
-        """Ends a session: cancels all trajectories and closes the environments. Returns the timeline counts since the
-        last `TimelineCounts`."""
+        """Ends a session, if it has not ended: cancels all trajectories and waits until the environments are closed.
+        Returns the timeline counts since the last `TimelineCounts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()
         return self.timeline.take()
@@ -184,12 +189,13 @@ class PhaseSession:
         self._new_event = asyncio.Event()
 
     def report(self, event: WorkerEvent) -> None:
-        """Queues an event for the driver."""
+        """Queues an event; the next call of `events` returns it."""
         self._events.append(event)
         self._new_event.set()
 
     async def events(self) -> list[WorkerEvent]:
-        """Returns the queued events; waits up to `HEARTBEAT_S` for the first."""
+        """Removes and returns the queued events; waits up to `HEARTBEAT_S` seconds for the first. Empty if none
+        came."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._new_event.wait(), HEARTBEAT_S)
             await asyncio.sleep(COALESCE_S)
@@ -198,7 +204,7 @@ class PhaseSession:
         return events
 
     def play(self, job: TrajectoryJob) -> None:
-        """Starts a trajectory, unless already abandoned."""
+        """Starts a job's trajectory in a task; reports `Cancelled` instead if the job was abandoned before."""
         if job.key in self._abandoned:
             self._abandoned.discard(job.key)
             self.report(Cancelled(job.key))
@@ -208,7 +214,7 @@ class PhaseSession:
         task.add_done_callback(lambda _: self._ended(job, task))
 
     def abandon(self, key: int) -> None:
-        """Cancels a job that has not ended."""
+        """Cancels the job with this key, also a job not received yet. Only the first call has an effect."""
         if key in self._abandoned:  # a second cancel would interrupt the closing of its environment
             return
         self._abandoned.add(key)
@@ -216,7 +222,8 @@ class PhaseSession:
             task.cancel()
 
     def hand_over(self, key: int) -> StoredTrajectory:
-        """Returns the arrays of a finished job, and forgets the job."""
+        """Returns the arrays of a finished job and drops them and the job's recorded turns. Raises KeyError for a job
+        not finished or already handed over."""
         name, arrays = self.arrays.pop(key)
         self.journal.forget(name)
         return arrays
@@ -229,7 +236,7 @@ class PhaseSession:
         self.router.rejoin()
 
     async def close(self) -> None:
-        """Cancels all trajectories and closes the environments."""
+        """Cancels all trajectories, waits until the environments are closed, and cancels requests in progress."""
         for key in [*self.tasks]:
             self.abandon(key)
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -289,7 +296,8 @@ class KnownEngines:
         self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes a failed engine out of service and informs the driver."""
+        """Takes an engine out of service in this session and reports `EngineDead` to the driver, which restarts the
+        engine. Does nothing if the engine is out of service already."""
         if rank in self.serving:
             self.serving.remove(rank)
             self.report(EngineDead(rank, self.group.actors[rank], cause))
