@@ -30,13 +30,18 @@ Waiting = Callable[[Sequence[str]], None]
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A pending call to an actor."""
+    """A call to an actor whose answer was not collected yet."""
 
     group: str
+    """Name of the actor's group."""
     rank: int
+    """The actor's rank in the group."""
     method: str
+    """Name of the called method."""
     ref: Any
+    """Ray's reference to the answer."""
     log: str | None = None
+    """The actor's log file, for errors; None without one."""
 
     @property
     def actor(self) -> str:
@@ -128,14 +133,16 @@ class ActorGroup:
         return ", ".join(f"{node}: {first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        """Starts a call without waiting; `gather` waits for the answer."""
+        """Starts a call of `method` at the actor of this rank without waiting; `gather` or `settle` waits for the
+        answer."""
         ref = getattr(self.actors[rank], method).remote(*args, **kwargs)
         return PendingCall(self.name, rank, method, ref, self.logs[rank])
 
     def submit_all(
         self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None
     ) -> list[PendingCall]:
-        """Starts a call at every actor, with the same arguments or with `per_rank[rank]`."""
+        """Starts a call of `method` at every actor without waiting and returns the calls by rank. The arguments are
+        `args` for all actors, or `per_rank[rank]` if `per_rank` is set."""
         return [self.submit(rank, method, *(args if per_rank is None else per_rank[rank])) for rank in range(len(self))]
 
     def call_all(
@@ -187,7 +194,8 @@ class ActorGroup:
             raise
 
     def end(self, rank: int) -> None:
-        """Kills an actor and all child processes; the actor need not respond."""
+        """Kills the actor of this rank and all its child processes, and waits until they are gone. The actor need not
+        respond. Starts no replacement."""
         import ray
 
         ray.kill(self.actors[rank], no_restart=True)
@@ -196,7 +204,8 @@ class ActorGroup:
             self._ended_ranks.add(rank)
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Kills an actor with all child processes and starts a replacement with the same arguments.
+        """Kills the actor of this rank with all child processes, starts a replacement with the same arguments and waits
+        until it is up.
 
         The old actor may be dead or stopped. The replacement appends to the same log file.
 
@@ -222,8 +231,8 @@ class ActorGroup:
         gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
-        """Kills the actors of this group and all child processes. Returns when the processes of this machine
-        are gone."""
+        """Kills the actors of this group and all child processes, and releases the reserved places. Returns when the
+        processes of this machine are gone. Does nothing the second time, or after Ray's end."""
         import ray
 
         with self._lock:
@@ -239,7 +248,8 @@ class ActorGroup:
 
 
 def end_processes(location: Location) -> None:
-    """Kills an actor's process and child processes, stopped processes too, on any node. Returns when all are gone."""
+    """Kills the process group of an actor, on any node. Returns when all processes are gone, or after twice `END_S`
+    seconds. A lost node is no error."""
     import ray
 
     if location.machine == machine():
@@ -273,13 +283,15 @@ class Outcomes:
     timeout: float
     """Time limit of the calls in seconds."""
     answers: dict[PendingCall, Any]
+    """Return values of the calls that succeeded."""
     failures: list[tuple[PendingCall, BaseException]]
     """Failed calls and errors, in order of arrival."""
     silent: list[PendingCall]
     """Calls without an answer at the deadline."""
 
     def raise_first(self) -> NoReturn:
-        """Raises the root cause: the first actor death, else the first error, else the timeout.
+        """Raises the root cause: the first actor death, else the first error, else the timeout. To be called only if
+        `failures` or `silent` is not empty.
 
         Raises:
             UserError: The error, if the actor raised a UserError.
@@ -361,7 +373,8 @@ def gather(calls: Sequence[PendingCall], timeout: float, waiting_for: Waiting | 
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Returns the exception raised inside the actor, or Ray's own error if Ray does not transport the exception."""
+    """Returns the exception that an actor's method raised, taken out of Ray's wrapper. Any other error, such as the
+    death of an actor, is returned itself."""
     import ray
 
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
@@ -369,7 +382,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Returns a single-line description of an error, without Ray's wrapper text."""
+    """Returns a single line about an error: class name and first line of its text. For an error from an actor, these
+    are of the exception raised there; for a dead actor the line says if its node or its process died."""
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):

@@ -8,13 +8,15 @@ from pathlib import Path
 POINTS = "root cause"
 """Mark of an error without its cause: vLLM only points to a log when a process of its own fails."""
 LONGEST = 400
+"""Most characters of an error from a log."""
 TAIL = 1 << 20
 """Bytes read from the end of a log."""
 ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
 def with_cause(text: str, log: str | None) -> str:
-    """Returns the text, with a pointer to the log replaced by the error in the log.
+    """Returns the text of a failure. If it only points to a log ("root cause"), the pointer is replaced by the last
+    error in the log.
 
     Args:
         text: A single line about the failure.

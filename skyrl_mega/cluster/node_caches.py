@@ -20,7 +20,8 @@ CACHES = {
 
 
 def cache_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that move the caches of compiled code to a folder on this node, and creates the folder.
+    """Returns the environment variables that move the caches of compiled code to a folder on this node
+    (`SKYRL_MEGA_CACHE`, else below /tmp), and creates the folder. Sets no variable.
 
     The folder outlasts the job, because the next job on the node needs the same code. Variables already set are left
     out. Standard library only.

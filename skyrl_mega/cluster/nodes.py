@@ -52,7 +52,8 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def responding_nodes() -> list[Node]:
-    """Returns the responding worker nodes; Ray's list may still contain dead nodes."""
+    """Returns the nodes with CPUs whose Ray process accepts a connection, sorted by address; Ray's own list may still
+    contain dead nodes."""
     return probe()[0]
 
 
@@ -63,7 +64,7 @@ def nodes_without_gpus() -> list[Node]:
 
 
 def driver_node() -> Node:
-    """Returns the node of this process."""
+    """Returns the Ray node of this process with id and address only: `gpus` and `port` are 0."""
     import ray
 
     return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
@@ -75,7 +76,8 @@ def by_address(address: str, node: str) -> tuple[list[int], str, str]:
 
 
 def silent_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """Returns the nodes on which Ray's own process accepts no connection; Ray notices a death only after a while."""
+    """Returns those of the nodes on which Ray's own process accepts no connection within `ANSWER_S` seconds; Ray
+    notices a death only after a while."""
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), AT_ONCE)) as threads:
@@ -99,7 +101,7 @@ class UnavailableNodes:
         return UnavailableNodes(_without(self.silent, before.silent), _without(dead, before.dead), self.managers)
 
     def text(self) -> str:
-        """Returns a line for the user; empty if no node is missing."""
+        """Returns a phrase for the user with the addresses of the silent and the dead nodes; "" without any."""
         parts = (("no answer any more from", self.silent), ("Ray has given up", self.dead))
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
@@ -110,7 +112,8 @@ def _without(nodes: Sequence[Node], excluded: Sequence[Node]) -> list[Node]:
 
 
 def probe() -> tuple[list[Node], UnavailableNodes]:
-    """Returns the responding worker nodes and the unavailable nodes, from a single listing by Ray."""
+    """Returns the responding nodes with CPUs, sorted by address, and the unavailable nodes, from a single listing by
+    Ray."""
     import ray
 
     listed = ray.nodes()
@@ -139,8 +142,7 @@ def try_probe() -> tuple[list[Node], UnavailableNodes] | None:
 
 
 def lost_since(before: UnavailableNodes) -> UnavailableNodes | None:
-    """Returns the nodes lost since `before` was taken; None if unknown, and callers then report the original fault
-    alone."""
+    """Probes the cluster and returns the nodes lost since `before` was taken; None if Ray does not answer."""
     now = try_probe()
     return None if now is None else now[1].lost_since(before)
 

@@ -15,7 +15,8 @@ from skyrl_mega.cluster.nvml import NvmlUnavailable, open_nvml
 
 
 def visible_devices(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the devices in CUDA_VISIBLE_DEVICES, as numbers or UUIDs; empty if the variable is not set."""
+    """Returns the entries of CUDA_VISIBLE_DEVICES, numbers or UUIDs as text; empty if the variable is empty or not
+    set."""
     return [device.strip() for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
 
 

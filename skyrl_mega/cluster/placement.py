@@ -25,11 +25,13 @@ class Slot:
     strategy: Any
     """Ray scheduling strategy for this place."""
     resources: dict[str, float]
+    """Reserved resources, `CPU` and `GPU` → number; {} reserves nothing."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of this place."""
 
     def options(self) -> dict[str, Any]:
-        """Returns Ray's actor options for this place."""
+        """Returns the arguments of Ray's `.options()` that start an actor in this place: CPUs, GPUs and scheduling
+        strategy."""
         return {
             "num_cpus": self.resources.get("CPU", 0),
             "num_gpus": self.resources.get("GPU", 0),
@@ -39,9 +41,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Slots, in order."""
+    """The places of a group of actors, in order."""
 
     slots: tuple[Slot, ...]
+    """A place per actor."""
     groups: tuple[PlacementGroup, ...] = ()
     """Ray placement groups with the reservations."""
 
@@ -54,7 +57,7 @@ class Placement:
 
 
 def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
-    """Reserves a place per actor.
+    """Reserves a place per actor in Ray, waits for the reservation and returns the places.
 
     Args:
         actors: Number of actors.
@@ -142,8 +145,8 @@ def on_gpus_of(where: Sequence[Location], actors: int, *, gpus: int) -> Placemen
 
 
 def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
-    """Returns the node of every actor if nothing is reserved (on CPUs). Units go to the nodes in order, and nodes get
-    the same number of units up to rounding.
+    """Returns the node of every actor if nothing is reserved (on CPUs). Units go to the nodes in order, and every node
+    gets the same number of units up to rounding; with fewer units than nodes, the first nodes get one each.
 
     Args:
         units: Number of actors of each unit; the actors of a unit (a tensor parallel group) stay together on a node.

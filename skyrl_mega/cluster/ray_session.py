@@ -174,7 +174,8 @@ def _start(
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
-    """Returns the number of GPUs of the cluster at RAY_ADDRESS, after waiting for its nodes.
+    """Connects to the cluster at RAY_ADDRESS, waits for its nodes, and returns the cluster's number of GPUs, in use or
+    free. Disconnects again.
 
     Args:
         nodes: Number of nodes to wait for.

@@ -30,11 +30,12 @@ may be gone."""
 RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/")
 """Byte strings found in the command lines of Ray's processes."""
 GRACE_S = 3.0
+"""Seconds until killed processes must be gone."""
 
 
 def processes(condition: Callable[[Path], bool]) -> list[int]:
-    """Returns the processes of this machine with a /proc folder accepted by `condition`; skips processes that end
-    meanwhile."""
+    """Returns the ids of this machine's processes for whose folder in /proc `condition` returns True; skips processes
+    that end meanwhile or belong to other users and cannot be read."""
     pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -44,7 +45,7 @@ def processes(condition: Callable[[Path], bool]) -> list[int]:
 
 
 def members(group: int) -> list[int]:
-    """Returns the living processes (no zombies) of a process group."""
+    """Returns the ids of the living processes (no zombies) in the process group with this id."""
 
     def belongs(entry: Path) -> bool:
         state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
@@ -64,7 +65,7 @@ def numbers() -> set[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Returns the files in /dev/shm mapped by these processes.
+    """Returns the paths of the files in /dev/shm mapped by the processes with these ids.
 
     Files are matched by inode number, because a semaphore is mapped before receiving a name.
     """
@@ -81,7 +82,8 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def end_group(group: int) -> None:
-    """Kills a process group; returns when the group is gone or after `GRACE_S`."""
+    """Kills all processes of a process group with SIGKILL; returns when the group is gone, or after `GRACE_S`
+    seconds."""
     deadline = time.monotonic() + GRACE_S
     while (alive := members(group)) and time.monotonic() < deadline:
         for pid in alive:
@@ -91,7 +93,7 @@ def end_group(group: int) -> None:
 
 
 def unlink(names: set[str], kept: set[int]) -> None:
-    """Removes shared memory that no process maps any more.
+    """Removes files of shared memory that no process of this machine maps any more.
 
     Args:
         names: Files to remove.
@@ -109,7 +111,7 @@ def end_cluster(folder: str, driver: int) -> None:
 
     Args:
         folder: Temporary folder of the cluster.
-        driver: Process to spare.
+        driver: Id of a process that is not killed, besides this process.
     """
 
     def belongs(entry: Path) -> bool:
@@ -133,7 +135,7 @@ def main(kind: str, pid: str, folder: str) -> None:
     Args:
         kind: `group`: kills the process's group, and removes its shared memory and the folder. `cluster`: kills the Ray
             processes of the folder, and removes the folder.
-        pid: The guarded process.
+        pid: Id of the guarded process.
         folder: Temporary folder to remove.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM to every process of a cancelled job

@@ -42,12 +42,12 @@ class RunPlacement:
     """Device of each critic rank."""
 
     def node(self, device: int) -> int:
-        """Returns the node of a device."""
+        """Returns the number of the node that holds a device: device // per_node."""
         return device // self.per_node
 
     @property
     def nodes(self) -> int:
-        """Number of nodes up to the last used node."""
+        """Number of nodes up to the last used node: the highest node number plus 1."""
         return self.node(max((*self.policy, *self.reference, *self.critic, *self.engines))) + 1
 
 
@@ -72,12 +72,14 @@ def plan_placement(config: Config) -> RunPlacement:
 
 
 def check_nodes(config: Config, training: bool = True) -> None:
-    """Checks the fit of every group of GPU processes on `cluster.nodes`; `config.checks.devices` only counts GPUs.
+    """Raises an error unless every group of GPU processes fits on `cluster.nodes` nodes; `config.checks.devices` only
+    counts GPUs.
 
     The free GPUs of several nodes together may suffice for an engine, although no single node can hold the engine.
 
     Args:
-        training: True if policy, reference and critic use GPUs too.
+        config: The settings.
+        training: True if policy, reference and critic use GPUs too; False counts only engines.
 
     Raises:
         UserError: The processes need more nodes.
@@ -175,7 +177,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
-    """Returns the node of every process on CPUs: an equal share for each node, in order.
+    """Returns the number of the node of every process on CPUs: an equal share of the processes for each node, in order.
 
     A tensor parallel group stays on a single node. With `cluster.shared` an engine runs on the node of the policy ranks
     below it.
@@ -231,8 +233,9 @@ def actual_placement(config: Config, policy: Sequence[Location], engines: Sequen
     planned nodes.
 
     Args:
-        policy: Locations by rank.
-        engines: Locations by engine.
+        config: The settings.
+        policy: Location of each policy rank.
+        engines: Location of each engine's actor.
     """
     planned, size = plan_placement(config), engine_ranks(config.rollout)
     planned_nodes = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
@@ -253,7 +256,8 @@ def actual_placement(config: Config, policy: Sequence[Location], engines: Sequen
 
 
 def differences(planned: RunPlacement, real: RunPlacement) -> str:
-    """Returns text for the user: misplaced processes with real and planned device, at most `SHOWN` by name."""
+    """Returns a text for the user with the policy ranks and engine workers whose real device is not the planned device,
+    at most `SHOWN` by name; "" if all are as planned."""
     lines = []
     for name, want, have in (("policy rank", planned.policy, real.policy), ("worker", planned.engines, real.engines)):
         for number, (a, b) in enumerate(zip(want, have, strict=True)):

@@ -81,14 +81,17 @@ class Allocation:
     """The allocation as seen by this node."""
 
     folder: Path
+    """Folder shared by the job's nodes."""
     node: str
+    """This node's name in Slurm."""
     rank: int
-    """0 on the first node, together with the batch script."""
+    """Number of this node in the job; 0 on the first node, which also runs the batch script."""
     nodes: tuple[str, ...]
     """All nodes of the job."""
     cpus: int
     """CPUs of this node; `gpus` counts the GPUs."""
     gpus: int
+    """GPUs of this node; 0 on CPUs."""
     name: str
     """Unique among all jobs and all restarts of this job."""
     wait_s: float
@@ -101,7 +104,7 @@ class Allocation:
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Allocation:
-        """Returns the job described by Slurm's variables and ours."""
+        """Returns the allocation described by the environment variables `env` of Slurm and of `launch/slurm.sh`."""
         return cls(
             folder=folder,
             node=env["SLURMD_NODENAME"],
@@ -120,11 +123,15 @@ class Allocation:
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def names(self, state: str) -> list[str]:
-        """Returns the names of all `up` or `failed` nodes."""
+        """Returns the names of the nodes with this state, sorted.
+
+        Args:
+            state: `up` or `failed`.
+        """
         return sorted(file.name for file in (self.folder / state).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
-        """Writes a file of the folder atomically."""
+        """Writes a text to a file of the shared folder atomically."""
         partial = self.folder / f".{self.node}.partial"
         partial.write_text(text)
         partial.rename(self.folder / file)
@@ -231,7 +238,7 @@ def wait_for_all(job: Allocation, node: RayNode) -> None:
 
 
 def check_all(job: Allocation, node: RayNode) -> None:
-    """Raises Ended if Ray is no longer running on some node."""
+    """Raises Ended if Ray ended on this node or another node has reported its failure."""
     node.check()
     if failed := job.names("failed"):
         raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))
@@ -256,7 +263,8 @@ def watch(job: Allocation, node: RayNode, launcher: subprocess.Popen[bytes]) -> 
 
 
 def worker(job: Allocation) -> int:
-    """Runs Ray on a node other than the first until the job is over, whatever the job's exit code; returns 0.
+    """Waits for the head, runs Ray on a node other than the first until the job is over, and returns 0, whatever the
+    job's exit code.
 
     Raises:
         Ended: The head did not come up in time, Ray failed on this node, or a signal was received.
@@ -336,7 +344,7 @@ class RayNode:
         return written.read_text().strip()
 
     def check(self) -> None:
-        """Raises NodeFailed if Ray ended on this node before the job."""
+        """Raises NodeFailed, with the last line of Ray's log, if Ray ended on this node before the job."""
         if self._process.poll() is not None and not (self.job.folder / "code").exists():
             lines = self.log.read_text().strip().splitlines()
             raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
@@ -393,7 +401,7 @@ def _record_signal(number: int, frame: FrameType | None) -> None:
 
 
 def pause() -> None:
-    """Waits for a moment.
+    """Waits for `LOOK_EVERY_S` seconds.
 
     Raises:
         Ended: A signal was received.

@@ -22,8 +22,11 @@ class State(Enum):
     """Life-cycle state of an actor."""
 
     UP = "up"
+    """The actor runs."""
     STARTING = "starting"
+    """A replacement of a failed actor starts in the background."""
     GIVEN_UP = "given up"
+    """The actor failed and is not restarted."""
 
 
 class SupervisedGroup:
@@ -59,7 +62,7 @@ class SupervisedGroup:
         return self.ranks(State.UP)
 
     def ranks(self, state: State) -> list[int]:
-        """Returns the ranks with a state, in order."""
+        """Returns the ranks of the actors in this state, in order."""
         return [rank for rank, present in enumerate(self.states) if present is state]
 
     def running(self) -> dict[int, Any]:
@@ -86,8 +89,13 @@ class SupervisedGroup:
         self.say(Event("actor_back", f"{name} restarted{self.back_note}", actor=name, rank=rank))
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes a running actor out of service, ends the processes and starts a replacement in the background. Gives
-        the rank up if the restart budget is used up."""
+        """Takes a running actor out of service, ends its processes and starts a replacement in the background; prints
+        this. Gives the rank up if the restart budget is used up. Does nothing if the rank is not UP.
+
+        Args:
+            rank: The actor's rank.
+            cause: Description of the failure, for the message.
+        """
         with self._lock:
             if self.states[rank] is not State.UP:
                 return
@@ -121,7 +129,7 @@ class SupervisedGroup:
         self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
 
     def close(self) -> None:
-        """Prevents further restarts. The group itself ends the actors."""
+        """Prevents further restarts, without waiting for running ones. Ends no actor; `ActorGroup.shutdown` does."""
         with self._lock:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)

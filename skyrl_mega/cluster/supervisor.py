@@ -75,7 +75,8 @@ class Supervisor:
         """Wait status of the driver after its end."""
 
     def run(self) -> int:
-        """Waits until the driver and all of its processes are gone; returns the exit code."""
+        """Waits until the driver and all of its processes are gone, passing on or acting on signals meanwhile, removes
+        what the driver left and returns the exit code: the driver's, `STOPPED` after a signal, or `FAULT`."""
         while self.status is None:
             number = _wait(self.signals, self.deadline)
             if number is None:
@@ -152,10 +153,11 @@ class Supervisor:
 
 
 def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -> None:
-    """Ends all descendants of this process, a subreaper, and removes shared memory used only there.
+    """Waits for all descendants of this process, a subreaper, to end, kills the rest, and removes shared memory that
+    only the killed processes mapped.
 
     Args:
-        patience_s: Seconds to wait for a voluntary end.
+        patience_s: Seconds to wait before the rest is killed.
         reap: Reaps ended children.
         existing_shm: `reaper.numbers` of the shared memory from before the descendants.
     """
@@ -178,7 +180,7 @@ def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -
 
 
 def descendants() -> set[int]:
-    """Returns all descendants of this process not yet reaped.
+    """Returns the ids of all descendants of this process, including zombies not yet reaped.
 
     A killed process may look like a zombie while some threads still hold ports and memory; this process reaps all
     descendants in the end.

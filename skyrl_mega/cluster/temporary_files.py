@@ -23,16 +23,16 @@ from skyrl_mega.common.safe_read import writing
 
 @contextmanager
 def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
-    """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits. The caller may rename the
-    folder."""
+    """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits, and removes it at the end of the
+    `with` block. The caller may rename the folder, which is then kept."""
     with _new_entry(parent, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 
 
 @contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
-    """Yields an empty, hidden file next to `file`, to be renamed to `file`. An OSError inside the block names
-    `file`."""
+    """Yields an empty, hidden file next to `file`, which the caller fills and renames to `file`. Not renamed, the
+    hidden file is removed at the end of the `with` block. An OSError inside the block names `file`."""
     with _new_entry(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
         yield partial
 

@@ -42,14 +42,19 @@ class Terminal:
         self._continue()
 
     def suspend(self) -> None:
-        """Stops the driver and this process until this process is continued."""
+        """Stops the driver and this process with SIGSTOP. Returns once this process is continued, and continues the
+        driver."""
         with suppress(ProcessLookupError):
             os.killpg(self.driver, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._continue()
 
     def restore(self, killed: bool) -> None:
-        """Takes the foreground back; after a killed driver also resets the terminal settings."""
+        """Takes the foreground back from the driver.
+
+        Args:
+            killed: True if the driver was killed: then also restores the terminal settings and shows the cursor.
+        """
         if self._fd is None:
             return
         with suppress(OSError, termios.error):

@@ -25,8 +25,11 @@ class Sampling:
     """Sampling parameters shared by all requests of a call."""
 
     temperature: float = 1.0
+    """Divisor of the logits; 0 always takes the likeliest token."""
     top_p: float = 1.0
+    """Smallest total probability of the tokens sampled from; 1.0 keeps all tokens."""
     top_k: int = -1
+    """Number of the likeliest tokens sampled from; -1 keeps all tokens."""
     stop: tuple[str, ...] = ()
     """Strings ending a turn; kept in the output. Known only to an engine with a tokenizer."""
     stop_tokens: tuple[int, ...] = ()
@@ -38,8 +41,11 @@ class Request:
     """A prompt to continue."""
 
     id: str
+    """Unique name: the trajectory's name, `/`, and the number of the turn."""
     tokens: Sequence[int]
+    """Token ids of the prompt."""
     max_tokens: int
+    """Most tokens to generate."""
     seed: int
     """Seed of this request's own generator, so samples do not depend on other requests in the batch."""
     seconds: float | None = None
@@ -51,7 +57,7 @@ class Request:
 
     @property
     def trajectory(self) -> str:
-        """Name of the turn's trajectory."""
+        """Name of the turn's trajectory: `id` without the last `/` and what follows."""
         return self.id.rpartition("/")[0]
 
 
@@ -60,6 +66,7 @@ class Completion:
     """An engine's response to a request."""
 
     id: str
+    """`Request.id`."""
     tokens: Sequence[int]
     """New tokens, including the final stop token."""
     logprobs: Sequence[float]
@@ -90,7 +97,7 @@ class Engine(Protocol):
     """
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model.
+        """Loads the model and returns the measured facts; to be called before any other method.
 
         Args:
             former: Facts of the previous engine in this place, with the cache size to use again.
@@ -106,7 +113,7 @@ class Engine(Protocol):
         """
 
     async def forget(self) -> None:
-        """Empties the prefix cache."""
+        """Drops the cached prefixes of earlier requests, so that later requests compute all of their tokens."""
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Connects every worker to the process group of weight transfers.
@@ -116,10 +123,14 @@ class Engine(Protocol):
         """
 
     async def pause(self) -> None:
-        """Stops computing; requests under way are kept."""
+        """Stops computing until `resume`; requests under way are kept, cached prefixes are dropped."""
 
     async def resume(self) -> None:
-        """Resumes computing."""
+        """Resumes computing after `pause`.
+
+        Raises:
+            NotReady: A part is asleep, or weights are undefined.
+        """
 
     async def sleep(self, parts: Sequence[str]) -> None:
         """Pauses the engine and frees the device memory of parts, without keeping a copy. Requests under way wait.
@@ -144,7 +155,7 @@ class Engine(Protocol):
         """
 
     async def begin_update(self) -> None:
-        """Pauses and opens every worker's parameters for writing.
+        """Pauses the engine and opens every worker's parameters for writing.
 
         Raises:
             NotReady: The weights are asleep.
@@ -175,17 +186,17 @@ class Engine(Protocol):
         """
 
     async def probe(self) -> None:
-        """Returns after an answer from every worker."""
+        """Returns once every worker has answered a call: a check that none hangs."""
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
-        """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
-        previous call."""
+        """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
+        steps."""
 
     async def record_spans(self, on: bool) -> list[Span]:
         """Starts (`on=True`) or stops recording the times of requests; returns the spans recorded until now."""
 
     async def health(self) -> int:
-        """Returns the version of the present weights.
+        """Returns the version of the weights installed last, 0 before the first weight sync.
 
         Raises:
             Exception: The engine is dead.

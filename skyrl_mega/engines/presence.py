@@ -28,23 +28,24 @@ class Presence:
 
     @property
     def ready(self) -> bool:
-        """True if the engine can compute."""
+        """True if the engine can compute: no part is asleep, and the weights are defined."""
         return self.defined and not self.asleep
 
     def check(self) -> None:
-        """Raises NotReady if the engine cannot compute."""
+        """Raises NotReady if a part is asleep, or the weights are undefined."""
         if self.asleep:
             raise NotReady(f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request")
         if not self.defined:
             raise NotReady("its weights are undefined: a weight sync comes before a request")
 
     def check_weights(self) -> None:
-        """Raises NotReady if there is no memory for weights."""
+        """Raises NotReady if the weights are asleep, so that there is no memory to receive weights."""
         if WEIGHTS in self.asleep:
             raise NotReady(f"asleep: {WEIGHTS}; `wake` comes before a weight sync")
 
     def drop(self, parts: Collection[str]) -> list[str]:
-        """Marks parts as dropped; returns the parts present until now.
+        """Marks parts as asleep and returns those of them that were present until now, sorted. Frees no memory. Weights
+        become undefined when dropped.
 
         Args:
             parts: "engine_weights", "kv_cache" (`config.residency.ENGINE`).

@@ -72,7 +72,7 @@ class VllmEngine:
         """Shape of the routes in completions; None without routes."""
 
     async def start(self, former: Facts | None = None) -> Facts:
-        """Loads the model and runs a first token.
+        """Loads the model, generates a first token and returns the size of the KV cache.
 
         Args:
             former: Facts of the previous engine in this place; the cache gets the same size. None for the first
@@ -289,13 +289,14 @@ class VllmEngine:
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def prompt(self, request: Request) -> Any:
-        """Returns vLLM's prompt for a request."""
+        """Returns vLLM's prompt object with a request's tokens."""
         from vllm.inputs.engine import tokens_input
 
         return tokens_input(list(request.tokens))
 
     def parameters(self, request: Request, sampling: Sampling) -> SamplingParams:
-        """Returns vLLM's sampling parameters for a request."""
+        """Returns vLLM's sampling parameters for a request. A request without time limit and stop strings may get its
+        tokens in groups (`MAY_HOLD`)."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -319,7 +320,7 @@ class VllmEngine:
         )
 
     async def forget(self) -> None:
-        """Empties the prefix cache."""
+        """Drops vLLM's cached prefixes, and the worker's recorded routes of them."""
         await self._await_vllm(self.llm.reset_prefix_cache())
         if self._worker_records:
             await self.workers("forget_routes")
@@ -337,12 +338,12 @@ class VllmEngine:
         await self._await_vllm(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def pause(self) -> None:
-        """Stops computing. Requests under way are kept; caches of the old weights are dropped."""
+        """Stops computing until `resume`. Requests under way are kept; cached prefixes are dropped."""
         self.watched, self.paused = False, True
         await self._await_vllm(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
-        """Resumes computing."""
+        """Resumes computing after `pause`. Raises NotReady if a part is asleep or weights are undefined."""
         self.presence.check()
         self.paused = False
         await self._await_vllm(self.llm.resume_generation())
@@ -383,7 +384,7 @@ class VllmEngine:
             await self.resume()
 
     async def begin_update(self) -> None:
-        """Pauses and opens every worker's parameters for writing.
+        """Pauses the engine and opens every worker's parameters for writing.
 
         Raises:
             NotReady: The weights are asleep.
@@ -409,7 +410,7 @@ class VllmEngine:
     async def end_update(self, version: int) -> list[dict[str, float]]:
         """Installs the received weights as version `version` and resumes computing.
 
-        Returns each worker's `executor.ExchangeReport` as a dict.
+        Returns each worker's `weights.exchange.executor.ExchangeReport` as a dict, by rank.
         """
         await self._await_vllm(self.llm.finish_weight_update(str(version)))
         self.version = version
@@ -442,7 +443,7 @@ class VllmEngine:
             await self._resume_if_ready()
 
     async def probe(self) -> None:
-        """Returns after an answer from every worker.
+        """Returns once every worker has answered a call: a check that none hangs.
 
         Raises:
             EngineDied: vLLM's process is gone.
@@ -450,8 +451,8 @@ class VllmEngine:
         await self.workers("transfer_report")
 
     async def measured(self) -> list[tuple[MemoryReading, dict[int, int]]]:
-        """Returns, for each worker, the memory use and the number of model steps by tokens in the step, since the
-        previous call."""
+        """Returns for each worker, since the previous call: the memory use, and tokens in a model step → number of such
+        steps."""
         return [(MemoryReading(**memory), steps) for memory, steps in await self.workers("measured")]
 
     async def record_spans(self, on: bool) -> list[Span]:
@@ -493,7 +494,8 @@ class VllmEngine:
     # ---- health ----------------------------------------------------------------------------------------------------
 
     async def health(self) -> int:
-        """Returns the weight version; raises if the engine is dead."""
+        """Returns the version of the weights installed last, 0 before the first weight sync. Raises vLLM's error if the
+        engine is dead."""
         await self.llm.check_health()
         return self.version
 

@@ -22,7 +22,8 @@ TAKES = {"bool": "true or false", "int": "a whole number", "float": "a number", 
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Checks options against the engine arguments of the installed vLLM. Without vLLM nothing is checked.
+    """Raises an error for the first entry of `rollout.options` that is no engine argument of the installed vLLM, or has
+    a value of another type. Without vLLM nothing is checked.
 
     Raises:
         UserError: An unknown argument (with the nearest known names), or a value of another type (with the allowed
@@ -48,13 +49,14 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def names() -> frozenset[str]:
-    """Returns the names of all engine arguments; empty without vLLM."""
+    """Returns the names of all engine arguments of the installed vLLM; empty without vLLM."""
     return frozenset(types())
 
 
 @cache
 def types() -> Mapping[str, frozenset[str]]:
-    """Returns the types of each argument; an empty set if any type is missing in `TAKES`."""
+    """Returns name → allowed types of each vLLM engine argument, such as {"int", "None"}; an empty set if any type is
+    missing in `TAKES`. Empty without vLLM. Reads vLLM's source once."""
     spec = importlib.util.find_spec("vllm")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / "engine" / "arg_utils.py"

@@ -34,7 +34,8 @@ class LogprobColumn(LogprobsProcessor):
 
 
 def collect_columns(processor: OutputProcessor) -> None:
-    """Makes a front end collect the log-probs of new requests in columns."""
+    """Replaces the method `add_request` of vLLM's output processor, so that the log-probs of later requests are
+    collected in a `LogprobColumn` each."""
     add = processor.add_request
 
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:

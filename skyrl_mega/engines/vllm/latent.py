@@ -33,7 +33,8 @@ def latent_attentions(model: Module) -> dict[str, MLAAttention]:
 
 @torch.no_grad()
 def derive(layers: Mapping[str, MLAAttention], dtype: torch.dtype) -> None:
-    """Computes the derived tensors again, at the addresses held by CUDA graphs.
+    """Computes the derived tensors (`W_UK_T`, `W_UV`) of all layers again, in place, at the addresses held by CUDA
+    graphs.
 
     Args:
         layers: Result of `latent_attentions`, with the projections' new weights in place.
@@ -45,7 +46,13 @@ def derive(layers: Mapping[str, MLAAttention], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def stale(layers: Mapping[str, MLAAttention], dtype: torch.dtype) -> list[str]:
-    """Returns the names of derived tensors unlike the projection in place."""
+    """Returns the names of derived tensors (`W_UK_T`, `W_UV`) not equal to the tensors that the present projections
+    give; changes nothing.
+
+    Args:
+        layers: Result of `latent_attentions`.
+        dtype: Type of the model's parameters.
+    """
     return [
         f"{prefix}.{name}"
         for prefix, module in layers.items()

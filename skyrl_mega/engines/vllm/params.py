@@ -131,7 +131,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return name in self.layer_of  # without opening anything
 
     def open(self, *, check: bool = False) -> None:
-        """Begins an update.
+        """Begins an update: all parameters count as not written.
 
         Args:
             check: True to leave live weights unchanged, for comparison with the written data.
@@ -207,8 +207,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             self._close_layer(layer)
 
     def close(self) -> list[str]:
-        """Ends the update; returns, after a check, the names of parameters unlike the live ones, and of derived tensors
-        unlike the live parameters.
+        """Ends the update and computes derived tensors again. After `open(check=True)` changes nothing and returns the
+        names of parameters and derived tensors that differ from the live data; else returns [].
 
         Raises:
             RuntimeError: A layer that processes its weights, or has dropped them, did not receive all of them.
@@ -230,7 +230,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         return self.different
 
     def abandon(self) -> None:
-        """Discards data in separate write targets; data written in place stays."""
+        """Ends an update early: discards data in separate write targets, while data already written in place stays. The
+        weights may then be of two versions."""
         for layer in self.layers:
             layer.separate.clear()
             layer.missing.clear()
